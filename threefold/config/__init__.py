@@ -1,1 +1,29 @@
+"""What a run is: typed settings, where they come from, and the rules between them."""
 
+from threefold.config.loading import load_config
+from threefold.config.resolve import resolve
+from threefold.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "TrainConfig",
+    "load_config",
+    "resolve",
+]

@@ -1,0 +1,80 @@
+"""Rules between settings, each one sentence when broken."""
+
+from threefold.config.problem import nearest_divisor, nearest_multiple, problem
+from threefold.config.schema import Config
+
+
+def check(config: Config, vocab_size: int) -> None:
+    """Check a config whose settings are all filled.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    _check_model(config, vocab_size)
+    _check_data(config)
+    _check_layout(config)
+    _check_optimizer(config)
+    if config.precision.dtype == "fp64" and config.train.device == "cuda":
+        raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
+
+
+def _check_model(config: Config, vocab_size: int) -> None:
+    model = config.model
+    if model.hidden_size % model.num_attention_heads:
+        nearest = nearest_divisor(model.num_attention_heads, model.hidden_size)
+        rule = f"must divide model.hidden_size {model.hidden_size}; use {nearest}"
+        raise problem(config, "model.num_attention_heads", rule)
+    if model.vocab_size < vocab_size:
+        raise problem(
+            config, "model.vocab_size", f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"
+        )
+
+
+def _check_data(config: Config) -> None:
+    longest = config.model.max_position_embeddings
+    if config.data.sequence_length > longest:
+        rule = f"model.max_position_embeddings is {longest}; use {longest} or raise the latter"
+        raise problem(config, "data.sequence_length", rule)
+    try:
+        weights = config.data.split_weights
+    except ValueError:
+        weights = (-1.0, 0.0, 0.0)
+    if min(weights) < 0 or not 0 < weights[0] < float("inf"):
+        rule = "must be three weights for training, validation and test, the first above 0; use 949,50,1"
+        raise problem(config, "data.split", rule)
+
+
+def _check_layout(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    if model.num_attention_heads % parallel.tp:
+        heads = model.num_attention_heads
+        rule = f"must divide model.num_attention_heads {heads}; use {nearest_divisor(parallel.tp, heads)}"
+        raise problem(config, "parallel.tp", rule)
+    if model.ffn_hidden_size % parallel.tp:
+        nearest = nearest_multiple(model.ffn_hidden_size, parallel.tp)
+        rule = f"must be a multiple of parallel.tp {parallel.tp}; use {nearest}"
+        raise problem(config, "model.ffn_hidden_size", rule)
+    if parallel.tp > model.vocab_size:
+        raise problem(config, "parallel.tp", f"model.vocab_size is {model.vocab_size}; use at most {model.vocab_size}")
+    if parallel.pp > model.num_layers:
+        rule = f"each stage needs a layer and model.num_layers is {model.num_layers}; use at most {model.num_layers}"
+        raise problem(config, "parallel.pp", rule)
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer = config.optimizer
+    for beta in optimizer.betas:
+        if not 0 <= beta < 1:
+            raise problem(config, "optimizer.betas", "each must be at least 0 and below 1; use [0.9, 0.95]")
+    if optimizer.min_lr > optimizer.lr:
+        rule = f"must be at most optimizer.lr {optimizer.lr:g}; use {optimizer.lr / 10:g}"
+        raise problem(config, "optimizer.min_lr", rule)
+    if optimizer.warmup_steps > optimizer.decay_steps:
+        rule = f"must be at most optimizer.decay_steps {optimizer.decay_steps}; use {optimizer.decay_steps}"
+        raise problem(config, "optimizer.warmup_steps", rule)
+    if optimizer.stable_steps and optimizer.decay != "wsd":
+        rule = f"optimizer.decay is {optimizer.decay}, which has no stable part; leave it out or use decay wsd"
+        raise problem(config, "optimizer.stable_steps", rule)
+    room = optimizer.decay_steps - optimizer.warmup_steps
+    if optimizer.stable_steps > room:
+        raise problem(config, "optimizer.stable_steps", f"warm-up and decay_steps leave room for {room}; use {room}")

@@ -1,0 +1,136 @@
+"""Reading a config file with overrides, and saying in one sentence what is wrong with it."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from threefold.config.document import parse_value, read_document
+from threefold.config.schema import Config, Section
+from threefold.errors import UserError
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a YAML file and apply overrides such as `parallel.tp=2` in their order.
+
+    Raises:
+        UserError: unreadable file, bad YAML, unknown key, wrong type or impossible value.
+    """
+    values, lines = read_document(path)
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a config is a mapping of sections such as data: and model:.")
+    values = {name: {} if section is None else section for name, section in values.items()}
+    origins = {".".join(key): f"{path}, line {line}: " for key, line in lines.items()}
+    for override in overrides:
+        _apply(override, values, origins)
+    try:
+        config = Config(**{str(name): section for name, section in values.items()})
+    except ValidationError as error:
+        raise UserError(_sentence(error, origins, path)) from None
+    config._origins = origins
+    return config
+
+
+def _apply(override: str, values: dict[Any, Any], origins: dict[str, str]) -> None:
+    key, equals, text = override.partition("=")
+    key, where = key.strip(), f"--set {override}"
+    if not equals:
+        raise UserError(f"{where}: write it as section.key=value.")
+    if key not in known_keys():
+        raise UserError(f"{where}: {_unknown(key)}")
+    section, name = key.split(".")
+    origins[key] = f"{where}: "
+    chosen = values.setdefault(section, {})
+    if isinstance(chosen, dict):
+        chosen[name] = parse_value(text, where)
+
+
+def known_keys() -> list[str]:
+    """Every setting as `section.key`, in order."""
+    return [
+        f"{name}.{key}"
+        for name, field in Config.model_fields.items()
+        for key in _section(field.annotation).model_fields
+    ]
+
+
+def _section(annotation: Any) -> type[Section]:
+    assert issubclass(annotation, Section)
+    return annotation
+
+
+def _sentence(error: ValidationError, origins: dict[str, str], path: Path) -> str:
+    """The first problem in the file, unknown keys before all (a misspelt key explains a missing one)."""
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = problems[0]
+    key = ".".join(str(part) for part in first["loc"][:2])
+    where = origins.get(key, f"{path}: ")
+    if first["type"] == "extra_forbidden":
+        return where + _unknown(key)
+    if first["type"] == "missing":
+        return f"{where}{key if '.' in key else 'data.path'} is missing; name the folder that `threefold data prepare` wrote."
+    if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{where}{key} is {first['input']!r} but must be a section with settings below it."
+    return f"{where}{key} is {_shown(first['input'])} but must be {_expected(first)}."
+
+
+def _unknown(key: str) -> str:
+    return f"{key} is not a setting; the nearest is {_nearest(key)}."
+
+
+def _nearest(key: str) -> str:
+    known = known_keys()
+    section, _, name = key.rpartition(".")
+    if not section:
+        close = get_close_matches(name, list(Config.model_fields), n=1)
+        if close:
+            return close[0]
+    same_name = [candidate for candidate in known if candidate.split(".")[1] == name]
+    inside = get_close_matches(key, [candidate for candidate in known if candidate.split(".")[0] == section], n=1)
+    anywhere = get_close_matches(name, [candidate.split(".")[1] for candidate in known], n=1, cutoff=0)
+    by_name = [candidate for candidate in known if candidate.split(".")[1] == anywhere[0]]
+    return (same_name or inside or by_name)[0]
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list of two numbers",
+    "finite": "a finite number",
+    "too": "a list of two numbers",
+    "missing": "a list of two numbers",
+}
+
+
+def _expected(problem: Any) -> str:
+    """What a value must be, from pydantic's kind of problem."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "literal_error":
+        return _choice(problem["input"], context["expected"])
+    limits = {
+        "greater_than_equal": ("at least", "ge"),
+        "greater_than": ("above", "gt"),
+        "less_than_equal": ("at most", "le"),
+        "less_than": ("below", "lt"),
+    }
+    if kind in limits:
+        words, name = limits[kind]
+        return f"{words} {context[name]:g}"
+    if kind == "string_too_short":
+        return "the name of a folder"
+    return _EXPECTED.get(kind.split("_")[0], problem["msg"])
+
+
+def _choice(given: Any, expected: str) -> str:
+    names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
+    close = get_close_matches(str(given), names, n=1)
+    return f"one of {', '.join(names)}" + (f"; the nearest is {close[0]}" if close else "")

@@ -1,0 +1,219 @@
+"""What a run is: one section per idea, one docstring per setting.
+
+Settings that default to None are filled by `threefold.config.resolve`, so that their type is the one they have in a
+resolved config; everything after resolving may rely on it.
+"""
+
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from threefold.config.presets import PRESETS, PresetName
+
+
+def _derived(**limits: Any) -> Any:
+    """A setting that `resolve` fills when it is not given."""
+    return Field(default=None, **limits)
+
+
+class Section(BaseModel):
+    """Settings that belong together; null in a file means the default."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that have a value, as plain YAML values."""
+        values = {key: getattr(self, key) for key in type(self).model_fields}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
+
+
+class ModelConfig(Section):
+    """The network: a GPT-2 style decoder."""
+
+    preset: PresetName = _derived()
+    """A published model whose sizes are taken; settings given beside it override the preset's."""
+    num_layers: int = Field(default=8, ge=1)
+    """Transformer blocks."""
+    hidden_size: int = Field(default=256, ge=1)
+    """Width of the residual stream; a multiple of `num_attention_heads`."""
+    num_attention_heads: int = Field(default=8, ge=1)
+    """Attention heads in each block; a multiple of `parallel.tp`."""
+    ffn_hidden_size: int = _derived(ge=1)
+    """Width inside the feed-forward network; a multiple of `parallel.tp`. Default: 4 · `hidden_size`."""
+    vocab_size: int = _derived(ge=1)
+    """Rows of the embedding; at least the tokenizer's vocabulary, divisible by `parallel.tp` or not. Default: the
+    tokenizer's vocabulary (a preset's: the published one)."""
+    max_position_embeddings: int = _derived(ge=1)
+    """Longest sequence the model can read. Default: `data.sequence_length`."""
+    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of dropping an element of the embeddings and of what each block adds to the residual stream."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of dropping an attention weight."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights."""
+    tie_embeddings: bool = True
+    """Whether the output head shares the token embedding's weight."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("preset"), str):
+            return given
+        return {**PRESETS.get(given["preset"], {}), **given}
+
+
+class DataConfig(Section):
+    """What is read."""
+
+    path: str = Field(min_length=1)
+    """Folder that `threefold data prepare` wrote: token files and their tokenizer. The only setting without a default."""
+    sequence_length: int = _derived(ge=1)
+    """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
+    split: str = "949,50,1"
+    """Weights of the training, validation and test parts, over documents."""
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """`split` as numbers: training, validation, test."""
+        train, valid, test = (float(weight) for weight in self.split.split(","))
+        return train, valid, test
+
+
+class ParallelConfig(Section):
+    """The layout of the ranks: a performance choice that leaves every result as it is."""
+
+    dp: int = Field(default=1, ge=1)
+    """Data-parallel replicas; the batch is divided among them."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel shards of each layer."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages; at most `model.num_layers`."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of the micro-batches in the pipeline: `1f1b` keeps at most `pp` of them alive, `gpipe` all of them."""
+
+
+class TrainConfig(Section):
+    """The training loop. Batch sizes count sequences: global = micro · accumulation · `parallel.dp`."""
+
+    max_steps: int = Field(default=1000, ge=1)
+    """Optimizer steps of the run."""
+    global_batch_size: int = _derived(ge=1)
+    """Sequences in an optimizer step, over all ranks. Default: follows from the other two, else 32."""
+    micro_batch_size: int = _derived(ge=1)
+    """Sequences that go through the network at once on one replica. Default: follows from the other two, else the
+    largest size up to 4 that divides the replica's share and leaves a pipeline two micro-batches per stage."""
+    gradient_accumulation_steps: int = _derived(ge=1)
+    """Micro-batches of one replica in an optimizer step. Default: follows from the batch sizes."""
+    seed: int = Field(default=1234, ge=0, lt=2**63)
+    """Seed of the initial weights, the order of the samples and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ranks compute; `auto` takes CUDA when this machine has a GPU for each of its ranks, else the CPU."""
+    eval_every: int = Field(default=100, ge=0)
+    """Steps between evaluations on the validation part; 0 for none."""
+    eval_batches: int = Field(default=10, ge=1)
+    """Global batches in an evaluation."""
+    compile: bool = False
+    """Whether the network runs through `torch.compile`: slow to start, faster afterwards."""
+
+
+class PrecisionConfig(Section):
+    """The numbers that are computed with."""
+
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Precision of the computation; `bf16` keeps fp32 master weights, `fp64` is for the CPU."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate: linear warm-up to `lr`, then decay to `min_lr`."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer; `sgd` has no momentum."""
+    lr: float = Field(default=6e-4, gt=0)
+    """Highest learning rate."""
+    min_lr: float = _derived(ge=0)
+    """Learning rate at the end of the decay; at most `lr`. Default: a tenth of `lr`."""
+    warmup_steps: int = _derived(ge=0)
+    """Steps of linear warm-up from 0. Default: a tenth of `decay_steps`, at most 100."""
+    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the decay after the warm-up; `wsd` (warm-up, stable, decay) holds `lr` for `stable_steps` and then decays
+    linearly."""
+    decay_steps: int = _derived(ge=1)
+    """Step at which `min_lr` is reached, warm-up included. Default: `train.max_steps`."""
+    stable_steps: int = _derived(ge=0)
+    """Steps at `lr` between warm-up and decay, for `wsd` only. Default: up to four fifths of `decay_steps`."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """Adam's decay rates of the first and second moment, each in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Adam's guard against division by zero."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled decay of the weight matrices; biases and norms have none."""
+    clip_grad_norm: float = Field(default=1.0, ge=0)
+    """Largest global norm of the gradient; 0 for no limit."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints under RUN/checkpoints."""
+
+    every: int = Field(default=500, ge=0)
+    """Steps between checkpoints; the last step always has one; 0 for the last alone."""
+    keep: int = Field(default=2, ge=0)
+    """How many of the newest checkpoints are kept; 0 for all."""
+
+
+class LogConfig(Section):
+    """The step log."""
+
+    every: int = Field(default=10, ge=1)
+    """Steps between lines of the step log; RUN/metrics.jsonl has every step."""
+
+
+class _YamlDumper(yaml.SafeDumper):
+    """Block style for sections, one line for lists."""
+
+
+_YamlDumper.add_representer(list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, True))
+
+
+class Config(Section):
+    """A whole run. Two configs are equal when all their settings are, wherever they were read from."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Every setting that has a value, as plain YAML values by section."""
+        return {name: getattr(self, name).settings() for name in type(self).model_fields}
+
+    def to_yaml(self) -> str:
+        """The config as YAML that `load_config` reads back equal."""
+        return yaml.dump(self.sections(), Dumper=_YamlDumper, sort_keys=False, allow_unicode=True)
+
+    def origin(self, key: str) -> str:
+        """Where `section.key` was set, as the beginning of a sentence: `'run.yaml, line 3: '`, or nothing."""
+        return self._origins.get(key, "")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.sections() == other.sections()
+
+    __hash__ = None  # type: ignore[assignment]
