@@ -1,0 +1,22 @@
+"""The fleet of local workers that distributed tests run on."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from threefold.launch.pool import WorkerPool
+
+_FLEET = pytest.StashKey[WorkerPool]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make the pool before the first test: afterwards this process has run torch operations and cannot be forked."""
+    if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+        session.config.stash[_FLEET] = WorkerPool(8)
+
+
+@pytest.fixture(scope="session")
+def pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
+    """Eight workers on which `pool.run(world_size, fn, *args)` calls `fn` as the ranks of a fresh process group."""
+    with pytestconfig.stash[_FLEET] as fleet:
+        yield fleet
