@@ -1,0 +1,116 @@
+"""Time of an all-reduce through gloo and through shared memory, between the processes of this host.
+
+    python benchmarks/collectives.py [--rounds 5]
+
+Runs two ranks in one group, and eight ranks in four groups of two that all work at the same time, as in a run with
+dp 4 · tp 2. One thread each. The two ways take turns; the medians over the rounds are printed. Processor seconds (user
+and system, of all the ranks) count what a busy host pays, where the wall clock counts what the slowest rank waited.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from hardware import hardware_line
+from rich.console import Console
+from rich.table import Table
+
+from threefold.parallel.shared_memory import SharedMemoryGroup
+
+SIZES = [1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
+SECONDS_PER_MEASUREMENT = 0.2
+Measurement = tuple[float, float]
+"""Wall seconds and processor seconds of all ranks, for one operation of one group."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind, medians are printed")
+    rounds = parser.parse_args().rounds
+    console = Console()
+    console.print(hardware_line())
+    for world_size in (2, 8):
+        with tempfile.TemporaryDirectory() as folder:
+            context = multiprocessing.spawn(
+                _worker, (world_size, rounds, folder), nprocs=world_size, join=False, daemon=True
+            )
+            while not context.join():
+                pass
+            results = torch.load(Path(folder) / "results")
+        console.print(_table(world_size, results))
+
+
+def _worker(rank: int, world_size: int, rounds: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
+    group = pairs[rank // 2]
+    shared = SharedMemoryGroup.try_create(group)
+    if shared is None:
+        raise SystemExit("the ranks cannot share memory on this host")
+    ways: dict[str, Callable[[torch.Tensor], object]] = {
+        "gloo": lambda tensor: dist.all_reduce(tensor, group=group),
+        "shared": shared.all_reduce_,
+    }
+    results = {}
+    for size in SIZES:
+        measured: dict[str, list[Measurement]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, all_reduce in ways.items():
+                measured[way].append(_measure(all_reduce, torch.zeros(size // 4)))
+        results[size] = {
+            way: tuple(statistics.median(values) for values in zip(*measured[way], strict=True)) for way in ways
+        }
+    if rank == 0:
+        torch.save(results, Path(folder) / "results")
+    dist.barrier()
+    os._exit(0)
+
+
+def _measure(all_reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> Measurement:
+    """Time as many operations as fit in the time for a measurement; the same number on every rank."""
+    started = time.perf_counter()
+    for _ in range(10):
+        all_reduce(tensor)
+    estimate = torch.tensor((time.perf_counter() - started) / 10)
+    dist.all_reduce(estimate, op=dist.ReduceOp.MAX)
+    count = max(10, int(SECONDS_PER_MEASUREMENT / estimate.item()))
+    dist.barrier()
+    started, processor = time.perf_counter(), _processor_seconds()
+    for _ in range(count):
+        all_reduce(tensor)
+    wall = torch.tensor((time.perf_counter() - started) / count, dtype=torch.float64)
+    used = torch.tensor((_processor_seconds() - processor) / count, dtype=torch.float64)
+    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+    dist.all_reduce(used)
+    return wall.item(), used.item() / (dist.get_world_size() / 2)
+
+
+def _processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _table(world_size: int, results: dict[int, dict[str, Measurement]]) -> Table:
+    groups = "one group of 2 ranks" if world_size == 2 else f"{world_size // 2} groups of 2 ranks at the same time"
+    table = Table(title=f"fp32 all-reduce, {groups}", title_justify="left")
+    for heading in ("KB", "gloo ms", "shared ms", "ratio", "gloo CPU ms", "shared CPU ms", "ratio"):
+        table.add_column(heading, justify="right")
+    for size, ways in results.items():
+        cells = [f"{size >> 10}"]
+        for gloo, shared in zip(ways["gloo"], ways["shared"], strict=True):
+            cells += [f"{gloo * 1e3:.3f}", f"{shared * 1e3:.3f}", f"{gloo / shared:.1f}"]
+        table.add_row(*cells)
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""What the benchmarks ran on, in one line."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def hardware_line() -> str:
+    """Processor, cores that may be used, load when asked, and versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = os.getloadavg()[0]
+    return (
+        f"{_processor()}, {cores} cores (load {load:.1f}, capability {torch.backends.cpu.get_cpu_capability()}), "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return names[0] if names else platform.processor() or platform.machine()
