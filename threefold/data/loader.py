@@ -1,0 +1,159 @@
+"""Batches for a rank: the right rows of every global batch, read ahead of the step that needs them."""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from threefold.data.order import Int64Array, samples_at
+from threefold.data.samples import PackedSamples
+
+IGNORED_LABEL: Final = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A rank's rows of one global batch.
+
+    Attributes:
+        tokens: int64 [rows, S], the inputs.
+        labels: int64 [rows, S], the next token of each; -100 where it does not count.
+        rows: int64 [rows], the index of each row in the global batch.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    rows: torch.Tensor
+
+
+def fingerprint(batch: Batch) -> int:
+    """63-bit content hash (BLAKE2b) of a batch on the CPU: ranks of one tp or pp group must agree on it."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (batch.tokens, batch.labels, batch.rows):
+        digest.update(str(tuple(part.shape)).encode())
+        digest.update(part.contiguous().numpy().data)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """A data-parallel rank's part of the global batch: a contiguous block of its rows.
+
+    Raises:
+        ValueError: the global batch does not divide by dp_size, or dp_index is not below dp_size.
+    """
+
+    global_batch_size: int
+    dp_index: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        size, index, dp = self.global_batch_size, self.dp_index, self.dp_size
+        if size < 1 or size % dp or not 0 <= index < dp:
+            raise ValueError(f"a global batch of {size} rows has no share {index} of {dp}")
+
+    @property
+    def rows(self) -> Int64Array:
+        """int64 [global_batch_size / dp_size]: this rank's rows of the global batch."""
+        local = self.global_batch_size // self.dp_size
+        return np.arange(self.dp_index * local, (self.dp_index + 1) * local, dtype=np.int64)
+
+
+class Loader:
+    """The batches of one data-parallel rank; any step can be asked for, and the next one is read meanwhile.
+
+    Args:
+        train: the samples to train on.
+        heldout: the samples to evaluate on, or None if there is no evaluation.
+        share: this rank's part of the global batch.
+        seed: keys the order of the training samples.
+
+    Attributes:
+        reader_cost: seconds that the last call of `batch` kept its caller waiting.
+    """
+
+    def __init__(self, train: PackedSamples, heldout: PackedSamples | None, share: Share, seed: int) -> None:
+        self.train = train
+        self.heldout = heldout
+        self.share = share
+        self.seed = seed
+        self.reader_cost = 0.0
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
+        self._ahead: dict[int, Future[Batch]] = {}
+
+    def batch(self, step: int) -> Batch:
+        """The training batch of `step` (from 0): a function of (seed, step) alone, whatever was read before.
+
+        Raises:
+            UserError: the token files are damaged.
+        """
+        started = time.perf_counter()
+        ahead = self._ahead.pop(step, None)
+        batch = self._read_train(step) if ahead is None else ahead.result()
+        self._ahead = {step + 1: self._reader.submit(self._read_train, step + 1)}
+        self.reader_cost = time.perf_counter() - started
+        return batch
+
+    def epoch(self, step: int) -> float:
+        """Passes over the training samples that are complete when `step` starts."""
+        return step * self.share.global_batch_size / len(self.train)
+
+    def eval_batches(self, limit: int | None = None) -> Iterator[Batch]:
+        """The first `limit` held-out batches (None or 0: all), in file order and the same at every evaluation.
+
+        Every rank sees the same number of batches: the last one is filled up with rows whose labels are all -100, so a
+        loss weighted by counted tokens is the mean over the split, and no rank waits for one that has finished.
+
+        Raises:
+            UserError: the token files are damaged.
+            ValueError: the loader has no held-out samples.
+        """
+        count = self.eval_batch_count(limit)
+        ahead = self._reader.submit(self._read_heldout, 0)
+        for i in range(count):
+            batch = ahead.result()
+            if i + 1 < count:
+                ahead = self._reader.submit(self._read_heldout, i + 1)
+            yield batch
+
+    def eval_batch_count(self, limit: int | None = None) -> int:
+        """Number of batches that `eval_batches(limit)` gives: never more than the split holds."""
+        whole = -(-len(self._heldout_samples()) // self.share.global_batch_size)
+        return min(limit, whole) if limit else whole
+
+    def close(self) -> None:
+        """End the reading thread."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _read_train(self, step: int) -> Batch:
+        rows = self.share.rows
+        counters = step * self.share.global_batch_size + rows
+        return _make_batch(self.train, samples_at(counters, len(self.train), self.seed), rows)
+
+    def _read_heldout(self, number: int) -> Batch:
+        samples = self._heldout_samples()
+        rows = self.share.rows
+        indices = number * self.share.global_batch_size + rows
+        past_end = indices >= len(samples)
+        batch = _make_batch(samples, np.where(past_end, 0, indices), rows)
+        batch.labels.numpy()[past_end] = IGNORED_LABEL
+        return batch
+
+    def _heldout_samples(self) -> PackedSamples:
+        if self.heldout is None:
+            raise ValueError("this loader was made without held-out samples")
+        return self.heldout
+
+
+def _make_batch(samples: PackedSamples, indices: Int64Array, rows: Int64Array) -> Batch:
+    windows = samples.read(indices)
+    tokens = np.ascontiguousarray(windows[:, :-1])
+    labels = windows[:, 1:].copy()
+    # After the end of a document the next token belongs to another one, which nothing here could predict.
+    labels[tokens == samples.files.eod] = IGNORED_LABEL
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(rows))

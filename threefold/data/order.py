@@ -1,0 +1,99 @@
+"""The order of the samples: a keyed pseudo-random permutation that needs no memory and no start-up.
+
+The samples of a step are a function of (seed, step) alone. Every row of every global batch has a counter,
+`step * global_batch_size + row`; the counter's epoch is `counter // n` and its sample `permutation(counter % n)`,
+under a permutation of the n samples that is keyed by (seed, epoch). Nothing depends on the number of ranks, and nothing
+has to be replayed on resume.
+"""
+
+import hashlib
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64Array = NDArray[np.int64]
+
+MAX_ITEMS: Final = 2**62
+_ROUNDS: Final = 8
+# Below 64 points a Feistel network has too few distinct keyed permutations; cycle walking covers the difference.
+_MIN_BITS: Final = 6
+_MULTIPLIER_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2: Final = np.uint64(0x94D049BB133111EB)
+
+
+class KeyedPermutation:
+    """A pseudo-random permutation of range(n), chosen by (seed, epoch, purpose), in O(1) memory and start-up.
+
+    An unbalanced Feistel network over the smallest power of two that holds n (Luby and Rackoff, 1988), with the
+    finaliser of SplitMix64 (Steele, Lea and Flood, 2014) as its round function, and cycle walking (Black and Rogaway,
+    2002) to stay inside n: fewer than two walks an item on average once n > 32.
+
+    Args:
+        n: number of items, 1 to 2**62.
+        seed: any integer.
+        epoch: which pass over the items; each has its own order.
+        purpose: separates uses that share a seed.
+
+    Raises:
+        ValueError: n is out of range.
+    """
+
+    def __init__(self, n: int, seed: int, epoch: int = 0, purpose: str = "samples") -> None:
+        if not 1 <= n <= MAX_ITEMS:
+            raise ValueError(f"a permutation holds 1 to 2**62 items, not {n}")
+        self.n = n
+        bits = max(_MIN_BITS, (n - 1).bit_length())
+        self._low_bits = bits // 2
+        self._high_bits = bits - self._low_bits
+        digest = hashlib.blake2b(f"threefold {purpose} {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+        self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+    def __call__(self, indices: Int64Array) -> Int64Array:
+        """Items at `indices` (int64, any shape, each in [0, n)): same shape, int64."""
+        points = indices.astype(np.uint64).ravel()
+        if self.n == 1:
+            return np.zeros(indices.shape, dtype=np.int64)
+        points = self._network(points)
+        outside = np.flatnonzero(points >= self.n)
+        while outside.size:
+            walked = self._network(points[outside])
+            points[outside] = walked
+            outside = outside[walked >= self.n]
+        return points.astype(np.int64).reshape(indices.shape)
+
+    def _network(self, points: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        low_bits = np.uint64(self._low_bits)
+        high = points >> low_bits
+        low = points & np.uint64((1 << self._low_bits) - 1)
+        for i in range(0, _ROUNDS, 2):
+            # Each half is changed by a function of the other alone, so every round can be undone: a bijection.
+            high = high ^ _scramble(low, self._keys[i], self._high_bits)
+            low = low ^ _scramble(high, self._keys[i + 1], self._low_bits)
+        return (high << low_bits) | low
+
+
+def _scramble(half: NDArray[np.uint64], key: np.uint64, bits: int) -> NDArray[np.uint64]:
+    mixed = half ^ key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIER_1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIER_2
+    return mixed >> np.uint64(64 - bits)
+
+
+def samples_at(counters: Int64Array, n: int, seed: int) -> Int64Array:
+    """Which of n samples each global counter reads.
+
+    Args:
+        counters: int64 [rows], each `step * global_batch_size + row`.
+        n: number of samples in the split.
+        seed: the run's seed.
+
+    Returns:
+        int64 [rows], each in [0, n). A batch may span epochs.
+    """
+    epochs, positions = np.divmod(counters, n)
+    samples = np.empty_like(counters)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        samples[here] = KeyedPermutation(n, seed, int(epoch))(positions[here])
+    return samples

@@ -1,0 +1,183 @@
+"""Text files to token files: the whole of `threefold data prepare`.
+
+The corpus is read twice, once to learn the vocabulary and once to encode, and is never held in memory.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from threefold.data.encode import Encoding, encode_documents
+from threefold.data.files import TokenFiles
+from threefold.data.format import (
+    DOCUMENT_DTYPE,
+    DOCUMENTS_FILE,
+    DTYPES,
+    FORMAT,
+    META_FILE,
+    TOKENIZER_FILE,
+    TOKENS_FILE,
+    Meta,
+    Source,
+    dtype_for,
+)
+from threefold.data.sources import SourceReader, find_inputs
+from threefold.data.staging import staged_directory
+from threefold.data.tokenizer import check_vocab_size, end_of_document, id_count, load_tokenizer, train_tokenizer
+from threefold.errors import UserError
+
+# The vocabulary of a larger corpus is learned from every n-th document: more text changes it little and costs memory.
+_LEARN_FROM_BYTES: Final = 256_000_000
+# Text in a compressed file is about this many times the file.
+_COMPRESSION: Final = 4
+
+
+class Progress(Protocol):
+    """Shows how far the work is."""
+
+    def phase(self, name: str, total_bytes: int) -> None:
+        """A new phase begins, which reads `total_bytes` of input."""
+
+    def advance(self, read_bytes: int) -> None:
+        """So many bytes more have been read."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to prepare.
+
+    Attributes:
+        inputs: files and folders of text.
+        out: the folder to make.
+        vocab_size: size of the vocabulary to learn, if no tokenizer is given.
+        tokenizer: a tokenizer.json to use.
+        eod: name of the given tokenizer's end-of-document token; None finds a usual one.
+        key: which key of a JSON object holds the text.
+        workers: processes that encode.
+        overwrite: replace token files that stand at `out`.
+    """
+
+    inputs: tuple[Path, ...]
+    out: Path
+    vocab_size: int = 8192
+    tokenizer: Path | None = None
+    eod: str | None = None
+    key: str = "text"
+    workers: int = 1
+    overwrite: bool = False
+
+
+def prepare(request: Request, progress: Progress) -> TokenFiles:
+    """Make token files at `request.out`, whole or not at all, and open them.
+
+    With more than one worker the calling script needs the usual `if __name__ == "__main__":`, as the workers are fresh
+    processes.
+
+    Raises:
+        UserError: an input, the tokenizer or `out` cannot be used, or there is no document.
+    """
+    _check(request)
+    inputs = find_inputs(request.inputs)
+    with staged_directory(request.out) as folder:
+        tokenizer = _tokenizer(request, inputs, progress)
+        progress.phase("Encoding", sum(path.stat().st_size for path in inputs))
+        sources = [SourceReader(path, request.key, progress.advance) for path in inputs]
+        _write(folder, tokenizer, sources, request)
+    return TokenFiles.open(request.out)
+
+
+def _check(request: Request) -> None:
+    if request.tokenizer is None:
+        check_vocab_size(request.vocab_size)
+    if request.workers < 1:
+        raise UserError(f"--workers is {request.workers} but must be at least 1")
+    out = request.out
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not request.overwrite:
+        raise UserError(f"--out {out} exists already; choose another folder, or replace it with --overwrite")
+    if not _holds_token_files(out):
+        raise UserError(
+            f"--out {out} is no folder of token files, and --overwrite replaces nothing else; choose another"
+        )
+
+
+def _holds_token_files(folder: Path) -> bool:
+    meta = folder / META_FILE
+    return meta.is_file() and FORMAT in meta.read_text(encoding="utf-8", errors="replace")
+
+
+def _tokenizer(request: Request, inputs: list[Path], progress: Progress) -> Tokenizer:
+    if request.tokenizer is not None:
+        return load_tokenizer(request.tokenizer)
+    progress.phase("Learning the vocabulary", sum(path.stat().st_size for path in inputs))
+    stride = 1 + sum(map(_text_bytes, inputs)) // _LEARN_FROM_BYTES
+    return train_tokenizer(_every(stride, inputs, request.key, progress.advance), request.vocab_size)
+
+
+def _text_bytes(path: Path) -> int:
+    return path.stat().st_size * (_COMPRESSION if path.suffix.lower() in (".gz", ".zst") else 1)
+
+
+def _every(stride: int, inputs: list[Path], key: str, on_read: Callable[[int], None]) -> Iterator[str]:
+    number = 0
+    for path in inputs:
+        for document in SourceReader(path, key, on_read):
+            if number % stride == 0:
+                yield document
+            number += 1
+    if number == 0:
+        raise _no_documents(inputs)
+
+
+def _write(folder: Path, tokenizer: Tokenizer, sources: list[SourceReader], request: Request) -> None:
+    stored = _stored_tokenizer(tokenizer, request)
+    vocab_size = id_count(tokenizer)
+    dtype = dtype_for(vocab_size)
+    eod = end_of_document(tokenizer, request.eod)
+    encoding = Encoding(stored.decode("utf-8"), eod, DTYPES[dtype])
+    documents = (document for source in sources for document in source)
+
+    end = count = text_bytes = 0
+    with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / DOCUMENTS_FILE).open("wb") as documents_file:
+        documents_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+        for encoded in encode_documents(documents, encoding, request.workers):
+            ends = end + np.cumsum(encoded.lengths)
+            tokens_file.write(encoded.tokens.tobytes())
+            documents_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
+            end = int(ends[-1])
+            count += len(ends)
+            text_bytes += encoded.text_bytes
+    if count == 0:
+        raise _no_documents([source.path for source in sources])
+    (folder / TOKENIZER_FILE).write_bytes(stored)
+    Meta(
+        dtype=dtype,
+        vocab_size=vocab_size,
+        eod=eod,
+        tokens=end,
+        documents=count,
+        text_bytes=text_bytes,
+        tokenizer_sha256=hashlib.sha256(stored).hexdigest(),
+        sources=tuple(
+            Source(os.fspath(source.path), source.bytes, source.documents, source.sha256) for source in sources
+        ),
+    ).write(folder / META_FILE)
+
+
+def _stored_tokenizer(tokenizer: Tokenizer, request: Request) -> bytes:
+    """A given tokenizer is kept byte for byte, so that its hash is the one its maker published."""
+    if request.tokenizer is not None:
+        return request.tokenizer.read_bytes()
+    return tokenizer.to_str(pretty=True).encode("utf-8")
+
+
+def _no_documents(inputs: list[Path]) -> UserError:
+    names = ", ".join(map(str, inputs[:3])) + (", …" if len(inputs) > 3 else "")
+    return UserError(f"{names}: there is no document with text in it, so there is nothing to prepare")

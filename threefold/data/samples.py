@@ -1,0 +1,109 @@
+"""A split as one stream of tokens, cut into samples."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.data.files import TokenFiles
+from threefold.data.order import Int64Array
+from threefold.data.split import SPLITS, document_runs
+from threefold.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSamples:
+    """The samples of one split: its documents end to end in file order, cut every `sequence_length` tokens.
+
+    Sample i is stream[i * S : i * S + S + 1]: it overlaps the next by one token, so that each token of the stream but
+    the first is a label exactly once. What is left at the end and does not fill a sample is not used.
+
+    Attributes:
+        files: where the tokens are.
+        name: the split.
+        sequence_length: S, in tokens.
+        stream_starts: int64 [runs], where each run of neighbouring documents starts in the stream.
+        shifts: int64 [runs], what to add to a place in the stream to get its place in tokens.bin.
+        tokens: length of the stream.
+    """
+
+    files: TokenFiles
+    name: str
+    sequence_length: int
+    stream_starts: Int64Array
+    shifts: Int64Array
+    tokens: int
+
+    @classmethod
+    def open(cls, files: TokenFiles, name: str, split: str, sequence_length: int) -> "PackedSamples":
+        """The samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
+
+        Raises:
+            UserError: the split is empty or shorter than one sample, or `split` is malformed.
+        """
+        runs = document_runs(files.meta.documents, split, name)
+        if not len(runs):
+            raise UserError(f'data.split "{split}" gives the {name} split no documents; give it a weight above 0')
+        bounds = np.asarray(files.documents[runs])
+        ends = np.cumsum(bounds[:, 1] - bounds[:, 0])
+        stream_starts = ends - (bounds[:, 1] - bounds[:, 0])
+        samples = cls(files, name, sequence_length, stream_starts, bounds[:, 0] - stream_starts, int(ends[-1]))
+        samples._check_length(split)
+        return samples
+
+    def __len__(self) -> int:
+        return (self.tokens - 1) // self.sequence_length
+
+    def read(self, indices: Int64Array) -> NDArray[np.int64]:
+        """Samples at `indices` (int64 [rows]): int64 [rows, S + 1].
+
+        Raises:
+            UserError: a token is outside the vocabulary, so the file is damaged.
+        """
+        places = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
+        runs = np.searchsorted(self.stream_starts, places, side="right") - 1
+        windows = self.files.tokens[places + self.shifts[runs]].astype(np.int64)
+        if windows.size and not 0 <= windows.min() <= windows.max() < self.files.vocab_size:
+            raise UserError(
+                f"{self.files.path} holds a token outside its vocabulary of {self.files.vocab_size}, so it is damaged; "
+                "prepare the data again with `threefold data prepare`"
+            )
+        return windows
+
+    def _check_length(self, split: str) -> None:
+        if self.sequence_length < 1:
+            raise UserError(f"data.sequence_length is {self.sequence_length} but must be at least 1")
+        if len(self):
+            return
+        rule = (
+            f"data.sequence_length is {self.sequence_length} and one sample takes one token more, but the {self.name} "
+            f'split of {self.files.path} (data.split "{split}") holds {self.tokens} tokens'
+        )
+        if self.tokens < 2:
+            raise UserError(f"{rule}; prepare more text or give the {self.name} split a larger weight")
+        raise UserError(f"{rule}; the largest data.sequence_length that works is {self.tokens - 1}")
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """How much a split holds: documents, tokens, and samples of the sequence length asked for."""
+
+    name: str
+    documents: int
+    tokens: int
+    samples: int
+
+
+def split_facts(files: TokenFiles, split: str, sequence_length: int) -> list[SplitFacts]:
+    """What each split of `files` holds under `split`, also where that is nothing.
+
+    Raises:
+        UserError: `split` is malformed, or there are too few documents for it.
+    """
+    facts = []
+    for name in SPLITS:
+        runs = document_runs(files.meta.documents, split, name)
+        bounds = files.documents[runs]
+        documents, tokens = int(np.diff(runs).sum()), int(np.diff(bounds).sum())
+        facts.append(SplitFacts(name, documents, tokens, max(0, tokens - 1) // sequence_length))
+    return facts

@@ -1,0 +1,251 @@
+"""Documents out of the user's files: JSON lines and plain text, also compressed, one document at a time."""
+
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import zstandard
+
+from threefold.data.format import META_FILE, TOKENS_FILE
+from threefold.errors import UserError
+
+_JSON_SUFFIXES: Final = (".jsonl", ".json")
+_TEXT_SUFFIXES: Final = (".txt",)
+_COMPRESSED_SUFFIXES: Final = (".gz", ".zst")
+_KNOWN: Final = ", ".join(_JSON_SUFFIXES + _TEXT_SUFFIXES)
+
+# A line that only says this ends a document of a plain-text file, as in other public corpora of plain text.
+DOCUMENT_END: Final = "<|endoftext|>"
+# A long text is cut into documents of about this many characters: at the next blank line, at the latest (4 times as
+# long) at the next line, so that a single big file can be held in memory and divided into splits.
+_TEXT_DOCUMENT: Final = 65_536
+_READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
+_CHUNK: Final = 1 << 18
+
+
+def find_inputs(inputs: Iterable[Path]) -> list[Path]:
+    """The files to read: files as given, folders searched for files of a known kind in the order of their names.
+
+    Raises:
+        UserError: an input does not exist, is of an unknown kind, or is a folder without a file to read.
+    """
+    found: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            inside = _search(path)
+            if not inside:
+                raise UserError(f"{path} holds no file to read; it needs {_KNOWN}, or one of these as .gz or .zst")
+            found += inside
+        elif not path.exists():
+            raise UserError(f"input {path} does not exist")
+        elif _kind(path) is None:
+            raise UserError(
+                f"input {path} is of an unknown kind; it must end in {_KNOWN}, or one of these and .gz or .zst"
+            )
+        else:
+            found.append(path)
+    return list(dict.fromkeys(found))
+
+
+class SourceReader:
+    """One input file: its documents, and what was read of it so far.
+
+    Args:
+        path: the file.
+        key: which key of a JSON object holds the text.
+        on_read: called with the number of bytes (as stored) at every read.
+
+    Attributes:
+        documents: how many documents it gave.
+        bytes: how many bytes of the file were read.
+    """
+
+    def __init__(self, path: Path, key: str, on_read: Callable[[int], None]) -> None:
+        self.path = path
+        self.documents = 0
+        self.bytes = 0
+        self._key = key
+        self._on_read = on_read
+        self._hash = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes read so far: of the whole file once its documents are exhausted."""
+        return self._hash.hexdigest()
+
+    def __iter__(self) -> Iterator[str]:
+        """The documents that are not empty.
+
+        Raises:
+            UserError: the file cannot be read, or a line is malformed.
+        """
+        with self._opened() as raw, _explained(self.path):
+            stream = io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig")
+            lines = iter(lambda: stream.readline(_READ_LINE_LIMIT), "") if _kind(self.path) == "text" else iter(stream)
+            documents = _text_documents(lines) if _kind(self.path) == "text" else self._json_documents(lines)
+            for document in documents:
+                if document.strip():
+                    self.documents += 1
+                    yield document
+            while raw.read(1 << 20):  # a decompressor may stop before the last bytes of the file, which the hash covers
+                pass
+
+    @contextmanager
+    def _opened(self) -> Iterator[io.BufferedReader]:
+        try:
+            file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read ({error.strerror})") from None
+        with file:
+            yield io.BufferedReader(_Watched(file, self._watch), _CHUNK)
+
+    def _watch(self, data: memoryview) -> None:
+        self._hash.update(data)
+        self.bytes += len(data)
+        self._on_read(len(data))
+
+    def _json_documents(self, lines: Iterable[str]) -> Iterator[str]:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", str(error))
+                raise UserError(
+                    f"{self.path}:{number} is not JSON ({reason}); every line must be one JSON object"
+                ) from None
+            yield self._text_of(value, number)
+
+    def _text_of(self, value: Any, number: int) -> str:
+        if not isinstance(value, dict):
+            raise UserError(
+                f'{self.path}:{number} is not a JSON object; every line must be one, such as {{"text": "..."}}'
+            )
+        if self._key not in value:
+            keys = ", ".join(f'"{key}"' for key in value) or "none"
+            raise UserError(
+                f'{self.path}:{number} has no key "{self._key}" (its keys: {keys}); name the right one with --key'
+            )
+        text = value[self._key]
+        if not isinstance(text, str):
+            raise UserError(
+                f'{self.path}:{number} has no text under "{self._key}" but {json.dumps(text)[:40]}; it must be a string'
+            )
+        # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
+        return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _search(folder: Path) -> list[Path]:
+    token_folders = {meta.parent for meta in folder.rglob(META_FILE) if (meta.parent / TOKENS_FILE).exists()}
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if _kind(path) and path.is_file() and not path.name.startswith(".") and token_folders.isdisjoint(path.parents)
+    )
+
+
+def _kind(path: Path) -> str | None:
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1].lower() in _COMPRESSED_SUFFIXES:
+        suffixes = suffixes[:-1]
+    last = suffixes[-1].lower() if suffixes else ""
+    if last in _JSON_SUFFIXES:
+        return "json"
+    return "text" if last in _TEXT_SUFFIXES else None
+
+
+def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.GzipFile:
+    match path.suffix.lower():
+        case ".gz":
+            return gzip.GzipFile(fileobj=raw)
+        case ".zst":
+            return io.BufferedReader(_ZstdFile(raw), _CHUNK)
+        case _:
+            return raw
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason}); convert it") from None
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise UserError(f"{path} cannot be read ({error}); it may be truncated") from None
+
+
+def _text_documents(lines: Iterable[str]) -> Iterator[str]:
+    document: list[str] = []
+    size = 0
+    for line in lines:
+        if line.strip() == DOCUMENT_END:
+            yield "".join(document)
+            document, size = [], 0
+            continue
+        document.append(line)
+        size += len(line)
+        if size >= _READ_LINE_LIMIT or (size >= _TEXT_DOCUMENT and not line.strip()):
+            yield "".join(document)
+            document, size = [], 0
+    yield "".join(document)
+
+
+class _Watched(io.RawIOBase):
+    """A raw file that shows every byte it reads to a callback."""
+
+    def __init__(self, file: io.RawIOBase, watch: Callable[[memoryview], None]) -> None:
+        self._file = file
+        self._watch = watch
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        self._watch(memoryview(buffer)[:count])
+        return count
+
+
+class _ZstdFile(io.RawIOBase):
+    """The content of a zstd file of any number of frames.
+
+    A truncated file is an error, which the library's own `stream_reader` takes for an end.
+    """
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._in_frame = False
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            if not self._input:
+                self._input = self._file.read(_CHUNK)
+            if not self._input:
+                if self._in_frame:
+                    raise EOFError("the zstd frame has no end")
+                return 0
+            self._decompress()
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def _decompress(self) -> None:
+        self._output = memoryview(self._frame.decompress(self._input))
+        self._in_frame = not self._frame.eof
+        self._input = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = zstandard.ZstdDecompressor().decompressobj()

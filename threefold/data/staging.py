@@ -1,0 +1,86 @@
+"""A folder that appears whole or not at all."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from threefold.errors import UserError
+
+_LOCK: Final = "writing.lock"
+
+
+@contextmanager
+def staged_directory(final: Path) -> Iterator[Path]:
+    """Write a folder beside `final` and give it that name once it is complete and on the disk.
+
+    Yields the folder to write into, `final` with ".partial" added. If the body raises, that folder is removed and
+    `final` is as it was; if the process is killed, `final` is as it was and the next call removes what was left. A
+    folder that stood at `final` is replaced at the end.
+
+    Raises:
+        UserError: another process is writing the same folder, or it cannot be written.
+    """
+    partial = final.with_name(final.name + ".partial")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)
+        lock = os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UserError(f"{partial} cannot be made ({error.strerror}); choose another place for --out") from None
+    try:
+        _claim(lock, partial)
+        try:
+            yield partial
+            _commit(partial, final)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(
+                f"{final} could not be written ({error.strerror}); make room or choose another --out"
+            ) from error
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        os.close(lock)
+
+
+def _claim(lock: int, partial: Path) -> None:
+    try:
+        # The lock goes with its process, so one that can be taken marks a folder whose writer was killed.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"another process is writing {partial}; wait for it or choose another --out") from None
+    for leftover in partial.iterdir():
+        if leftover.name != _LOCK:
+            leftover.unlink()
+
+
+def _commit(partial: Path, final: Path) -> None:
+    (partial / _LOCK).unlink()
+    for path in partial.iterdir():
+        _sync(path)
+    _sync(partial)
+    replaced = final.with_name(final.name + ".replaced")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    try:
+        partial.rename(final)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            replaced.rename(final)
+        raise
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
