@@ -35,13 +35,6 @@ def _check_data(config: Config) -> None:
     if config.data.sequence_length > longest:
         rule = f"model.max_position_embeddings is {longest}; use {longest} or raise the latter"
         raise problem(config, "data.sequence_length", rule)
-    try:
-        weights = config.data.split_weights
-    except ValueError:
-        weights = (-1.0, 0.0, 0.0)
-    if min(weights) < 0 or not 0 < weights[0] < float("inf"):
-        rule = "must be three weights for training, validation and test, the first above 0; use 949,50,1"
-        raise problem(config, "data.split", rule)
 
 
 def _check_layout(config: Config) -> None:

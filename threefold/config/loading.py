@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from threefold.config.document import parse_value, read_document
-from threefold.config.schema import Config, Section
+from threefold.config.schema import Config, section_types
 from threefold.errors import UserError
 
 
@@ -29,7 +29,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     try:
         config = Config(**{str(name): section for name, section in values.items()})
     except ValidationError as error:
-        raise UserError(_sentence(error, origins, path)) from None
+        raise UserError(_sentence(error, values, origins, path)) from None
     config._origins = origins
     return config
 
@@ -50,31 +50,23 @@ def _apply(override: str, values: dict[Any, Any], origins: dict[str, str]) -> No
 
 def known_keys() -> list[str]:
     """Every setting as `section.key`, in order."""
-    return [
-        f"{name}.{key}"
-        for name, field in Config.model_fields.items()
-        for key in _section(field.annotation).model_fields
-    ]
+    return [f"{section}.{key}" for section, kind in section_types().items() for key in kind.model_fields]
 
 
-def _section(annotation: Any) -> type[Section]:
-    assert issubclass(annotation, Section)
-    return annotation
-
-
-def _sentence(error: ValidationError, origins: dict[str, str], path: Path) -> str:
+def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str, str], path: Path) -> str:
     """The first problem in the file, unknown keys before all (a misspelt key explains a missing one)."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    first = problems[0]
+    first: Any = problems[0]
     key = ".".join(str(part) for part in first["loc"][:2])
     where = origins.get(key, f"{path}: ")
     if first["type"] == "extra_forbidden":
         return where + _unknown(key)
-    if first["type"] == "missing":
-        return f"{where}{key if '.' in key else 'data.path'} is missing; name the folder that `threefold data prepare` wrote."
+    if first["type"] == "missing" and key in ("data", "data.path"):
+        return f"{where}data.path is missing; name the folder that `threefold data prepare` wrote."
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{where}{key} is {first['input']!r} but must be a section with settings below it."
-    return f"{where}{key} is {_shown(first['input'])} but must be {_expected(first)}."
+    given = first["input"] if len(first["loc"]) < 3 else values[first["loc"][0]][first["loc"][1]]
+    return f"{where}{key} is {_shown(given)} but must be {_expected(first)}."
 
 
 def _unknown(key: str) -> str:
@@ -82,21 +74,24 @@ def _unknown(key: str) -> str:
 
 
 def _nearest(key: str) -> str:
+    """The setting that was most likely meant; a section when a section's name was misspelt."""
     known = known_keys()
     section, _, name = key.rpartition(".")
-    if not section:
-        close = get_close_matches(name, list(Config.model_fields), n=1)
-        if close:
+    sections = list(Config.model_fields)
+    if section not in sections:
+        close = get_close_matches(section or name, sections, n=1)
+        if close and not section:
             return close[0]
-    same_name = [candidate for candidate in known if candidate.split(".")[1] == name]
-    inside = get_close_matches(key, [candidate for candidate in known if candidate.split(".")[0] == section], n=1)
-    anywhere = get_close_matches(name, [candidate.split(".")[1] for candidate in known], n=1, cutoff=0)
-    by_name = [candidate for candidate in known if candidate.split(".")[1] == anywhere[0]]
-    return (same_name or inside or by_name)[0]
+        section = close[0] if close else section
+    exact = [candidate for candidate in known if candidate.split(".")[1] == name]
+    inside = get_close_matches(f"{section}.{name}", [k for k in known if k.split(".")[0] == section], n=1)
+    anywhere = get_close_matches(name, [k.split(".")[1] for k in known], n=1, cutoff=0)
+    return (exact or inside or [k for k in known if k.split(".")[1] == anywhere[0]])[0]
 
 
 def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else str(value)
+    """A value as it is written in YAML."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 _EXPECTED = {
@@ -106,8 +101,8 @@ _EXPECTED = {
     "string": "text",
     "tuple": "a list of two numbers",
     "finite": "a finite number",
-    "too": "a list of two numbers",
-    "missing": "a list of two numbers",
+    "too": "a list of two numbers",  # too long
+    "missing": "a list of two numbers",  # too short
 }
 
 

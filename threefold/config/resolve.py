@@ -25,7 +25,7 @@ def resolve(config: Config, vocab_size: int) -> Config:
         section, name = key.split(".")
         filled[section].setdefault(name, value)
     filled["train"].update(batch_sizes(config)._asdict())
-    resolved = Config(**filled)
+    resolved = Config.model_validate(filled)
     resolved._origins = config._origins
     check(resolved, vocab_size)
     return resolved

@@ -4,7 +4,7 @@ Settings that default to None are filled by `threefold.config.resolve`, so that 
 resolved config; everything after resolving may rely on it.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
@@ -79,17 +79,12 @@ class DataConfig(Section):
     """What is read."""
 
     path: str = Field(min_length=1)
-    """Folder that `threefold data prepare` wrote: token files and their tokenizer. The only setting without a default."""
+    """Folder that `threefold data prepare` wrote: token files and their tokenizer. The only setting that has no
+    default."""
     sequence_length: int = _derived(ge=1)
     """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
     split: str = "949,50,1"
-    """Weights of the training, validation and test parts, over documents."""
-
-    @property
-    def split_weights(self) -> tuple[float, float, float]:
-        """`split` as numbers: training, validation, test."""
-        train, valid, test = (float(weight) for weight in self.split.split(","))
-        return train, valid, test
+    """Weights of the training, validation and test parts, over documents; a part that is left out has 0."""
 
 
 class ParallelConfig(Section):
@@ -148,8 +143,8 @@ class OptimizerConfig(Section):
     warmup_steps: int = _derived(ge=0)
     """Steps of linear warm-up from 0. Default: a tenth of `decay_steps`, at most 100."""
     decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the decay after the warm-up; `wsd` (warm-up, stable, decay) holds `lr` for `stable_steps` and then decays
-    linearly."""
+    """Shape of the decay after the warm-up; `wsd` (warm-up, stable, decay) holds `lr` for `stable_steps` and then
+    decays linearly."""
     decay_steps: int = _derived(ge=1)
     """Step at which `min_lr` is reached, warm-up included. Default: `train.max_steps`."""
     stable_steps: int = _derived(ge=0)
@@ -217,3 +212,8 @@ class Config(Section):
         return isinstance(other, Config) and self.sections() == other.sections()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def section_types() -> dict[str, type[Section]]:
+    """The sections of a config by name, in order."""
+    return {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}

@@ -1,8 +1,8 @@
 """Persistent local workers that run functions as the ranks of a fresh process group.
 
-For many short distributed calls in one process: the test-suite, and comparing layouts. Workers are forked from a nursery,
-itself forked when the pool is made and idle ever after, so that a worker that had to be replaced starts as clean as the
-first ones: a process that has run OpenMP regions or a backward pass cannot be forked safely.
+For many short distributed calls in one process: the test-suite, and comparing layouts. Workers are forked from a
+nursery, itself forked when the pool is made and idle ever after, so that a worker that had to be replaced starts as
+clean as the first ones: a process that has run OpenMP regions or a backward pass cannot be forked safely.
 """
 
 import os
@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -145,7 +145,7 @@ def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str])
     After a failure the others get a moment: a rank that was killed is the cause even when the error of a neighbour who
     lost it arrives first.
     """
-    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    waiting: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
     results: dict[int, Any] = {}
     failures: list[WorkerError] = []
     while waiting:
@@ -153,7 +153,7 @@ def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str])
         if not ready:
             break
         for connection in ready:
-            rank = waiting.pop(connection)  # type: ignore[index]
+            rank = waiting.pop(connection)
             try:
                 answer = pickle.loads(workers[rank].connection.recv_bytes())
             except (EOFError, ConnectionResetError):
@@ -176,7 +176,7 @@ def _start_nursery() -> _Worker:
     _in_child(parent, lambda: _nursery(there), here)
 
 
-def _in_child(parent: int, body: Callable[[], None], *foreign: Connection) -> Any:
+def _in_child(parent: int, body: Callable[[], None], *foreign: Connection) -> NoReturn:
     """Run `body` in a forked child and end the process there, whatever happens."""
     try:
         die_with_parent(parent)

@@ -9,7 +9,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends, however that ends (Linux; elsewhere nothing).
+    """Have the kernel kill this process when the thread that forked it ends, whatever ends it (on Linux).
 
     Args:
         parent: process id of the parent, read before forking: it may have died since.
