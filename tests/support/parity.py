@@ -1,0 +1,223 @@
+"""One process against a layout: the same model, batches and steps on both sides, and every number compared."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.config import Config
+from threefold.config.resolve import resolve
+from threefold.data.loader import Batch
+from threefold.models.gpt import GPT
+from threefold.models.gpt_split import gpt_plan
+from threefold.parallel.apply import draw_
+from threefold.parallel.layout import Layout
+from threefold.parallel.loss import IGNORED
+from threefold.parallel.mesh import Mesh
+from threefold.parallel.parameter import whole
+from threefold.parallel.random import sample_keys
+from threefold.train.engine import Engine
+from threefold.train.schedule import learning_rate
+
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small model and how it is trained; sizes are odd where they can be."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    dtype: str = "fp32"
+    layers: int = 3
+    heads: int = 4
+    head_dim: int = 6
+    ffn: int = 44
+    vocab: int = 67
+    sequence: int = 11
+    batch: int = 8
+    accumulation: int = 2
+    dropout: float = 0.0
+    uneven: bool = True
+    tie: bool = True
+    optimizer: str = "adamw"
+    steps: int = 3
+    clip: float = 0.5
+
+    def with_layout(self, dp: int, tp: int, pp: int, **changes: Any) -> "Case":
+        return replace(self, dp=dp, tp=tp, pp=pp, **changes)
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def config(self) -> Config:
+        hidden = self.heads * self.head_dim
+        given = {
+            "model": {
+                "num_layers": self.layers,
+                "hidden_size": hidden,
+                "num_attention_heads": self.heads,
+                "ffn_hidden_size": self.ffn,
+                "vocab_size": self.vocab,
+                "max_position_embeddings": self.sequence + 2,
+                "hidden_dropout": self.dropout,
+                "attention_dropout": self.dropout,
+                "initializer_range": 0.08,
+                "tie_embeddings": self.tie,
+            },
+            "data": {"path": "unused", "sequence_length": self.sequence},
+            "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp, "schedule": self.schedule},
+            "train": {
+                "max_steps": 100,
+                "global_batch_size": self.batch,
+                "gradient_accumulation_steps": self.accumulation,
+                "seed": 11,
+                "device": "cpu",
+            },
+            "precision": {"dtype": self.dtype},
+            "optimizer": {
+                "name": self.optimizer,
+                "lr": 3e-3 if self.optimizer == "adamw" else 0.3,
+                "eps": 1e-5,  # with 1e-8 Adam's first steps follow the sign of gradients that are rounding noise
+                "warmup_steps": 2,
+                "weight_decay": 0.1,
+                "clip_grad_norm": self.clip,
+            },
+        }
+        return resolve(Config.model_validate(given), self.vocab)
+
+
+@dataclass
+class Trace:
+    """What a run computed: per step the loss, the gradient norm and each gradient; the weights before and after."""
+
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    final: dict[str, Tensor] = field(default_factory=dict)
+
+
+def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
+    """Random tokens and labels; `uneven` masks a different share of each row, whole rows among them."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, case.vocab, (case.batch, case.sequence), generator=generator)
+    labels = torch.randint(0, case.vocab, (case.batch, case.sequence), generator=generator)
+    if case.uneven:
+        share = torch.linspace(-0.1, 1.05, case.batch).unsqueeze(1)
+        labels[torch.rand(labels.shape, generator=generator) < share] = IGNORED
+    return tokens, labels
+
+
+def shard_of(case: Case, step: int, dp: int) -> Batch:
+    """The rows of one replica."""
+    tokens, labels = global_batch(case, step)
+    size = case.batch // case.dp
+    rows = torch.arange(dp * size, (dp + 1) * size)
+    return Batch(tokens[rows], labels[rows], rows)
+
+
+def one_process(case: Case) -> Trace:
+    """The unsplit model, torch's own optimizer and clip, and the whole batch in one pass: nothing of the engine."""
+    config = case.config
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}[case.dtype]
+    plan = gpt_plan(config.model, case.sequence)
+    model = GPT(config.model).to(dtype)
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        draw_(parameter, parameter, name, plan, config.train.seed)
+    decayed = [p for p in parameters.values() if p.dim() >= 2]
+    others = [p for p in parameters.values() if p.dim() < 2]
+    settings = config.optimizer
+    if case.optimizer == "adamw":
+        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
+    else:
+        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.SGD(groups)
+    trace = Trace(initial={name: p.detach().clone() for name, p in parameters.items()})
+    for step in range(case.steps):
+        tokens, labels = global_batch(case, step)
+        keys = sample_keys(config.train.seed, step, torch.arange(case.batch)) if case.dropout else None
+        optimizer.zero_grad()
+        loss = model(tokens, labels, keys) / (labels != IGNORED).sum()
+        loss.backward()
+        trace.gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        trace.losses.append(loss.item())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+        trace.norms.append(norm.item())
+        torch.nn.utils.clip_grad_norm_(parameters.values(), case.clip or float("inf"))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step + 1, settings)
+        optimizer.step()
+    trace.final = {name: p.detach().clone() for name, p in parameters.items()}
+    return trace
+
+
+def make_engine(case: Case) -> Engine:
+    config = case.config
+    mesh = Mesh(Layout(case.dp, case.tp, case.pp))
+    return Engine(lambda: GPT(config.model), gpt_plan(config.model, case.sequence), mesh, config)
+
+
+def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
+    """An attribute of each entry (`master`, `gradient`) as whole tensors."""
+    return {
+        entry.name: whole(entry.stored(getattr(entry, attribute).detach())).clone()
+        for entry in engine.optimizer.entries
+    }
+
+
+def in_layout(case: Case) -> Trace:
+    """The engine, on this rank of the layout."""
+    engine = make_engine(case)
+    trace = Trace(initial=whole_tensors(engine, "master"))
+    for step in range(case.steps):
+        loss, tokens = engine.compute_gradients(shard_of(case, step, engine.mesh.dp.index), step)
+        trace.gradients.append(whole_tensors(engine, "gradient"))
+        result = engine.update(loss, tokens, step)
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+    trace.final = whole_tensors(engine, "master")
+    return trace
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected magnitude."""
+    scale = expected.abs().max().item()
+    difference = (got - expected).abs().max().item()
+    return difference / scale if scale else difference
+
+
+def departures(expected: Trace, ranks: list[Trace], case: Case) -> list[str]:
+    """Everything in which a rank's trace is not that of one process, worst first."""
+    limit = TOLERANCE[case.dtype]
+    found: list[tuple[float, str]] = []
+
+    def check(error: float, what: str) -> None:
+        if not error <= limit:
+            found.append((error, f"{what}: relative error {error:.3g}"))
+
+    held: set[str] = set()
+    for rank, trace in enumerate(ranks):
+        held |= set(trace.initial)
+        for name, tensor in trace.initial.items():
+            check(relative_error(tensor, expected.initial[name]), f"rank {rank} initial {name}")
+        for step, (loss, norm) in enumerate(zip(trace.losses, trace.norms, strict=True)):
+            check(abs(loss / expected.losses[step] - 1), f"rank {rank} step {step} loss")
+            check(abs(norm / expected.norms[step] - 1), f"rank {rank} step {step} norm")
+            for name, tensor in trace.gradients[step].items():
+                check(relative_error(tensor, expected.gradients[step][name]), f"rank {rank} step {step} grad {name}")
+        # The key biases' gradient is zero but for rounding (softmax ignores a constant), which Adam scales up to a step.
+        for name, tensor in trace.final.items() if case.dtype == "fp64" or case.optimizer == "sgd" else ():
+            check(relative_error(tensor, expected.final[name]), f"rank {rank} final {name}")
+    if held != set(expected.initial):
+        found.append(
+            (float("inf"), f"the stages together hold {sorted(held ^ set(expected.initial))} too much or too little")
+        )
+    return [text for _, text in sorted(found, reverse=True)]

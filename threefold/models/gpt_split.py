@@ -1,0 +1,62 @@
+"""How GPT's weights are cut, what its layers cost, and what its weights start from."""
+
+from fnmatch import fnmatchcase
+
+from threefold.config import ModelConfig
+from threefold.parallel.split import (
+    Column,
+    Constant,
+    Initial,
+    ModelPlan,
+    Normal,
+    Replicated,
+    Row,
+    Split,
+    SplitDropout,
+    Vocab,
+    VocabLoss,
+)
+
+
+def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
+    """The plan of `models.gpt.GPT`.
+
+    Args:
+        config: the model's sizes.
+        sequence_length: tokens per sample, for what attention costs.
+    """
+    layers, hidden = config.num_layers, config.hidden_size
+    split: dict[str, Split] = {
+        "embed.tokens": Vocab(),
+        "embed.positions": Replicated(),
+        "blocks.*.attn_norm": Replicated(),
+        "blocks.*.attn.qkv": Column(),
+        "blocks.*.attn.dropout": SplitDropout(dim=1, whole=config.num_attention_heads),
+        "blocks.*.attn.proj": Row(),
+        "blocks.*.mlp_norm": Replicated(),
+        "blocks.*.mlp.up": Column(),
+        "blocks.*.mlp.down": Row(),
+        "head.norm": Replicated(),
+        "head.output": Column(),
+        "head.loss": VocabLoss(config.vocab_size),
+    }
+    # Multiply-adds per token; a look-up has none, but its gradient and its memory traffic are not free.
+    block = hidden * (4 * hidden + 2 * config.ffn_hidden_size + sequence_length)
+    costs = (config.vocab_size * hidden / 16, *[block] * layers, config.vocab_size * hidden)
+    return ModelPlan(
+        split=split,
+        layers=("embed", *(f"blocks.{number}" for number in range(layers)), "head"),
+        costs=tuple(float(cost) for cost in costs),
+        initial=lambda name: _initial(name, config),
+        ties={"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
+    )
+
+
+def _initial(name: str, config: ModelConfig) -> Initial:
+    """GPT-2's: N(0, range²), narrower by 1/√(2·layers) where a layer's output joins the residual stream."""
+    if name.endswith(".bias"):
+        return Constant(0.0)
+    if fnmatchcase(name, "*norm.weight"):
+        return Constant(1.0)
+    joins_residual = fnmatchcase(name, "*.attn.proj.weight") or fnmatchcase(name, "*.mlp.down.weight")
+    return Normal(config.initializer_range * ((2 * config.num_layers) ** -0.5 if joins_residual else 1.0))

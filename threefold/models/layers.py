@@ -1,0 +1,16 @@
+"""Small layers that the models share, for one device; the mesh's versions take their place when a model is split."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IGNORED = -100  # the label of a token that does not count, as in torch's own losses
+
+
+class CrossEntropy(nn.Module):
+    """The loss of each token, computed in fp32 at least."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """`logits` [..., V], `labels` int64 [...] → [...]; zero where the label is -100."""
+        logits = logits if logits.itemsize >= 4 else logits.float()
+        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return losses.view(labels.shape)

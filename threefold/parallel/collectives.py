@@ -1,0 +1,90 @@
+"""The collectives that autograd passes through: each is the adjoint of another.
+
+The two of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): `copy_to` is the identity forward and an all-reduce
+backward (f), `reduce_from` the all-reduce forward and the identity backward (g).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from threefold.parallel.mesh import Axis
+
+
+def shard_bounds(size: int, shards: int, index: int) -> tuple[int, int]:
+    """First and past-the-last element of a shard, as `torch.chunk` and `DTensor` cut: the last ones may be short or empty."""
+    step = -(-size // shards)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's shard of a whole tensor along `dim`, as a view."""
+    start, end = shard_bounds(tensor.shape[dim], axis.size, axis.index)
+    return tensor.narrow(dim, start, end - start)
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Autograd may hand the same gradient to others, so the sum goes into a copy.
+        return ctx.axis.all_reduce_(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.mark_dirty(x)
+        return axis.all_reduce_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return axis.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return local_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return local_part(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.all_gather(grad, ctx.dim), None, None
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Enter a region where each rank computes with its own shard: `x` itself; backward sums the ranks' gradients."""
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Leave it: the sum of the ranks' `x`, written over `x`; backward passes the gradient on."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """The ranks' shards joined along `dim`; backward takes this rank's part of the gradient."""
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim)
+
+
+def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """This rank's part of a replicated `x` along `dim`; backward joins the ranks' gradients."""
+    return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim)

@@ -1,0 +1,114 @@
+"""Data parallelism: gradients collected in flat buckets, and summed over the replicas while the backward pass goes on.
+
+The buckets hold the gradients for the whole step: every micro-batch adds into them in their own (wide) dtype, and each
+bucket is summed once, as soon as the last micro-batch has passed its parameters. (The bucketing of Li et al., "PyTorch
+Distributed", VLDB 2020.)
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from threefold.parallel.mesh import Axis
+
+BUCKET_BYTES = 25 << 20
+
+
+class _Bucket:
+    """A flat buffer, and how many of its parameters still wait for gradients in this step."""
+
+    def __init__(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.leaves = leaves
+        self.flat = torch.zeros(sum(leaf.numel() for leaf in leaves), dtype=dtype, device=leaves[0].device)
+        sizes = [leaf.numel() for leaf in leaves]
+        self.views = [part.view(leaf.shape) for part, leaf in zip(self.flat.split(sizes), leaves, strict=True)]
+        self.waiting = 0
+        self.work: dist.Work | None = None
+        self.started = False
+
+
+class GradientBuckets:
+    """The gradients of a rank's parameters, summed over an axis.
+
+    Args:
+        leaves: the tensors that autograd gives gradients to.
+        axis: the replicas to sum over.
+        dtype: what gradients are added up in; parameters of that very dtype get their `.grad` inside the bucket.
+        bucket_bytes: size from which a bucket is closed and the next one begun. A bucket is one collective: large ones
+            cost less, small ones start earlier.
+    """
+
+    def __init__(
+        self, leaves: Iterable[Tensor], axis: Axis, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._axis = axis
+        # The backward pass reaches the last layers first, so their bucket is the first to be complete.
+        self._buckets = [_Bucket(part, dtype) for part in _parts(list(leaves)[::-1], dtype.itemsize, bucket_bytes)]
+        self._views: dict[Tensor, Tensor] = {}
+        for bucket in self._buckets:
+            for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
+                self._views[leaf] = view
+                if leaf.dtype == dtype:
+                    leaf.grad = view
+                leaf.register_post_accumulate_grad_hook(partial(self._arrived, bucket, view))
+        self._micro_batches = 1
+
+    def __getitem__(self, leaf: Tensor) -> Tensor:
+        """The gradient of `leaf`, in the buckets' dtype."""
+        return self._views[leaf]
+
+    def __len__(self) -> int:
+        """Number of buckets, which is the number of collectives in a step."""
+        return len(self._buckets)
+
+    def begin(self, micro_batches: int) -> None:
+        """Clear the gradients; the coming step adds `micro_batches` of them to each parameter."""
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.waiting = micro_batches * len(bucket.leaves)
+            bucket.started, bucket.work = False, None
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over the axis."""
+        for bucket in self._buckets:
+            if not bucket.started:  # a parameter that got no gradient on this rank may have got one elsewhere
+                self._start(bucket)
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+
+    def scale_(self, factor: float) -> None:
+        """Multiply every gradient."""
+        for bucket in self._buckets:
+            bucket.flat.mul_(factor)
+
+    def _arrived(self, bucket: _Bucket, view: Tensor, leaf: Tensor) -> None:
+        if leaf.grad is not view:  # a narrower gradient: add it up in the wide buffer and drop it
+            view.add_(_dense(leaf))
+            leaf.grad = None
+        bucket.waiting -= 1
+        if bucket.waiting == 0:
+            self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        bucket.started = True
+        bucket.work = self._axis.start_all_reduce_(bucket.flat)
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def _parts(leaves: list[Tensor], itemsize: int, limit: int) -> Iterable[list[Tensor]]:
+    part: list[Tensor] = []
+    for leaf in leaves:
+        part.append(leaf)
+        if sum(each.numel() for each in part) * itemsize >= limit:
+            yield part
+            part = []
+    if part:
+        yield part

@@ -1,0 +1,86 @@
+"""Which layers each pipeline stage holds."""
+
+from collections.abc import Sequence
+
+from threefold.errors import UserError
+
+
+def partition_uniform(items: int, pp: int, chunks: int = 1) -> list[int]:
+    """Bounds of pp · chunks runs of layers whose lengths differ by one at most; the longer ones come last.
+
+    Args:
+        items: number of layers.
+        pp: number of stages.
+        chunks: runs of layers per stage.
+
+    Returns:
+        pp · chunks + 1 ascending numbers, from 0 to `items`.
+
+    Raises:
+        UserError: there are fewer layers than runs, so a stage would be empty.
+    """
+    parts = pp * chunks
+    _require_enough(items, parts)
+    size, longer = divmod(items, parts)
+    return [part * size + max(0, part - (parts - longer)) for part in range(parts + 1)]
+
+
+def partition_by_class(kinds: Sequence[str], kind: str, pp: int) -> list[int]:
+    """Bounds that share the layers of class `kind` evenly; what comes before the first goes to the first stage.
+
+    Args:
+        kinds: the class name of each layer, in order.
+        kind: the class to count.
+        pp: number of stages.
+
+    Raises:
+        UserError: fewer layers of that class than stages.
+    """
+    places = [place for place, name in enumerate(kinds) if name == kind]
+    if len(places) < pp:
+        raise UserError(
+            f"parallel.pp is {pp} but the model has {len(places)} layers of class {kind}, and each stage needs one; "
+            f"set parallel.pp to {max(1, len(places))} at most."
+        )
+    inner = [places[bound] for bound in partition_uniform(len(places), pp)[1:-1]]
+    return [0, *inner, len(kinds)]
+
+
+def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
+    """Bounds that make the most expensive stage as cheap as can be (the linear partition problem).
+
+    Of equally good answers, the one whose earlier stages are the lighter: they also hold the most activations.
+
+    Args:
+        costs: what each layer costs, in any unit.
+        pp: number of stages.
+
+    Raises:
+        UserError: there are fewer layers than stages.
+    """
+    count = len(costs)
+    _require_enough(count, pp)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # worst[end]: the lowest peak with which layers [0, end) fit in the stages so far; starts: where its last stage begins.
+    worst = [0.0] + [float("inf")] * count
+    starts: list[list[int]] = []
+    for stage in range(1, pp + 1):
+        peaks, begins = [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(stage, count + 1):
+            for begin in range(end - 1, stage - 2, -1):
+                peak = max(worst[begin], sums[end] - sums[begin])
+                if peak <= peaks[end]:
+                    peaks[end], begins[end] = peak, begin
+        worst = peaks
+        starts.append(begins)
+    bounds = [count]
+    for begins in reversed(starts):
+        bounds.append(begins[bounds[-1]])
+    return bounds[::-1]
+
+
+def _require_enough(items: int, parts: int) -> None:
+    if items < parts:
+        raise UserError(f"parallel.pp asks for {parts} stages but there are {items} layers; use {items} at most.")

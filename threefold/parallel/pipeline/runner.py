@@ -1,0 +1,177 @@
+"""Running the micro-batches of a step: one loop without a pipeline, torch's schedules with one."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
+
+from threefold.parallel.mesh import Mesh
+from threefold.parallel.pipeline.stage import Stage
+
+
+@dataclass(frozen=True)
+class Work:
+    """A replica's samples of one step.
+
+    Attributes:
+        tokens, labels: int64 [B, S].
+        keys: int64 [B] dropout keys, or None.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    keys: Tensor | None = None
+
+    def split(self, parts: int) -> list["Work"]:
+        """Micro-batches of equal size."""
+        keys = [None] * parts if self.keys is None else self.keys.chunk(parts)
+        return [Work(*each) for each in zip(self.tokens.chunk(parts), self.labels.chunk(parts), keys, strict=True)]
+
+
+class Runner(ABC):
+    """Runs a replica's micro-batches through its stages."""
+
+    @abstractmethod
+    def forward_backward(self, work: Work, scale: float) -> Tensor:
+        """Forward and backward passes of all micro-batches; gradients add up in the parameters' leaves.
+
+        Args:
+            work: the replica's samples, the same on all its stages.
+            scale: what each summed loss is multiplied by (one over the number of tokens that count).
+
+        Returns:
+            the scaled loss of all micro-batches together on the last stage, zero on the others (fp32 or fp64 scalar).
+        """
+
+    @abstractmethod
+    def evaluate(self, work: Work) -> Tensor:
+        """The summed loss of all micro-batches, without gradients: on the last stage, zero on the others."""
+
+
+class LoopRunner(Runner):
+    """One stage: a plain loop.
+
+    Args:
+        stage: the whole model (or this tensor rank's part of it).
+        micro_batches: how many the samples are cut into.
+    """
+
+    def __init__(self, stage: Stage, micro_batches: int) -> None:
+        self.stage, self.micro_batches = stage, micro_batches
+
+    def forward_backward(self, work: Work, scale: float) -> Tensor:
+        losses = []
+        for micro in work.split(self.micro_batches):
+            loss = self.stage(micro.tokens, micro.labels, micro.keys) * scale
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def evaluate(self, work: Work) -> Tensor:
+        losses = [self.stage(micro.tokens, micro.labels) for micro in work.split(self.micro_batches)]
+        return torch.stack(losses).sum()
+
+
+class _Schedule1F1BAnyCount(Schedule1F1B):
+    """1F1B that also takes fewer micro-batches than stages.
+
+    Its algorithm is right for them (the warm-up is cut to the micro-batches there are); only the check in its constructor
+    refuses.
+    """
+
+    def __init__(self, stage: PipelineStage, n_microbatches: int, **options: object) -> None:
+        PipelineScheduleSingle.__init__(self, stage, n_microbatches, **options)  # type: ignore[arg-type]
+
+
+_SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": _Schedule1F1BAnyCount, "gpipe": ScheduleGPipe}
+
+
+class PipelineRunner(Runner):
+    """Several stages, run by one of `torch.distributed.pipelining`'s schedules.
+
+    The activations' shape is declared, so that stages never exchange metadata.
+
+    Args:
+        stage: this rank's layers.
+        mesh: this rank's place.
+        schedule: `1f1b` or `gpipe`.
+        micro_batches: how many the samples are cut into.
+        activation: shape [b, S, H] of one micro-batch's activations between stages.
+        dtype: theirs.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        schedule: str,
+        micro_batches: int,
+        activation: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.mesh, self.schedule_name, self.micro_batches = mesh, schedule, micro_batches
+        self.activation, self.dtype = activation, dtype
+        self._zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=mesh.device)
+        self._train = self._make_schedule(stage)
+        # A stage of its own: torch's remembers buffers and shapes of the last pass, with or without gradients.
+        self._eval = self._make_schedule(stage)
+
+    @property
+    def pipe(self) -> PipelineStage:
+        """Torch's own record of the stage, for what is alive and what was sent."""
+        return self._train._stage  # type: ignore[return-value]
+
+    def _make_schedule(self, stage: Stage) -> PipelineScheduleSingle:
+        mesh = self.mesh
+        tokens = torch.empty(self.activation[:2], dtype=torch.int64, device="meta")
+        hidden = torch.empty(self.activation, dtype=self.dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=self._zero.dtype, device="meta", requires_grad=True)
+        pipe = PipelineStage(
+            stage,
+            mesh.pp.index,
+            mesh.pp.size,
+            mesh.device,
+            input_args=tokens if mesh.is_first_stage else hidden,
+            output_args=loss if mesh.is_last_stage else hidden,
+            group=mesh.pp.group,
+        )
+        return _SCHEDULES[self.schedule_name](
+            pipe, n_microbatches=self.micro_batches, loss_fn=_scaled, scale_grads=False
+        )
+
+    def forward_backward(self, work: Work, scale: float) -> Tensor:
+        losses: list[Tensor] = []
+        self._train.step(
+            *([work.tokens] if self.mesh.is_first_stage else []),
+            target=work.labels if self.mesh.is_last_stage else None,
+            losses=losses,
+            return_outputs=False,
+            loss_kwargs={"scale": scale},
+            **self._extras(work),
+        )
+        return torch.stack([loss.detach() for loss in losses]).sum() if self.mesh.is_last_stage else self._zero
+
+    @torch.no_grad()
+    def evaluate(self, work: Work) -> Tensor:
+        losses: list[Tensor] = []
+        self._eval.eval(
+            *([work.tokens] if self.mesh.is_first_stage else []),
+            target=work.labels if self.mesh.is_last_stage else None,
+            losses=losses,
+            return_outputs=False,
+            loss_kwargs={"scale": 1.0},
+            labels=work.labels,
+        )
+        return torch.stack(losses).sum() if self.mesh.is_last_stage else self._zero
+
+    def _extras(self, work: Work) -> dict[str, Tensor]:
+        return {"labels": work.labels} | ({} if work.keys is None else {"keys": work.keys})
+
+
+def _scaled(loss: Tensor, _labels: Tensor, *, scale: float) -> Tensor:
+    """The last stage has computed the summed loss already; its labels came as a keyword."""
+    return loss * scale

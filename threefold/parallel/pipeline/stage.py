@@ -1,0 +1,67 @@
+"""A stage: a run of the model's layers, each under the name it has in the whole model."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from threefold.parallel.split import ModelPlan
+
+
+class Stage(nn.Module):
+    """The layers `first` up to, not including, `end` of a model.
+
+    Parameters keep their names: `named_parameters` of all stages together is that of the model, but that a tied weight
+    also appears on the stage of its second use, under its second name (`whole_parameters` gives the one name).
+
+    Args:
+        model: the whole model, on the meta device or materialised.
+        plan: its layers, in order.
+        first, end: which of them.
+    """
+
+    def __init__(self, model: nn.Module, plan: ModelPlan, first: int, end: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.first, self.end = first, end
+        self.is_last = end == len(plan.layers)
+        for name in plan.layers[first:end]:
+            _place(self, name, model.get_submodule(name))
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return self.plan.layers[self.first : self.end]
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Run the stage's layers.
+
+        Args:
+            x: tokens int64 [B, S] on the first stage, activations [B, S, H] on the others.
+            labels: int64 [B, S], used by the last stage.
+            keys: int64 [B], the samples' dropout keys.
+
+        Returns:
+            activations [B, S, H]; on the last stage the summed loss, or logits where `labels` is None.
+        """
+        layers = [self.get_submodule(name) for name in self.layer_names]
+        for layer in layers[:-1]:
+            x = layer(x, keys)
+        return layers[-1](x, labels) if self.is_last else layers[-1](x, keys)
+
+    def whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each distinct parameter with the one name it has in the whole model."""
+        for name, parameter in self.named_parameters():
+            yield self.plan.whole_name(name), parameter
+
+    def borrowed_names(self) -> set[str]:
+        """Names of tied weights that this stage uses but that another stage owns."""
+        own = {name for name, _ in self.named_parameters()}
+        return {self.plan.whole_name(name) for name in own} - own
+
+
+def _place(root: nn.Module, name: str, module: nn.Module) -> None:
+    *path, leaf = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.add_module(leaf, module)

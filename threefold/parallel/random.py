@@ -1,0 +1,255 @@
+"""Randomness that does not know the layout.
+
+Every random number here is a pure function of what it is for (the seed and a parameter's name, or the seed, the step and a
+sample) and of its position in the *whole* tensor. A rank therefore draws exactly its own slice of what one process
+would draw, on any device, and nothing has to be saved, forked or replayed.
+
+Sources: Philox, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); SplitMix64's finaliser, Steele
+et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014); the 32-bit mixer, Wellons, "lowbias32" (2018).
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import pi, prod
+
+import torch
+from torch import Tensor, nn
+
+_MASK32 = 0xFFFFFFFF
+_CHUNK = 1 << 15  # elements worked on at a time: the temporaries stay in a core's cache
+
+
+def stream_key(*parts: int | str) -> int:
+    """A 63-bit key for the stream named by `parts`; different parts give unrelated keys."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _signed(value: int, bits: int) -> int:
+    """`value` modulo 2**bits as a two's complement number, which is what torch's integers hold."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _philox2x32(counter: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """Philox2x32-10: two independent 32-bit words (in int64) for each 64-bit `counter`."""
+    low, high = counter & _MASK32, (counter >> 32) & _MASK32
+    round_key = key & _MASK32
+    for _ in range(10):
+        product = low * 0xD256D193
+        low, high = ((product >> 32) & _MASK32) ^ high ^ round_key, product & _MASK32
+        round_key = (round_key + 0x9E3779B9) & _MASK32
+    return low, high
+
+
+def _normal(index: Tensor, key: int) -> Tensor:
+    """Standard normal numbers (fp64) at these element positions: one Philox block and one Box-Muller pair each."""
+    # The upper half of the key is mixed into the counter's upper half, which element positions hardly reach.
+    first, second = _philox2x32(index ^ (_signed(key >> 32, 32) << 32), key)
+    radius = torch.sqrt(-2.0 * torch.log((first.double() + 0.5) / 2**32))
+    return radius * torch.cos((second.double() + 0.5) * (2 * pi / 2**32))
+
+
+def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
+    """Fill a slice of a tensor with its part of N(0, std²), the same numbers whatever the slicing.
+
+    Args:
+        local: the slice to fill, of shape [n0, n1, …], any float dtype and device.
+        std: standard deviation.
+        key: the whole tensor's stream, from `stream_key`.
+        whole: shape of the whole tensor.
+        offset: where the slice starts in the whole tensor, per dim.
+    """
+    if local.numel() == 0 or local.is_meta:
+        return local
+    rows = _positions(local.shape[:1], whole[:1], offset[:1], local.device) * prod(whole[1:])
+    inner = _positions(local.shape[1:], whole[1:], offset[1:], local.device)
+    at_once = max(1, _CHUNK // inner.numel())
+    # By blocks of rows, so that the indices need no memory of the tensor's size.
+    for part, first in zip(local.split(at_once), rows.split(at_once), strict=True):
+        index = first.unsqueeze(-1) + inner
+        part.copy_(_normal_chunks(index.flatten(), key).view(part.shape).mul_(std))
+    return local
+
+
+def _positions(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
+    """Row-major positions (int64, flat) that a slice's elements have in the whole tensor."""
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, length, start in zip(shape, whole, offset, strict=True):
+        index = (index.unsqueeze(-1) * length + torch.arange(start, start + size, device=device)).flatten()
+    return index
+
+
+def _normal_chunks(index: Tensor, key: int) -> Tensor:
+    return torch.cat([_normal(part, key) for part in index.split(_CHUNK)])
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64: a bijection whose every output bit depends on every input bit."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _signed(0x94D049BB133111EB, 64)
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def sample_keys(seed: int, step: int, rows: Tensor) -> Tensor:
+    """One 64-bit key for each sample of a step, from which its dropout masks follow.
+
+    Args:
+        seed: the run's seed.
+        step: the optimizer step.
+        rows: int64 [B], each sample's row in the global batch.
+
+    Returns:
+        int64 [B].
+    """
+    return _mix64(rows.to(torch.int64) * _signed(0x9E3779B97F4A7C15, 64) + stream_key("dropout", seed, step))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which part of a whole activation a rank holds: along `dim`, from `start`, of `whole` elements in all."""
+
+    dim: int
+    start: int
+    whole: int
+
+
+def keep_mask(keys: Tensor, site: int, shape: torch.Size, p: float, part: Slice | None = None) -> Tensor:
+    """Which elements of an activation survive dropout.
+
+    A function of each sample's key, of the site and of the element's position in the whole activation of that sample.
+
+    Args:
+        keys: int64 [B], from `sample_keys`.
+        site: the layer's stream, from `stream_key`.
+        shape: the local activation's shape [B, …, n].
+        p: probability of dropping an element.
+        part: which part of the whole activation this is; None where it is whole.
+
+    Returns:
+        bool, of `shape`.
+    """
+    starts, wholes = [0] * len(shape), list(shape)
+    if part is not None:
+        starts[part.dim], wholes[part.dim] = part.start, part.whole
+    row = _positions(shape[1:-1], wholes[1:-1], starts[1:-1], keys.device)
+    row_keys = _mix64(keys.unsqueeze(-1) + site + row * _signed(0x9E3779B97F4A7C15, 64)).view(shape[:-1])
+    # Strong mixing once per row, then a cheap 32-bit mix per element: this runs on every activation.
+    column = torch.arange(starts[-1], starts[-1] + shape[-1], dtype=torch.int32, device=keys.device)
+    return _mix32(column, row_keys.unsqueeze(-1)) >= _signed(round(p * 2**32) - 2**31, 33)
+
+
+def _mix32(column: Tensor, row_key: Tensor) -> Tensor:
+    """Uniform int32 for each element, from its column and its row's 64-bit key."""
+    low = _low_word(row_key)
+    high = _low_word(row_key >> 32)
+    x = (column ^ low).mul_(_signed(0x7FEB352D, 32))
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x += high
+    x *= _signed(0x846CA68B, 32)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= _signed(0x9E3779B1, 32)
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    return x
+
+
+def _low_word(x: Tensor) -> Tensor:
+    """The low 32 bits as int32, wrapping (a plain cast of an out-of-range value is undefined on some devices)."""
+    return (((x + 2**31) & _MASK32) - 2**31).to(torch.int32)
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask depends on the sample and the position, never on the rank or on what was drawn before.
+
+    Args:
+        p: probability of dropping an element.
+
+    Attributes:
+        site: stream of this layer; `name_sites` gives every layer of a model its own.
+        part: which part of the whole activation this rank holds (set when a model is split); None where it is whole.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.site = 0
+        self.part: Slice | None = None
+
+    def draws(self, keys: Tensor | None) -> bool:
+        """Whether anything is dropped: only in training, with keys and a positive probability."""
+        return self.training and keys is not None and self.p > 0
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """Drop elements of `x` [B, …] by the samples' keys [B]; returns `x` itself where nothing is dropped."""
+        if keys is None or not self.draws(keys):
+            return x
+        keep = keep_mask(keys, self.site, x.shape, self.p, self.part)
+        return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def name_sites(model: nn.Module) -> None:
+    """Give each `Dropout` of the whole model its own stream, keyed by its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            module.site = stream_key("site", name)
+
+
+@dataclass
+class RandomStreams:
+    """Named torch generators for code that draws in sequence: `global` agrees inside a tp group, `local` differs.
+
+    The keyed functions above are what Threefold's own layers use; this tracker serves models that call torch's random
+    operations themselves. Its state is part of a checkpoint.
+
+    Args:
+        seed: the run's seed.
+        dp, pp, tp: this rank's coordinates; `global` depends on dp and pp alone, `local` on tp too.
+    """
+
+    seed: int
+    dp: int
+    pp: int
+    tp: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        self._states = {
+            name: torch.Generator(self.device).manual_seed(stream_key("stream", name, self.seed, *place)).get_state()
+            for name, place in (("global", (self.dp, self.pp)), ("local", (self.dp, self.pp, self.tp)))
+        }
+
+    @contextmanager
+    def fork(self, name: str) -> Iterator[None]:
+        """Run a block with torch's default generator on the stream `name`, and put the generator back after it.
+
+        Raises:
+            KeyError: there is no stream of that name.
+        """
+        outer = self._default_state()
+        self._set_default_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = self._default_state()
+            self._set_default_state(outer)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state of each stream, for a checkpoint."""
+        return dict(self._states)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._states = dict(state)
+
+    def _default_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+
+    def _set_default_state(self, state: Tensor) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            torch.set_rng_state(state)

@@ -1,0 +1,152 @@
+"""How a model is cut, in the model's own words, and the tensor-parallel half of cutting it.
+
+A model has a `ModelPlan`: a table from module names to the splits below, its layers in order, its tied weights and its
+initial values. The model itself stays a single-device module; `split_modules` swaps the layers that the table names.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from torch import nn
+
+from threefold.parallel.collectives import shard_bounds
+from threefold.parallel.loss import ParallelCrossEntropy
+from threefold.parallel.mesh import Axis
+from threefold.parallel.random import Dropout, Slice
+from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A linear layer whose output features are split; the next layer takes its part."""
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        return ColumnParallelLinear.from_linear(_expect(module, nn.Linear), axis, gather_output=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A linear layer whose input features are split, and arrive split; its output is whole."""
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        return RowParallelLinear.from_linear(_expect(module, nn.Linear), axis, input_is_parallel=True)
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """An embedding table whose rows are split."""
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        return VocabParallelEmbedding.from_embedding(_expect(module, nn.Embedding), axis)
+
+
+@dataclass(frozen=True)
+class VocabLoss:
+    """A cross-entropy whose logits are split over a vocabulary of `vocab_size`."""
+
+    vocab_size: int
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        return ParallelCrossEntropy(self.vocab_size, axis)
+
+
+@dataclass(frozen=True)
+class SplitDropout:
+    """A dropout inside a split region: the activation's `dim`, `whole` elements in all, is split over the axis."""
+
+    dim: int
+    whole: int
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        dropout = _expect(module, Dropout)
+        start, _ = shard_bounds(self.whole, axis.size, axis.index)
+        dropout.part = Slice(self.dim, start, self.whole)
+        return dropout
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank of the axis holds the whole module and computes the same with it."""
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        return module
+
+
+Split = Column | Row | Vocab | VocabLoss | SplitDropout | Replicated
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values from N(0, std²)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One initial value for all elements."""
+
+    value: float
+
+
+Initial = Normal | Constant
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What the parallel layers must know of a model.
+
+    Attributes:
+        split: module name (with `*` for numbers) → how the tensor axis cuts it. Every parameter must lie in one of them.
+        layers: names of the modules that the model runs through, in order. All but the last are called as
+            `layer(x, keys)`, the last as `layer(x, labels)`.
+        costs: what each of them costs to run, in any unit; the pipeline's stages are balanced by it.
+        initial: parameter name → its initial values.
+        ties: parameter name → the name of the parameter whose weight it shares, and under which it is stored.
+    """
+
+    split: Mapping[str, Split]
+    layers: tuple[str, ...]
+    costs: tuple[float, ...]
+    initial: Callable[[str], Initial]
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+    def whole_name(self, name: str) -> str:
+        """The one name that a parameter has everywhere."""
+        return self.ties.get(name, name)
+
+
+def split_modules(model: nn.Module, table: Mapping[str, Split], axis: Axis) -> None:
+    """Replace each module that the table names by its version for `axis`, in place.
+
+    Raises:
+        ValueError: a parameter lies in no module of the table, so nobody said how it is to be cut.
+    """
+    named = [
+        (name, split)
+        for name, _ in model.named_modules()
+        for pattern, split in table.items()
+        if fnmatchcase(name, pattern)
+    ]
+    covered = tuple(name + "." for name, _ in named)
+    for name, _ in model.named_parameters():
+        if not name.startswith(covered):
+            raise ValueError(
+                f"the split table says nothing about the parameter {name!r}; give it Replicated() at least"
+            )
+    if axis.size == 1:
+        return
+    for name, split in named:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, split.apply(model.get_submodule(name), axis))
+
+
+def _expect(module: nn.Module, kind: type[Kind]) -> Kind:
+    if not isinstance(module, kind):
+        raise TypeError(f"this split is for {kind.__name__}, not {type(module).__name__}")
+    return module

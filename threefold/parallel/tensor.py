@@ -1,0 +1,194 @@
+"""Tensor-parallel layers: each computes what its single-device namesake computes, from a shard of the weight.
+
+Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): a column-parallel linear followed by a row-parallel one needs one
+all-reduce in the forward and one in the backward pass.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from threefold.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to, shard_bounds
+from threefold.parallel.mesh import Axis
+from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
+from threefold.parallel.random import fill_normal_, stream_key
+
+
+class _SplitLayer(nn.Module):
+    """What the layers share: a weight split along one dim, and how to fill it."""
+
+    weight: nn.Parameter
+    axis: Axis
+
+    def reset_parameters(self, seed: int = 0, std: float = 0.02, name: str = "weight") -> None:
+        """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size."""
+        with torch.no_grad():
+            key = stream_key(seed, name)
+            fill_normal_(local(self.weight).detach(), std, key, tuple(self.weight.shape), offset(self.weight))
+
+
+def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
+    """Zero rows up to a multiple (and to one row at least): matrix units like whole tiles, and lookups need a row."""
+    rows = max(1, -(-weight.shape[0] // multiple) * multiple)
+    return weight if rows == weight.shape[0] else F.pad(weight, (0, 0, 0, rows - weight.shape[0]))
+
+
+class VocabParallelEmbedding(_SplitLayer):
+    """`nn.Embedding` with the rows of the table split over an axis.
+
+    Args:
+        num_embeddings: rows V of the whole table; need not be divisible by the axis.
+        embedding_dim: columns H.
+        axis: the mesh axis to split over.
+        pad_to: rows are padded with zeros to a multiple of this before use; storage and results do not change.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, axis: Axis, pad_to: int = 1) -> None:
+        super().__init__()
+        self.axis, self.pad_to = axis, pad_to
+        self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
+        self.weight = empty_parameter((num_embeddings, embedding_dim), axis, dim=0)
+        self.reset_parameters()
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, axis: Axis) -> Self:
+        """The same table, split."""
+        with torch.device("meta"):
+            layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis)
+        layer.weight = split_parameter(embedding.weight, axis, dim=0)
+        return layer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look `ids` [...] up: [..., H], the same on every rank."""
+        table = _pad_rows(local(self.weight), self.pad_to)
+        if self.axis.size == 1:
+            return F.embedding(ids, table)
+        foreign = (ids < self.start) | (ids >= self.end)
+        rows = F.embedding((ids - self.start).masked_fill(foreign, 0), table)
+        return reduce_from(rows.masked_fill(foreign.unsqueeze(-1), 0), self.axis)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, rows {self.start}:{self.end}"
+
+
+class ColumnParallelLinear(_SplitLayer):
+    """`nn.Linear` with the output features split over an axis.
+
+    Args:
+        in_features: size of the input's last dim.
+        out_features: whole size of the output's last dim; need not be divisible by the axis.
+        axis: the mesh axis to split over.
+        bias: add a (split) bias.
+        gather_output: return the whole output on every rank; otherwise this rank's part.
+        pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        bias: bool = True,
+        gather_output: bool = True,
+        pad_to: int = 1,
+    ) -> None:
+        super().__init__()
+        self.axis, self.gather_output, self.pad_to = axis, gather_output, pad_to
+        self.weight = empty_parameter((out_features, in_features), axis, dim=0)
+        self.register_parameter("bias", empty_parameter((out_features,), axis, dim=0) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int = 0, std: float = 0.02, name: str = "weight") -> None:
+        super().reset_parameters(seed, std, name)
+        _zero_(self.bias)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, axis: Axis, *, gather_output: bool = True) -> Self:
+        """The same weight and bias, split."""
+        with torch.device("meta"):
+            layer = cls(linear.in_features, linear.out_features, axis, gather_output=gather_output)
+        layer.weight = split_parameter(linear.weight, axis, dim=0)
+        layer.bias = None if linear.bias is None else split_parameter(linear.bias, axis, dim=0)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., in] → [..., out], or this rank's part of it."""
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        x = copy_to(x, self.axis)
+        if self.pad_to == 1:
+            out = F.linear(x, weight, bias)
+        else:
+            out = F.linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
+            out = out if bias is None else out + bias
+        return gather_from(out, self.axis) if self.gather_output else out
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, gather_output={self.gather_output}"
+
+
+class RowParallelLinear(_SplitLayer):
+    """`nn.Linear` with the input features split over an axis.
+
+    Args:
+        in_features: whole size of the input's last dim; need not be divisible by the axis.
+        out_features: size of the output's last dim.
+        axis: the mesh axis to split over.
+        bias: add a bias, once, after the sum.
+        input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it is
+            whole on every rank, and this rank takes its part.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        **unknown: Any,
+    ) -> None:
+        if "gather_output" in unknown:
+            raise TypeError(
+                "RowParallelLinear has no gather_output: its output is always whole; "
+                "to say whether the input is already split, use input_is_parallel"
+            )
+        if unknown:
+            raise TypeError(f"RowParallelLinear got an unexpected argument {next(iter(unknown))!r}")
+        super().__init__()
+        self.axis, self.input_is_parallel = axis, input_is_parallel
+        self.weight = empty_parameter((out_features, in_features), axis, dim=1)
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int = 0, std: float = 0.02, name: str = "weight") -> None:
+        super().reset_parameters(seed, std, name)
+        _zero_(self.bias)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, axis: Axis, *, input_is_parallel: bool = False) -> Self:
+        """The same weight and bias, the weight split."""
+        with torch.device("meta"):
+            layer = cls(linear.in_features, linear.out_features, axis, input_is_parallel=input_is_parallel)
+        layer.weight = split_parameter(linear.weight, axis, dim=1)
+        layer.bias = linear.bias
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., in], or this rank's part of it → [..., out], the same on every rank."""
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.axis)
+        out = reduce_from(F.linear(x, local(self.weight)), self.axis)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, input_is_parallel={self.input_is_parallel}"
+
+
+def _zero_(bias: Tensor | None) -> None:
+    if bias is not None:
+        with torch.no_grad():
+            local(bias).zero_()

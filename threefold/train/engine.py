@@ -1,0 +1,173 @@
+"""One training step, the same for every layout: micro-batches, gradient sync, clip, update."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from threefold.config import Config
+from threefold.errors import UserError
+from threefold.parallel.apply import parallelize
+from threefold.parallel.data import GradientBuckets
+from threefold.parallel.loss import IGNORED
+from threefold.parallel.mesh import Mesh
+from threefold.parallel.parameter import is_split, local
+from threefold.parallel.pipeline.partition import partition_by_cost
+from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner, Work
+from threefold.parallel.pipeline.tied import TiedWeights
+from threefold.parallel.random import sample_keys
+from threefold.parallel.split import ModelPlan
+from threefold.train.optimizer import Optimizer, master_dtype
+from threefold.train.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from threefold.data.loader import Batch
+
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, the same on every rank.
+
+    Attributes:
+        loss: mean over the tokens of the global batch that count.
+        grad_norm: global norm of the gradient, before it was clipped.
+        lr: the learning rate of this update.
+        tokens: tokens of the global batch that count.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+
+
+class Engine:
+    """A model, its gradients and its optimizer, spread over a mesh.
+
+    Collective over the world.
+
+    Args:
+        make_model: makes the whole, single-device model.
+        plan: how it is cut.
+        mesh: this rank's place.
+        config: resolved.
+    """
+
+    def __init__(self, make_model: "Callable[[], nn.Module]", plan: ModelPlan, mesh: Mesh, config: Config) -> None:
+        self.mesh, self.config, self.plan = mesh, config, plan
+        dtype = DTYPES[config.precision.dtype]
+        self.stage = parallelize(make_model, plan, mesh, dtype)
+        self.tied = TiedWeights(plan, partition_by_cost(plan.costs, mesh.pp.size), mesh)
+        self.buckets = GradientBuckets(
+            [local(parameter) for _, parameter in self.stage.whole_parameters()], mesh.dp, master_dtype(dtype)
+        )
+        self.optimizer = Optimizer(self.stage, self.buckets, config.optimizer)
+        self.optimizer.initialise(self.stage, config.train.seed)
+        self.runner = self._make_runner(dtype)
+
+    def _make_runner(self, dtype: torch.dtype) -> Runner:
+        train = self.config.train
+        if self.mesh.pp.size == 1:
+            return LoopRunner(self.stage, train.gradient_accumulation_steps)
+        activation = (train.micro_batch_size, self.config.data.sequence_length, self.config.model.hidden_size)
+        schedule = self.config.parallel.schedule
+        return PipelineRunner(self.stage, self.mesh, schedule, train.gradient_accumulation_steps, activation, dtype)
+
+    def train_step(self, batch: "Batch", step: int) -> StepResult:
+        """One update from a global batch.
+
+        Args:
+            batch: this replica's rows of it.
+            step: 0 for the first; decides the dropout masks and the learning rate.
+
+        Raises:
+            UserError: the gradient is not finite, or no token counts.
+        """
+        loss, tokens = self.compute_gradients(batch, step)
+        return self.update(loss, tokens, step)
+
+    def update(self, local_loss: Tensor, tokens: int, step: int) -> StepResult:
+        """Clip the gradients by their global norm and update the weights.
+
+        Args:
+            local_loss, tokens: from `compute_gradients`.
+            step: 0 for the first.
+        """
+        loss, norm = self._loss_and_norm(local_loss)
+        if not torch.isfinite(torch.tensor([loss, norm])).all():
+            raise UserError(
+                f"Training diverged at step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
+                f"lower optimizer.lr ({self.config.optimizer.lr:g}), to {self.config.optimizer.lr / 2:g} say."
+            )
+        limit = self.config.optimizer.clip_grad_norm
+        if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
+            self.buckets.scale_(coefficient)
+        lr = learning_rate(step + 1, self.config.optimizer)
+        self.optimizer.step(lr)
+        return StepResult(loss, norm, lr, tokens)
+
+    def compute_gradients(self, batch: "Batch", step: int) -> tuple[Tensor, int]:
+        """Fill the gradients with those of the global batch's mean loss.
+
+        Returns:
+            this replica's share of the mean loss (on the last stage, zero elsewhere), and how many tokens of the global
+            batch count.
+        """
+        tokens = self._count(batch.labels)
+        if tokens == 0:
+            raise UserError(f"No token of the batch of step {step + 1} counts for the loss; look at data.path.")
+        keys = sample_keys(self.config.train.seed, step, batch.rows) if self._drops() else None
+        self.buckets.begin(self.config.train.gradient_accumulation_steps)
+        loss = self.runner.forward_backward(self._work(batch, keys), 1 / tokens)
+        self.buckets.finish()
+        self.tied.sum_({entry.name: entry.gradient for entry in self.optimizer.entries})
+        return loss, tokens
+
+    def evaluate(self, batch: "Batch") -> tuple[float, int]:
+        """Summed loss and number of the tokens that count in a global batch; gradients and randomness stay as they are."""
+        loss = self.runner.evaluate(self._work(batch, None)).double()
+        totals = torch.stack([loss, (batch.labels != IGNORED).sum().to(loss)])
+        if not (self.mesh.is_last_stage and self.mesh.tp.is_first):
+            totals.zero_()
+        summed, count = self.mesh.world.all_reduce_(totals).tolist()
+        return summed, int(count)
+
+    def _loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
+        """The mean loss and the gradient's norm, from one small sum over all ranks."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.tp.is_first:
+            totals[0] = loss
+        if self.mesh.dp.is_first:  # the replicas' gradients are equal by now
+            totals[1] = self._squared_norm()
+        mean, squared = self.mesh.world.all_reduce_(totals).tolist()
+        return mean, squared**0.5
+
+    def _squared_norm(self) -> Tensor:
+        """Sum of squares of the gradients that this rank answers for: each element of the whole model once."""
+        mine = [
+            entry.gradient
+            for entry in self.optimizer.entries
+            if self.tied.owns(entry.name) and (is_split(entry.parameter) or self.mesh.tp.is_first)
+        ]
+        if not mine:
+            return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        return torch.stack(torch._foreach_norm(mine)).double().square().sum()
+
+    def _count(self, labels: Tensor) -> int:
+        return int(self.mesh.dp.all_reduce_((labels != IGNORED).sum()))
+
+    def _drops(self) -> bool:
+        model = self.config.model
+        return model.hidden_dropout > 0 or model.attention_dropout > 0
+
+    def _work(self, batch: "Batch", keys: Tensor | None) -> Work:
+        device = self.mesh.device
+        moved = (batch.tokens.to(device), batch.labels.to(device))
+        return Work(*moved, None if keys is None else keys.to(device))
