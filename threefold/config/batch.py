@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from threefold.config.problem import nearest_multiple, problem
+from threefold.config.problem import nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
@@ -39,29 +39,39 @@ def batch_sizes(config: Config) -> BatchSizes:
             )
         return BatchSizes(product, micro, steps)
     total = total or DEFAULT_GLOBAL_BATCH_SIZE
+    share = _share(config, total)
     if micro:
-        return BatchSizes(total, micro, _quotient(config, total, dp, f" · micro_batch_size {micro}", micro))
+        return BatchSizes(total, micro, _quotient(config, share, "train.micro_batch_size"))
     if steps:
-        return BatchSizes(total, _quotient(config, total, dp, f" · gradient_accumulation_steps {steps}", steps), steps)
-    share = _quotient(config, total, dp, "", 1)
+        return BatchSizes(total, _quotient(config, share, "train.gradient_accumulation_steps"), steps)
     micro = _default_micro_batch(share, config.parallel.pp)
     return BatchSizes(total, micro, share // micro)
 
 
-def _quotient(config: Config, total: int, dp: int, named: str, factor: int) -> int:
-    """total / (dp · factor), which must be whole."""
-    divisor = dp * factor
-    if total % divisor:
-        nearest = nearest_multiple(total, divisor)
-        rule = f"must be a multiple of dp {dp}{named}" + (f" = {divisor}" if named else "")
-        raise problem(config, "train.global_batch_size", f"{rule}; use {nearest}", value=total)
-    return total // divisor
+def _share(config: Config, total: int) -> int:
+    """Sequences of one replica in a step."""
+    dp = config.parallel.dp
+    if total % dp:
+        rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
+        raise problem(config, "train.global_batch_size", rule, value=total)
+    return total // dp
+
+
+def _quotient(config: Config, share: int, key: str) -> int:
+    """share / (the setting `key`), which must be whole."""
+    factor = int(getattr(config.train, key.split(".")[1]))
+    if share % factor:
+        total = share * config.parallel.dp
+        rule = (
+            f"must divide global_batch_size {total} / dp {config.parallel.dp} = {share}; "
+            f"use {nearest_divisor(factor, share)}"
+        )
+        raise problem(config, key, rule)
+    return share // factor
 
 
 def _default_micro_batch(share: int, stages: int) -> int:
     """Largest divisor of a replica's share that is small and keeps a pipeline busy."""
     wanted = 2 * stages if stages > 1 else 1
-    sizes = [
-        size for size in range(1, LARGEST_DEFAULT_MICRO_BATCH + 1) if share % size == 0 and share // size >= wanted
-    ]
-    return max(sizes, default=1)
+    sizes = range(1, LARGEST_DEFAULT_MICRO_BATCH + 1)
+    return max((size for size in sizes if share % size == 0 and share // size >= wanted), default=1)

@@ -1,0 +1,165 @@
+"""Runs on local processes, with real kills."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from threefold.errors import UserError
+from threefold.launch.failure import RankFailed
+from threefold.launch.output import log_file
+
+HERE = Path(__file__).parent
+SPAWN = """
+import sys
+from pathlib import Path
+import workers
+from threefold.errors import UserError
+from threefold.launch import RankFailed, spawn
+if __name__ == "__main__":
+    folder = Path({folder!r})
+    try:
+        spawn(workers.{worker}, {args}, {ranks}, run_dir=folder / "run", {options})
+    except (RankFailed, UserError) as error:
+        sys.exit(f"{{type(error).__name__}}: {{error}}")
+"""
+
+
+def start(
+    folder: Path, worker: str, args: str, ranks: int, options: str = "", **popen: object
+) -> subprocess.Popen[str]:
+    """A process of its own, which has run nothing parallel, that spawns ranks."""
+    script = folder / "spawning.py"
+    script.write_text(SPAWN.format(folder=str(folder), worker=worker, args=args, ranks=ranks, options=options))
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, str(script)], env=environment, text=True, stdout=pipe, stderr=pipe, **popen
+    )  # type: ignore[call-overload, no-any-return]
+
+
+def spawned(folder: Path, worker: str, args: str, ranks: int, options: str = "") -> tuple[int, str, str]:
+    process = start(folder, worker, args, ranks, options)
+    output, error = process.communicate(timeout=60)
+    return process.returncode, output, error
+
+
+def log_of(folder: Path, rank: int) -> str:
+    return log_file(folder / "run", rank).read_text()
+
+
+def assert_gone(pids: list[int]) -> None:
+    """No process of these ids runs (one may still be a zombie that nobody has waited for)."""
+    for pid in pids:
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def pids_of(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in folder.glob("pid_*")]
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, ""), (4, ""), (2, "start_method='spawn'")])
+def test_all_ranks_meet_and_log(tmp_path: Path, ranks: int, options: str) -> None:
+    code, output, error = spawned(tmp_path, "report_sum", "(folder,)", ranks, options)
+    assert (code, error) == (0, "")
+    total = str(sum(range(ranks)))
+    assert [(tmp_path / f"sum_{rank}").read_text() for rank in range(ranks)] == [total] * ranks
+    assert output == "hello from 0\nnative words of 0\n"
+    for rank in range(ranks):
+        assert log_of(tmp_path, rank) == f"hello from {rank}\nnative words of {rank}\n"
+
+
+def test_restart_appends_to_the_logs(tmp_path: Path) -> None:
+    for _ in range(2):
+        spawned(tmp_path, "report_sum", "(folder,)", 2)
+    assert log_of(tmp_path, 1) == "hello from 1\nnative words of 1\n" * 2
+
+
+def test_chosen_ranks_on_the_console(tmp_path: Path) -> None:
+    _, output, _ = spawned(tmp_path, "report_sum", "(folder,)", 3, "console_ranks=(0, 2)")
+    expected = [f"[rank {rank}] {words} {rank}" for rank in (0, 2) for words in ("hello from", "native words of")]
+    assert sorted(output.splitlines()) == sorted(expected)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("raise", "ValueError: the cat sat on the keyboard"),
+        ("kill", "its process was killed by SIGKILL, as when memory runs out"),
+        ("exit", "its process ended with exit status 7"),
+    ],
+)
+def test_one_message_names_the_rank_that_failed(tmp_path: Path, rank: int, how: str, error: str) -> None:
+    code, output, message = spawned(tmp_path, "fail", f"(folder, {rank}, {how!r})", 4)
+    log = log_file(tmp_path / "run", rank)
+    assert message == f"RankFailed: rank {rank} failed: {error} (log: {log})\n"
+    assert code == 1
+    assert output == ("last words of 0\n" if rank == 0 else "")
+    assert log.read_text().startswith(f"last words of {rank}\n")
+    assert ("Traceback" in log.read_text()) == (how == "raise")
+    assert len(pids_of(tmp_path)) == 4
+    assert_gone(pids_of(tmp_path))
+
+
+def test_user_error_is_told_once(tmp_path: Path) -> None:
+    code, output, error = spawned(tmp_path, "user_error_everywhere", "()", 3)
+    assert (code, output, error) == (1, "", "UserError: data.path is nowhere.\n")
+    assert log_of(tmp_path, 1) == ""
+
+
+def wait_until_up(process: subprocess.Popen[str], ranks: int) -> None:
+    assert process.stdout is not None
+    lines = {process.stdout.readline() for _ in range(ranks + 1)}
+    assert any("all up" in line for line in lines)
+
+
+def test_interrupt_ends_all(tmp_path: Path) -> None:
+    process = start(tmp_path, "wait_forever", "(folder,)", 3, "console_ranks=(0, 1, 2)", session=True)
+    wait_until_up(process, 3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert error.splitlines()[-1] == "KeyboardInterrupt"
+    assert len(pids_of(tmp_path)) == 3
+    assert_gone(pids_of(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_ranks_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+    process = start(tmp_path, "wait_forever", "(folder,)", 3, "console_ranks=(0, 1, 2)")
+    wait_until_up(process, 3)
+    process.kill()
+    process.communicate(timeout=60)  # returns when no rank and no copier holds the pipe any more
+    assert len(pids_of(tmp_path)) == 3
+    assert_gone(pids_of(tmp_path))
+
+
+def test_terminal_stays_one_and_the_log_stays_text(tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWN.format(folder=str(tmp_path), worker="draw", args="()", ranks=2, options=""))
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    process = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=slave, stderr=slave)
+    assert process.wait(timeout=60) == 0
+    os.close(slave)
+    shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert shown.startswith("terminal\r\n")
+    assert "\x1b[32m50 %\x1b[0m" in shown
+    assert log_of(tmp_path, 0) == "terminal\n100 %\n"
+
+
+def test_exceptions_are_what_the_console_says() -> None:
+    from threefold.launch.failure import cause, from_exception, from_exit_code
+
+    lost = from_exception(0, RuntimeError("Connection closed by peer"))
+    aborted = from_exit_code(1, -signal.SIGABRT)
+    killed = from_exit_code(2, -signal.SIGKILL)
+    assert cause([lost, aborted, killed]) is killed
+    assert cause([aborted, lost]) is lost
+    assert isinstance(killed.exception(None), RankFailed)
+    assert isinstance(from_exception(0, UserError("x")).exception(None), UserError)

@@ -1,0 +1,81 @@
+"""Where a launcher put this process: the one place that reads the launcher's environment variables."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FIRST_SLURM_PORT = 20_000
+SLURM_PORTS = 10_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank among those that a launcher started.
+
+    Attributes:
+        rank: 0 to `world_size` - 1.
+        local_rank: 0 to `local_world_size` - 1 on this host.
+        rendezvous: where the ranks meet, as a URL of `torch.distributed`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    rendezvous: str
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun or Slurm's srun gave this process; None when no launcher started it."""
+    return _torchrun(environment) or _slurm(environment)
+
+
+def _torchrun(environment: Mapping[str, str]) -> Place | None:
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return None
+    world_size = int(environment["WORLD_SIZE"])
+    return Place(
+        int(environment["RANK"]),
+        world_size,
+        int(environment["LOCAL_RANK"]),
+        int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        "env://",
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> Place | None:
+    """A task of a job step; the shell of a batch script or of an interactive step is none of many."""
+    world_size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
+    if "SLURM_STEP_ID" not in environment or world_size == 1:
+        return None
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(world_size))
+    step = int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])
+    address = f"{first_host(hosts)}:{FIRST_SLURM_PORT + step % SLURM_PORTS}"
+    rank = int(environment["SLURM_PROCID"])
+    return Place(
+        rank,
+        world_size,
+        int(environment["SLURM_LOCALID"]),
+        tasks_on(tasks, int(environment.get("SLURM_NODEID", 0))),
+        f"tcp://{address}?rank={rank}&world_size={world_size}",
+    )
+
+
+def first_host(hosts: str) -> str:
+    """First host of a Slurm list: `gpu[03-07,9]-ib,other` gives `gpu03-ib`."""
+    match = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\])?([^,]*)", hosts)
+    assert match  # every part may be empty
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + suffix
+
+
+def tasks_on(tasks_per_node: str, node: int) -> int:
+    """Tasks on one node of Slurm's short list: `4(x2),3` is 4, 4, 3."""
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match:
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts[min(node, len(counts) - 1)]

@@ -1,0 +1,71 @@
+"""How a rank failed, and which failure of several was the cause."""
+
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from threefold.errors import UserError
+from threefold.launch.output import log_file
+from threefold.launch.process import signal_name
+
+
+class RankFailed(RuntimeError):
+    """A rank of a run failed, and the run was ended; the message names the rank, its first error and its log file."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed.
+
+    Attributes:
+        error: one line.
+        when: `time.monotonic` of the failure, comparable between the processes of a host.
+        silent: whether its process ended without telling what it raised, and not by aborting itself.
+        user_error: whether `error` is the sentence of a `UserError`.
+    """
+
+    rank: int
+    error: str
+    when: float
+    silent: bool = False
+    user_error: bool = False
+
+    def message(self, run_dir: Path | None) -> str:
+        """One line: the rank, its error and its log; the sentence alone of an error that is the user's to mend."""
+        if self.user_error:
+            return self.error
+        log = f" (log: {log_file(run_dir, self.rank)})" if run_dir else ""
+        return f"rank {self.rank} failed: {self.error}{log}"
+
+    def exception(self, run_dir: Path | None) -> Exception:
+        """What the caller of the run gets to see."""
+        return (UserError if self.user_error else RankFailed)(self.message(run_dir))
+
+
+def from_exception(rank: int, error: BaseException) -> Failure:
+    """The failure of a rank that raised `error`."""
+    now = time.monotonic()
+    if isinstance(error, UserError):
+        return Failure(rank, str(error), now, user_error=True)
+    return Failure(rank, traceback.format_exception_only(error)[-1].strip(), now)
+
+
+def from_exit_code(rank: int, code: int) -> Failure:
+    """The failure of a rank whose process ended without a word: its exit status, or minus the signal's number."""
+    now = time.monotonic()
+    if code >= 0:
+        return Failure(rank, f"its process ended with exit status {code}", now, silent=True)
+    hint = ", as when memory runs out" if -code == signal.SIGKILL else ""
+    return Failure(rank, f"its process was killed by {signal_name(-code)}{hint}", now, silent=-code != signal.SIGABRT)
+
+
+def cause(failures: Iterable[Failure]) -> Failure:
+    """The failure that the others follow from.
+
+    A process that ended in silence comes first, since its neighbours may report that they lost it before its end is
+    noticed; but not one that aborted itself, which may be how native code takes the loss of a neighbour.
+    """
+    return min(failures, key=lambda failure: (not failure.silent, failure.when))

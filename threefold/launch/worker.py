@@ -1,0 +1,75 @@
+"""What one rank does around the work: devices, threads, the process group."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from threefold.launch.output import log_file, logged
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Which rank this is: handed to every worker.
+
+    Attributes:
+        rank: 0 to `world_size` - 1.
+        local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the number of its GPU.
+        device: what it computes on.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: Device
+
+
+Worker = Callable[..., object]
+"""A function of an importable module, called as `worker(rank_info, *args)` on every rank."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks do, and where they say so."""
+
+    worker: Worker
+    args: tuple[Any, ...]
+    device: Device
+    run_dir: Path | None
+    console_ranks: tuple[int, ...]
+
+    def output_of(self, rank: int) -> AbstractContextManager[None]:
+        """Where the streams of `rank` go: without a run folder, where they went before."""
+        if self.run_dir is None:
+            return nullcontext()
+        prefix = f"[rank {rank}] " if len(self.console_ranks) > 1 else ""
+        return logged(log_file(self.run_dir, rank), rank in self.console_ranks, prefix)
+
+
+def work(job: Job, info: RankInfo, store: "Store") -> None:
+    """Do the job as one rank: set up the device, join the process group, call the worker, leave the group."""
+    import torch
+    import torch.distributed as dist
+
+    if job.device == "cuda":
+        torch.cuda.set_device(info.local_rank)
+    else:
+        torch.set_num_threads(threads_per_rank(info.local_world_size))
+    backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
+    job.worker(info, *job.args)
+    dist.destroy_process_group()
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Threads of one rank when the ranks of this host share its cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size)
