@@ -29,16 +29,19 @@ if __name__ == "__main__":
 
 
 def start(
-    folder: Path, worker: str, args: str, ranks: int, options: str = "", **popen: object
+    folder: Path, worker: str, args: str, ranks: int, options: str = "", own_session: bool = False
 ) -> subprocess.Popen[str]:
     """A process of its own, which has run nothing parallel, that spawns ranks."""
     script = folder / "spawning.py"
     script.write_text(SPAWN.format(folder=str(folder), worker=worker, args=args, ranks=ranks, options=options))
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, str(script)], env=environment, text=True, stdout=pipe, stderr=pipe, **popen
-    )  # type: ignore[call-overload, no-any-return]
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=own_session,
+    )
 
 
 def spawned(folder: Path, worker: str, args: str, ranks: int, options: str = "") -> tuple[int, str, str]:
@@ -119,7 +122,7 @@ def wait_until_up(process: subprocess.Popen[str], ranks: int) -> None:
 
 
 def test_interrupt_ends_all(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait_forever", "(folder,)", 3, "console_ranks=(0, 1, 2)", session=True)
+    process = start(tmp_path, "wait_forever", "(folder,)", 3, "console_ranks=(0, 1, 2)", own_session=True)
     wait_until_up(process, 3)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)

@@ -1,1 +1,5 @@
+"""The command line: parses, calls, prints."""
 
+from threefold.cli.main import main
+
+__all__ = ["main"]

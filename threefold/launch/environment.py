@@ -2,11 +2,15 @@
 
 import os
 import re
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 FIRST_SLURM_PORT = 20_000
 SLURM_PORTS = 10_000
+TIME_TO_SPEAK = 5.0
+"""Seconds that the other ranks leave to rank 0 to tell an error they share."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,17 @@ class Place:
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place that torchrun or Slurm's srun gave this process; None when no launcher started it."""
     return _torchrun(environment) or _slurm(environment)
+
+
+def leave_to_rank_zero() -> None:
+    """On ranks other than 0 of a launcher's world, let rank 0 tell an error that all ranks meet, and end.
+
+    They give it time: some launchers end every rank as soon as one has.
+    """
+    place = find_place()
+    if place is not None and place.rank != 0:
+        time.sleep(TIME_TO_SPEAK)
+        sys.exit(2)
 
 
 def _torchrun(environment: Mapping[str, str]) -> Place | None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.launch.process import die_with_parent, signal_name
+from threefold.launch.worker import wait_for_all
 
 GRACE = 0.3
 """Seconds in which the other ranks may still report after the first failure."""
@@ -242,6 +243,7 @@ def _answer(raw: bytes) -> Any:
         fn, args = pickle.loads(job.call)
         store = dist.FileStore(job.store, job.world_size)
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=job.timeout)
+        wait_for_all()
         result = fn(*args)
         dist.destroy_process_group()
         return result

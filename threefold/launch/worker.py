@@ -65,8 +65,17 @@ def work(job: Job, info: RankInfo, store: "Store") -> None:
         torch.set_num_threads(threads_per_rank(info.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
+    wait_for_all()
     job.worker(info, *job.args)
     dist.destroy_process_group()
+
+
+def wait_for_all() -> None:
+    """Wait until every rank has joined: one that leaves early would be taken for lost by one that still connects."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(1))  # on the CPU, where every backend here works, unlike a barrier
 
 
 def threads_per_rank(local_world_size: int) -> int:

@@ -1,0 +1,21 @@
+"""`threefold config`: what a run would be."""
+
+import typer
+
+from threefold.cli.options import ConfigFile, Overrides
+
+app = typer.Typer(help="Look into configs.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Look into configs."""
+
+
+@app.command()
+def show(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check CONFIG against its data and this machine and print it with every setting filled."""
+    from threefold.config import load_config
+    from threefold.launch.training import resolve_run
+
+    typer.echo(resolve_run(load_config(config, overrides or ())).to_yaml(), nl=False)

@@ -1,0 +1,67 @@
+"""`threefold`: its commands, and how errors end it."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from threefold import __version__
+from threefold.cli import config, data, generate, train
+from threefold.errors import UserError
+
+FAILED, MISUSED = 1, 2
+
+app = typer.Typer(
+    name="threefold",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train.train)
+app.command("generate")(generate.generate)
+app.add_typer(data.app, name="data")
+app.add_typer(config.app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"threefold {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Train GPT-style language models on any layout of ranks, with the same result."""
+
+
+def main() -> None:
+    """Run the command of `sys.argv` and exit: 1 when a rank failed, 2 when the user can mend it, 130 on Ctrl-C."""
+    try:
+        app()  # turns Ctrl-C into its status
+    except (UserError, RuntimeError) as error:
+        sys.exit(_tell(error))
+
+
+def _tell(error: Exception) -> int:
+    """Say an error that was foreseen in one line, and return the exit status."""
+    from threefold.launch.environment import leave_to_rank_zero
+    from threefold.launch.failure import RankFailed
+
+    if isinstance(error, RankFailed):
+        status = FAILED
+    elif isinstance(error, UserError):
+        leave_to_rank_zero()
+        status = MISUSED
+    else:
+        raise error
+    typer.echo(f"Error: {_sentence(str(error))}", err=True)
+    return status
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."

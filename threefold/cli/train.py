@@ -1,0 +1,42 @@
+"""`threefold train`: a config to a trained model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from threefold.cli.options import ConfigFile, Overrides
+
+
+def train(
+    config: ConfigFile,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Folder for all that the run writes.", show_default="runs/NAME of NAME.yaml"),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in RUN.")] = False,
+    console_ranks: Annotated[
+        str, typer.Option(metavar="RANKS", help="Ranks whose output is shown, such as 0,3; all are in RUN/logs.")
+    ] = "0",
+) -> None:
+    """Train a model as CONFIG says, on dp · tp · pp processes of this machine, or as ranks of torchrun or srun."""
+    from threefold.config import load_config
+    from threefold.launch import training
+    from threefold.launch.environment import find_place
+
+    folder = run_dir or Path("runs") / config.stem
+    shown = _ranks(console_ranks)
+    training.check_run_dir(folder, resume)
+    resolved = training.resolve_run(load_config(config, overrides or ()))
+    place = find_place()
+    if place is None or place.rank == 0:
+        typer.echo(resolved.to_yaml())
+    training.train(resolved, folder, resume=resume, console_ranks=shown)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(rank) for rank in text.split(",") if rank.strip())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of ranks such as 0,3", param_hint="--console-ranks") from None
