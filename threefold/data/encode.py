@@ -86,7 +86,8 @@ class _Encoder:
         )
 
     def _encode(self, text: str) -> NDArray[np.integer]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # One text at a time, as a batch would be spread over threads; "fast" leaves out the offsets.
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         ids.append(self._encoding.eod)
         return np.array(ids, dtype=self._encoding.dtype)
 

@@ -38,16 +38,20 @@ class SampleSummary:
     bytes: int
 
 
-def write_sample(folder: Path) -> SampleSummary:
+def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
     """Write the sample corpus to `folder` as JSON lines with the key "text": one document a topic, one a module.
 
     The same Python writes the same bytes. A paragraph that was seen before is left out, so that held-out documents are
     not copies of others.
 
+    Args:
+        folder: where to write; made if need be.
+        library: the folder of a Python's standard library; None is this Python's.
+
     Raises:
         UserError: this Python carries no text, or `folder` cannot be written.
     """
-    library = Path(sysconfig.get_path("stdlib"))
+    library = library or Path(sysconfig.get_path("stdlib"))
     seen: set[str] = set()
     documents = {
         TOPICS_FILE: list(_distinct(_topics(library), seen)),

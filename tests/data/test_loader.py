@@ -1,0 +1,199 @@
+"""Batches: a function of (seed, step) alone, whatever the number of ranks and whatever was read before."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from threefold.data.loader import Batch, Loader, Share, fingerprint
+from threefold.data.order import samples_at
+from threefold.data.samples import PackedSamples
+from threefold.errors import UserError
+
+LENGTH = 12
+GLOBAL_BATCH = 12
+SPLIT = "8,2"
+
+
+@pytest.fixture
+def make_loader(write_token_files, random_documents):
+    """A function (dp_index, dp_size, seed) -> Loader over 200 documents; loaders are closed at the end."""
+    files = write_token_files(random_documents(200))
+    train = PackedSamples.open(files, "train", SPLIT, LENGTH)
+    valid = PackedSamples.open(files, "valid", SPLIT, LENGTH)
+    loaders = []
+
+    def make(dp_index: int = 0, dp_size: int = 1, seed: int = 1, global_batch: int = GLOBAL_BATCH) -> Loader:
+        loaders.append(Loader(train, valid, Share(global_batch, dp_index, dp_size), seed))
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
+
+
+def together(batches: list[Batch]) -> Batch:
+    return Batch(*(torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels", "rows")))
+
+
+def assert_equal(one: Batch, other: Batch) -> None:
+    assert torch.equal(one.tokens, other.tokens)
+    assert torch.equal(one.labels, other.labels)
+    assert torch.equal(one.rows, other.rows)
+
+
+def test_a_batch_is_the_samples_that_the_order_names(make_loader) -> None:
+    loader = make_loader(seed=5)
+    for step in (0, 1, 2, 40):
+        batch = loader.batch(step)
+        counters = np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+        windows = loader.train.read(samples_at(counters, len(loader.train), seed=5))
+        np.testing.assert_array_equal(batch.tokens.numpy(), windows[:, :-1])
+        assert batch.tokens.dtype == batch.labels.dtype == batch.rows.dtype == torch.int64
+        assert batch.rows.tolist() == list(range(GLOBAL_BATCH))
+
+
+def test_labels_are_the_next_tokens_and_do_not_count_after_a_documents_end(make_loader) -> None:
+    loader = make_loader()
+    batch = loader.batch(0)
+    windows = loader.train.read(samples_at(np.arange(GLOBAL_BATCH), len(loader.train), seed=1))
+    ended = 0
+    for tokens, labels, window in zip(batch.tokens.tolist(), batch.labels.tolist(), windows.tolist(), strict=True):
+        for token, label, following in zip(tokens, labels, window[1:], strict=True):
+            assert label == (-100 if token == loader.train.files.eod else following)
+            ended += token == loader.train.files.eod
+    assert ended > 0
+    assert (batch.labels == loader.train.files.eod).any(), "the end itself is to be predicted"
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6])
+def test_the_union_over_dp_is_the_global_batch(make_loader, dp_size: int) -> None:
+    whole = make_loader()
+    shares = [make_loader(index, dp_size) for index in range(dp_size)]
+    for step in (0, 1, 2, 17):
+        assert_equal(together([share.batch(step) for share in shares]), whole.batch(step))
+
+
+def test_an_epoch_reads_every_sample_once(make_loader) -> None:
+    loader = make_loader()
+    n = len(loader.train)
+    steps = -(-2 * n // GLOBAL_BATCH)
+    rows = torch.cat([loader.batch(step).tokens for step in range(steps)])[: 2 * n].tolist()
+    every_sample = sorted(loader.train.read(np.arange(n))[:, :-1].tolist())
+    assert sorted(rows[:n]) == every_sample
+    assert sorted(rows[n:]) == every_sample
+    assert rows[:n] != rows[n:], "the second epoch has an order of its own"
+    assert loader.epoch(0) == 0
+    assert loader.epoch(n) == GLOBAL_BATCH
+
+
+def test_resuming_needs_the_step_alone_also_with_another_dp(make_loader) -> None:
+    unbroken = [make_loader().batch(step) for step in range(8)]
+    for step in range(4, 8):
+        assert_equal(together([make_loader(index, 3).batch(step) for index in range(3)]), unbroken[step])
+
+
+def test_steps_may_be_asked_for_in_any_order(make_loader) -> None:
+    loader, other = make_loader(), make_loader()
+    for step in (5, 6, 7, 3, 4, 4, 0, 1):
+        assert_equal(loader.batch(step), other._read_train(step))
+
+
+def test_a_batch_larger_than_the_epoch(write_token_files, random_documents) -> None:
+    train = PackedSamples.open(write_token_files(random_documents(3)), "train", "1", 8)
+    loader = Loader(train, None, Share(4 * len(train)), seed=0)
+    rows = loader.batch(0).tokens.tolist()
+    assert sorted(rows) == sorted(train.read(np.arange(len(train)))[:, :-1].tolist() * 4)
+    loader.close()
+
+
+def test_seeds_differ(make_loader) -> None:
+    assert not torch.equal(make_loader(seed=1).batch(0).tokens, make_loader(seed=2).batch(0).tokens)
+
+
+def test_the_waiting_time_is_told(make_loader) -> None:
+    loader = make_loader()
+    loader.batch(0)
+    assert loader.reader_cost > 0
+
+
+def test_damage_found_while_reading_ahead_reaches_the_caller(make_loader) -> None:
+    whole = make_loader().train
+    narrow = dataclasses.replace(whole.files, meta=dataclasses.replace(whole.files.meta, vocab_size=1000 - 1))
+    train = dataclasses.replace(whole, files=narrow)
+    steps = range(-(-len(train) // GLOBAL_BATCH))
+    loader = Loader(train, None, Share(GLOBAL_BATCH), seed=1)
+    with pytest.raises(UserError, match="outside its vocabulary of 999"):
+        list(map(loader.batch, steps))  # token 999 is in one of the samples of an epoch
+    loader.close()
+
+
+@pytest.mark.parametrize(("global_batch", "dp_index", "dp_size"), [(12, 0, 5), (12, 3, 3), (12, -1, 3), (0, 0, 1)])
+def test_impossible_shares_are_refused(global_batch: int, dp_index: int, dp_size: int) -> None:
+    with pytest.raises(ValueError, match="has no share"):
+        Share(global_batch, dp_index, dp_size)
+
+
+def losses_of(labels: torch.Tensor) -> torch.Tensor:
+    """A stand-in for a model: some loss for every counted label."""
+    return torch.where(labels == -100, 0.0, torch.sin(labels.double()) + 2)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6])
+def test_evaluation_is_the_offline_average_and_equal_in_length(make_loader, dp_size: int) -> None:
+    shares = [make_loader(index, dp_size) for index in range(dp_size)]
+    samples = shares[0].heldout
+    assert len(samples) % GLOBAL_BATCH, "the end must be ragged for this test"
+    batches = [list(share.eval_batches()) for share in shares]
+    assert {len(own) for own in batches} == {-(-len(samples) // GLOBAL_BATCH)}
+
+    labels = torch.cat([batch.labels for own in batches for batch in own])
+    windows = torch.from_numpy(samples.read(np.arange(len(samples))))
+    offline = torch.where(windows[:, :-1] == samples.files.eod, -100, windows[:, 1:])
+    expected = losses_of(offline).sum() / (offline != -100).sum()
+    assert losses_of(labels).sum() / (labels != -100).sum() == pytest.approx(expected.item(), rel=1e-12)
+    assert sorted(row for row in labels.tolist() if set(row) != {-100}) == sorted(offline.tolist())
+
+
+def test_filled_up_rows_are_valid_tokens_that_do_not_count(make_loader) -> None:
+    loader = make_loader()
+    last = list(loader.eval_batches())[-1]
+    real = len(loader.heldout) % GLOBAL_BATCH
+    assert (last.labels[real:] == -100).all()
+    assert (last.labels[:real] != -100).any(dim=1).all()
+    assert last.tokens.shape == (GLOBAL_BATCH, LENGTH)
+    assert last.tokens.max() < loader.heldout.files.vocab_size
+
+
+def test_evaluation_is_the_same_every_time_and_leaves_training_alone(make_loader) -> None:
+    loader, undisturbed = make_loader(), make_loader()
+    loader.batch(0)
+    first = list(loader.eval_batches(3))
+    next(iter(loader.eval_batches(3)))  # one that is given up
+    for one, other in zip(first, loader.eval_batches(3), strict=True):
+        assert_equal(one, other)
+    assert_equal(loader.batch(1), undisturbed.batch(1))
+
+
+def test_how_many_evaluation_batches(make_loader) -> None:
+    loader = make_loader()
+    whole = loader.eval_batch_count()
+    assert whole == loader.eval_batch_count(0) == loader.eval_batch_count(10_000) == len(list(loader.eval_batches(0)))
+    assert loader.eval_batch_count(2) == len(list(loader.eval_batches(2))) == 2
+    with pytest.raises(ValueError, match="without held-out samples"):
+        Loader(loader.train, None, loader.share, seed=0).eval_batch_count()
+
+
+def test_fingerprints_tell_contents_apart(make_loader) -> None:
+    loader = make_loader()
+    batch = loader.batch(0)
+    mark = fingerprint(batch)
+    assert 0 <= mark < 2**63
+    assert mark == fingerprint(make_loader().batch(0))
+    for name in ("tokens", "labels", "rows"):
+        changed = Batch(batch.tokens.clone(), batch.labels.clone(), batch.rows.clone())
+        getattr(changed, name).view(-1)[-1] += 1
+        assert fingerprint(changed) != mark
+    assert fingerprint(Batch(batch.tokens.T, batch.labels, batch.rows)) != mark
+    assert fingerprint(loader.batch(1)) != mark
