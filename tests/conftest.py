@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from threefold.launch.pool import WorkerPool
+
+settings.register_profile("house", database=None, deadline=None, derandomize=True)
+settings.load_profile("house")
 
 _FLEET = pytest.StashKey[WorkerPool]()
 

@@ -88,13 +88,13 @@ def test_chosen_ranks_on_the_console(tmp_path: Path) -> None:
     assert sorted(output.splitlines()) == sorted(expected)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
-    ("how", "error"),
+    ("rank", "how", "error"),
     [
-        ("raise", "ValueError: the cat sat on the keyboard"),
-        ("kill", "its process was killed by SIGKILL, as when memory runs out"),
-        ("exit", "its process ended with exit status 7"),
+        (0, "raise", "ValueError: the cat sat on the keyboard"),
+        (2, "raise", "ValueError: the cat sat on the keyboard"),
+        (2, "kill", "its process was killed by SIGKILL, as when memory runs out"),
+        (0, "exit", "its process ended with exit status 7"),
     ],
 )
 def test_one_message_names_the_rank_that_failed(tmp_path: Path, rank: int, how: str, error: str) -> None:

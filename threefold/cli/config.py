@@ -7,11 +7,6 @@ from threefold.cli.options import ConfigFile, Overrides
 app = typer.Typer(help="Look into configs.", no_args_is_help=True)
 
 
-@app.callback()
-def _group() -> None:
-    """Look into configs."""
-
-
 @app.command()
 def show(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check CONFIG against its data and this machine and print it with every setting filled."""
@@ -19,3 +14,11 @@ def show(config: ConfigFile, overrides: Overrides = None) -> None:
     from threefold.launch.training import resolve_run
 
     typer.echo(resolve_run(load_config(config, overrides or ())).to_yaml(), nl=False)
+
+
+@app.command()
+def reference() -> None:
+    """Print what every setting means, as Markdown."""
+    from threefold.config.reference import markdown
+
+    typer.echo(markdown(), nl=False)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists the settings.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; docs/config.md lists the settings.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set one setting; may be given many times."),

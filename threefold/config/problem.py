@@ -19,6 +19,7 @@ def problem(config: Config, key: str, rule: str, value: Any = _UNSET) -> UserErr
     """
     section, name = key.split(".")
     shown = getattr(getattr(config, section), name) if value is _UNSET else value
+    shown = list(shown) if isinstance(shown, tuple) else shown
     return UserError(f"{config.origin(key)}{key} is {shown} but {rule}.")
 
 

@@ -112,7 +112,7 @@ class TrainConfig(Section):
     largest size up to 4 that divides the replica's share and leaves a pipeline two micro-batches per stage."""
     gradient_accumulation_steps: int = _derived(ge=1)
     """Micro-batches of one replica in an optimizer step. Default: follows from the batch sizes."""
-    seed: int = Field(default=1234, ge=0, lt=2**63)
+    seed: int = Field(default=1234, ge=0, lt=2**32)
     """Seed of the initial weights, the order of the samples and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; `auto` takes CUDA when this machine has a GPU for each of its ranks, else the CPU."""

@@ -1,0 +1,40 @@
+# Commands of the project; each sets up .venv first when it has to. Needs python3 (3.11 or newer) with pip, and make.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow lint docs clean
+
+# Train a small GPT on real English on 8 processes of this machine and let it write.
+demo: .venv/ready
+	test -d demo/text || $(BIN)/threefold data sample demo/text
+	test -d demo/tokens || $(BIN)/threefold data prepare demo/text --out demo/tokens
+	rm -rf demo/run
+	$(BIN)/threefold train examples/demo.yaml --run-dir demo/run
+	$(BIN)/threefold generate demo/run --prompt "The function returns" --prompt "If the file" --max-new-tokens 60
+	@echo "The loss curve: $$(ls demo/run/*.png)"
+
+test: .venv/ready
+	$(BIN)/pytest -m "not slow"
+
+test-slow: .venv/ready
+	$(BIN)/pytest -m slow
+
+lint: .venv/ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The reference of the settings, from the schema.
+docs: .venv/ready
+	$(BIN)/threefold config reference > docs/config.md
+
+clean:
+	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint]'
+	touch $@

@@ -1,0 +1,142 @@
+"""Reading configs: what is right comes back, what is wrong is told in one sentence with its line."""
+
+from pathlib import Path
+
+import pytest
+
+from threefold.config import load_config, resolve
+from threefold.config.document import parse_value
+from threefold.config.loading import known_keys
+from threefold.errors import UserError
+
+SEVEN_LINES = """\
+data:
+  path: tokens
+parallel: {dp: 2, tp: 2, pp: 2}
+train:
+  max_steps: 300
+optimizer:
+  lr: 1e-3
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def message(folder: Path, text: str, *overrides: str) -> str:
+    """The sentence about a wrong config, without the folder's name."""
+    with pytest.raises(UserError) as caught:
+        resolve(load_config(write(folder, text), overrides), vocab_size=1000)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def test_seven_lines_make_a_run(tmp_path: Path) -> None:
+    config = resolve(load_config(write(tmp_path, SEVEN_LINES)), vocab_size=1000)
+    assert (config.parallel.dp, config.train.max_steps, config.optimizer.lr) == (2, 300, 1e-3)
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (8, 256, 8)
+    assert config.model.vocab_size == 1000
+
+
+def test_resolved_config_loads_back_equal(tmp_path: Path) -> None:
+    config = resolve(load_config(write(tmp_path, SEVEN_LINES), ["optimizer.eps=3e-9"]), vocab_size=1001)
+    again = load_config(write(tmp_path, config.to_yaml()))
+    assert again == config
+    assert resolve(again, vocab_size=1001) == config
+    assert again.to_yaml() == config.to_yaml()
+    other = load_config(write(tmp_path, config.to_yaml()), ["train.seed=5"])
+    assert other != config
+
+
+def test_resolved_config_has_every_setting(tmp_path: Path) -> None:
+    config = resolve(load_config(write(tmp_path, SEVEN_LINES)), vocab_size=1000)
+    filled = [f"{section}.{key}" for section, values in config.sections().items() for key in values]
+    assert filled == [key for key in known_keys() if key != "model.preset"]
+
+
+def test_overrides_in_order_and_null_for_the_default(tmp_path: Path) -> None:
+    overrides = [
+        "parallel.dp=4",
+        "parallel.dp=8",
+        "optimizer.betas=[0.8, 0.9]",
+        "train.max_steps=null",
+        "data.split=8,2",
+    ]
+    config = load_config(write(tmp_path, SEVEN_LINES), overrides)
+    assert config.parallel.dp == 8
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.train.max_steps == 1000
+    assert config.data.split == "8,2"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("6E4", 6e4),
+        (".5", 0.5),
+        ("-3", -3),
+        ("1:30", "1:30"),
+        ("true", True),
+        ("gpipe", "gpipe"),
+    ],
+)
+def test_values_of_overrides(text: str, value: object) -> None:
+    parsed = parse_value(text, "--set")
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("data: {path: x}\ntrain:\n  max_step: 5\n", "run.yaml, line 3: train.max_step is not a setting; the nearest is train.max_steps."),
+        ("data: {path: x}\ntrain: {dp: 2}\n", "run.yaml, line 2: train.dp is not a setting; the nearest is parallel.dp."),
+        ("data: {path: x}\nmodl:\n  num_layers: 5\n", "run.yaml, line 2: modl is not a setting; the nearest is model."),
+        ("dta: {path: x}\n", "run.yaml, line 1: dta is not a setting; the nearest is data."),
+        ("data: {path: x}\ntrain:\n\n  max_steps: soon\n", "run.yaml, line 4: train.max_steps is 'soon' but must be a whole number."),
+        ("data: {path: x}\ntrain: {max_steps: 1e3}\n", "run.yaml, line 2: train.max_steps is 1000.0 but must be a whole number."),
+        ("data: {path: x}\nparallel: {dp: true}\n", "run.yaml, line 2: parallel.dp is true but must be a whole number."),
+        ("data: {path: x}\nparallel: {dp: 0}\n", "run.yaml, line 2: parallel.dp is 0 but must be at least 1."),
+        ("data: {path: x}\noptimizer: {lr: .inf}\n", "run.yaml, line 2: optimizer.lr is inf but must be a finite number."),
+        ("data: {path: x}\noptimizer: {betas: [1]}\n", "run.yaml, line 2: optimizer.betas is [1] but must be a list of two numbers."),
+        ("data: {path: x}\nprecision: {dtype: bf6}\n", "run.yaml, line 2: precision.dtype is 'bf6' but must be one of fp32, bf16, fp64; the nearest is bf16."),
+        ("data: {path: x}\nmodel: {tie_embeddings: 1}\n", "run.yaml, line 2: model.tie_embeddings is 1 but must be true or false."),
+        ("data: tokens\n", "run.yaml, line 1: data is 'tokens' but must be a section with settings below it."),
+        ("data: {path: x}\ntrain: {seed: 1}\ntrain: {seed: 2}\n", "run.yaml, line 3: train is set twice, first on line 2."),
+        ("train: {seed: 1}\n", "run.yaml: data.path is missing; name the folder that `threefold data prepare` wrote."),
+        ("", "run.yaml: data.path is missing; name the folder that `threefold data prepare` wrote."),
+        ("- a\n", "run.yaml: a config is a mapping of sections such as data: and model:."),
+        ("data: {path: x\n", "run.yaml, line 2: not valid YAML, expected ',' or '}', but got '<stream end>'."),
+    ],
+)  # fmt: skip
+def test_wrong_file(tmp_path: Path, text: str, expected: str) -> None:
+    assert message(tmp_path, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.max_step=3", "--set train.max_step=3: train.max_step is not a setting; the nearest is train.max_steps."),
+        ("dp=2", "--set dp=2: dp is not a setting; the nearest is parallel.dp."),
+        ("modl.num_layer=2", "--set modl.num_layer=2: modl.num_layer is not a setting; the nearest is model.num_layers."),
+        ("dp", "--set dp: write it as section.key=value."),
+        ("parallel.dp=two", "--set parallel.dp=two: parallel.dp is 'two' but must be a whole number."),
+        ("optimizer.betas=[", "--set optimizer.betas=[, line 1: not valid YAML, expected the node content, but found '<stream end>'."),
+        ("parallel.tp=3", "--set parallel.tp=3: parallel.tp is 3 but must divide model.num_attention_heads 8; use 2."),
+    ],
+)  # fmt: skip
+def test_wrong_override(tmp_path: Path, override: str, expected: str) -> None:
+    assert message(tmp_path, SEVEN_LINES, override) == expected
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"data: {path: \xe9}")
+    with pytest.raises(UserError, match=r"not UTF-8 text \(byte 13\)"):
+        load_config(tmp_path / "latin.yaml")

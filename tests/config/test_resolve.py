@@ -1,0 +1,156 @@
+"""Filling and checking a config: derived settings, batch arithmetic, rules between settings."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from threefold.config import Config, resolve
+from threefold.config.presets import PRESETS
+from threefold.errors import UserError
+
+
+def resolved(vocab_size: int = 1000, **sections: dict[str, Any]) -> Config:
+    return resolve(Config.model_validate({"data": {"path": "x"}, **sections}), vocab_size)
+
+
+def message(vocab_size: int = 1000, **sections: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        resolved(vocab_size, **sections)
+    return str(caught.value)
+
+
+def test_derived_settings() -> None:
+    config = resolved(model={"hidden_size": 512}, train={"max_steps": 50}, optimizer={"lr": 1e-3})
+    assert config.model.ffn_hidden_size == 2048
+    assert config.data.sequence_length == config.model.max_position_embeddings == 256
+    assert (config.optimizer.decay_steps, config.optimizer.warmup_steps) == (50, 5)
+    assert config.optimizer.min_lr == pytest.approx(1e-4)
+
+
+def test_sequence_length_and_positions_follow_each_other() -> None:
+    assert resolved(data={"path": "x", "sequence_length": 96}).model.max_position_embeddings == 96
+    assert resolved(model={"max_position_embeddings": 96}).data.sequence_length == 96
+
+
+def test_stable_steps_of_wsd() -> None:
+    given = {"decay": "wsd", "decay_steps": 100, "warmup_steps": 10}
+    assert resolved(optimizer=given).optimizer.stable_steps == 70
+    assert resolved(optimizer={**given, "stable_steps": 20}).optimizer.stable_steps == 20
+    assert resolved(optimizer={**given, "decay": "cosine"}).optimizer.stable_steps == 0
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    config = resolved(parallel={"dp": 2, "pp": 4}, optimizer={"decay": "wsd"})
+    assert resolve(config, 1000) == config
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("gpt2-124m", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)],
+)
+def test_gpt2_presets_have_the_published_number_of_parameters(preset: str, parameters: int) -> None:
+    assert parameters_of(resolved(model={"preset": preset})) == parameters
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("gpt3-6.7b", 6.7e9), ("gpt3-13b", 13.0e9), ("gpt3-175b", 174.6e9), ("gpt3-1.3b", 1.3e9), ("gpt3-2.7b", 2.7e9)],
+)
+def test_gpt3_presets_have_the_published_size(preset: str, parameters: float) -> None:
+    assert parameters_of(resolved(model={"preset": preset})) == pytest.approx(parameters, rel=0.02)
+
+
+@pytest.mark.parametrize("vocab_size", [50304])
+def test_gpt3_175b_with_a_padded_vocabulary(vocab_size: int) -> None:
+    config = resolved(model={"preset": "gpt3-175b", "vocab_size": vocab_size})
+    assert parameters_of(config) == 174_604_836_864
+
+
+def parameters_of(config: Config) -> int:
+    """Parameters of a GPT-2 style decoder with tied embeddings: 12 h² + 13 h a block, and the final norm."""
+    model, h = config.model, config.model.hidden_size
+    blocks = model.num_layers * (4 * h * h + 2 * h * model.ffn_hidden_size + model.ffn_hidden_size + 9 * h)
+    return blocks + (model.vocab_size + model.max_position_embeddings + 2) * h
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_explicit_settings_override_the_preset(preset: str) -> None:
+    config = resolved(model={"preset": preset, "num_layers": 3, "vocab_size": 2000})
+    assert config.model.num_layers == 3
+    assert config.model.vocab_size == 2000
+    assert config.model.hidden_size == PRESETS[preset]["hidden_size"]
+    assert config.data.sequence_length == PRESETS[preset]["max_position_embeddings"]
+
+
+Sizes = tuple[int | None, int | None, int | None]
+
+
+def batch(sizes: Sizes, dp: int = 1, pp: int = 1) -> Sizes:
+    names = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+    train = resolved(train=dict(zip(names, sizes, strict=True)), parallel={"dp": dp, "pp": pp}).train
+    return train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
+
+
+@given(micro=st.integers(1, 50), steps=st.integers(1, 50), dp=st.integers(1, 16))
+def test_every_pair_derives_the_third(micro: int, steps: int, dp: int) -> None:
+    total = micro * steps * dp
+    for given_sizes in ((total, micro, steps), (None, micro, steps), (total, None, steps), (total, micro, None)):
+        assert batch(given_sizes, dp) == (total, micro, steps)
+
+
+@given(total=st.integers(1, 400), dp=st.integers(1, 8), pp=st.integers(1, 8))
+def test_global_batch_alone(total: int, dp: int, pp: int) -> None:
+    if total % dp:
+        with pytest.raises(UserError, match=r"must be a multiple of parallel\.dp"):
+            batch((total, None, None), dp, pp)
+        return
+    found, micro, steps = batch((total, None, None), dp, pp)
+    assert found == total == (micro or 0) * (steps or 0) * dp
+    assert 1 <= (micro or 0) <= 4
+    assert micro == 1 or pp == 1 or (steps or 0) >= 2 * pp
+
+
+def test_nothing_given_is_the_same_batch_in_every_layout() -> None:
+    assert batch((None, None, None)) == (32, 4, 8)
+    assert batch((None, None, None), dp=2, pp=2) == (32, 4, 4)
+    assert batch((None, None, None), dp=4, pp=4) == (32, 1, 8)
+    assert batch((None, 8, None), dp=2) == (32, 8, 2)
+    assert batch((None, None, 4), dp=2) == (32, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dp", "expected"),
+    [
+        ((33, 4, 4), 2, "train.global_batch_size is 33 but must be micro_batch_size 4 · gradient_accumulation_steps 4 · dp 2 = 32; set it to 32 or leave one of the three out."),
+        ((30, None, None), 4, "train.global_batch_size is 30 but must be a multiple of parallel.dp 4; use 32."),
+        ((None, None, None), 3, "train.global_batch_size is 32 but must be a multiple of parallel.dp 3; use 33."),
+        ((32, 5, None), 2, "train.micro_batch_size is 5 but must divide global_batch_size 32 / dp 2 = 16; use 4."),
+        ((32, None, 7), 2, "train.gradient_accumulation_steps is 7 but must divide global_batch_size 32 / dp 2 = 16; use 8."),
+    ],
+)  # fmt: skip
+def test_batch_sizes_that_disagree(sizes: Sizes, dp: int, expected: str) -> None:
+    names = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+    assert message(train=dict(zip(names, sizes, strict=True)), parallel={"dp": dp}) == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {"num_attention_heads": 7}}, "model.num_attention_heads is 7 but must divide model.hidden_size 256; use 8."),
+        ({"parallel": {"tp": 3}}, "parallel.tp is 3 but must divide model.num_attention_heads 8; use 2."),
+        ({"parallel": {"tp": 8}, "model": {"ffn_hidden_size": 1001}}, "model.ffn_hidden_size is 1001 but must be a multiple of parallel.tp 8; use 1000."),
+        ({"parallel": {"pp": 9}}, "parallel.pp is 9 but each stage needs a layer and model.num_layers is 8; use at most 8."),
+        ({"model": {"vocab_size": 999}}, "model.vocab_size is 999 but the tokenizer of the data has 1000 tokens; use 1000."),
+        ({"model": {"vocab_size": 1001, "max_position_embeddings": 64}, "data": {"path": "x", "sequence_length": 65}}, "data.sequence_length is 65 but model.max_position_embeddings is 64; use 64 or raise the latter."),
+        ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas is [0.9, 1.0] but each must be at least 0 and below 1; use [0.9, 0.95]."),
+        ({"optimizer": {"lr": 1e-3, "min_lr": 1e-2}}, "optimizer.min_lr is 0.01 but must be at most optimizer.lr 0.001; use 0.0001."),
+        ({"optimizer": {"warmup_steps": 20, "decay_steps": 10}}, "optimizer.warmup_steps is 20 but must be at most optimizer.decay_steps 10; use 10."),
+        ({"optimizer": {"stable_steps": 20}}, "optimizer.stable_steps is 20 but optimizer.decay is cosine, which has no stable part; leave it out or use decay wsd."),
+        ({"optimizer": {"decay": "wsd", "stable_steps": 95, "warmup_steps": 10, "decay_steps": 100}}, "optimizer.stable_steps is 95 but warm-up and decay_steps leave room for 90; use 90."),
+        ({"precision": {"dtype": "fp64"}, "train": {"device": "cuda"}}, "precision.dtype is fp64 but works on the CPU only; use fp32 or bf16, or set train.device to cpu."),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_go_together(sections: dict[str, dict[str, Any]], expected: str) -> None:
+    assert message(**sections) == expected

@@ -1,0 +1,90 @@
+"""The reference of all settings as Markdown, from the schema itself."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Lt
+from pydantic.fields import FieldInfo
+
+from threefold.config.presets import PRESETS
+from threefold.config.schema import section_types
+
+_INTRODUCTION = """\
+# The settings of a run
+
+<!-- Written by `make docs` from threefold/config/schema.py; edit the docstrings there. -->
+
+A config is a YAML file of sections. Only `data.path` must be given:
+
+```yaml
+data:
+  path: tokens          # a folder that `threefold data prepare` wrote
+parallel: {dp: 2, tp: 2, pp: 2}
+train: {max_steps: 300, eval_every: 50}
+```
+
+`threefold train CONFIG --set section.key=value` overrides single settings, as YAML: `--set optimizer.betas=[0.9,0.99]`;
+`null` stands for the default. `threefold config show CONFIG` prints the config with every setting filled, as it is
+stored in `RUN/config.yaml`, and changes nothing. A misspelt key, a wrong type or settings that cannot go together end
+the command with one sentence that names the line and the nearest value that works, before any worker starts.
+
+The layout (`parallel`) is a performance choice: whatever it is, the same config trains the same model. So the global
+batch size never follows from `parallel.dp`: with nothing given it is 32, and a `dp` that does not divide it is refused.
+
+| Given | Derived |
+|---|---|
+| `global_batch_size`, `micro_batch_size` | `gradient_accumulation_steps` = global / (micro · dp) |
+| `global_batch_size`, `gradient_accumulation_steps` | `micro_batch_size` = global / (accumulation · dp) |
+| `micro_batch_size`, `gradient_accumulation_steps` | `global_batch_size` = micro · accumulation · dp |
+"""
+
+_SIGNS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Lt: ("<", "lt")}
+_TYPES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+
+
+def markdown() -> str:
+    """The whole page: an introduction, a table for each section, the presets."""
+    return "\n".join([_INTRODUCTION, *_sections(), *_presets()]) + "\n"
+
+
+def _sections() -> Iterator[str]:
+    for name, section in section_types().items():
+        yield f"## `{name}`\n\n{section.__doc__}\n\n| Setting | Value | Default | Meaning |\n|---|---|---|---|"
+        for key, field in section.model_fields.items():
+            meaning, _, default = " ".join((field.description or "").split()).partition(" Default: ")
+            yield f"| `{key}` | {_value(field)} | {_default(field, default)} | {meaning} |"
+        yield ""
+
+
+def _value(field: FieldInfo) -> str:
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return "list of two numbers"
+    signs = [(*_SIGNS[type(rule)], rule) for rule in field.metadata if type(rule) in _SIGNS]
+    limits = ", ".join(f"{sign} {getattr(rule, name)}" for sign, name, rule in signs)
+    return f"{_TYPES[kind]} {limits}".strip()
+
+
+def _default(field: FieldInfo, described: str) -> str:
+    if described:
+        return described.rstrip(".")
+    if field.is_required():
+        return "must be given"
+    if field.default is None:
+        return "none"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    if isinstance(field.default, tuple):
+        return f"`{list(field.default)}`"
+    return f"`{field.default}`"
+
+
+def _presets() -> Iterator[str]:
+    keys = ["num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size"]
+    yield "## Presets\n\nThe published sizes of GPT-2 and GPT-3; `--set model.vocab_size=N` for another tokenizer.\n"
+    yield "| `model.preset` | " + " | ".join(f"`{key}`" for key in keys) + " |"
+    yield "|---|" + "---:|" * len(keys)
+    for name, sizes in PRESETS.items():
+        yield f"| `{name}` | " + " | ".join(str(sizes[key]) for key in keys) + " |"
