@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LONGEST_FILE = 400
-SLOW_TO_IMPORT = ("torch", "numpy", "pydantic", "tokenizers", "matplotlib", "yaml")
+SLOW_TO_IMPORT = ("torch", "numpy", "tokenizers", "matplotlib", "yaml")
 
 
 @pytest.mark.parametrize("folder", ["threefold", "tests"])
