@@ -1,0 +1,93 @@
+"""Commands up to the point where workers start: what they print, and the status they end with."""
+
+from pathlib import Path
+
+import pytest
+
+from threefold import __version__
+from threefold.config import load_config
+
+
+def test_version(threefold) -> None:
+    assert threefold("--version") == (0, f"threefold {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", [(), ("train",), ("generate",), ("data",), ("config",), ("config", "show")])
+def test_every_command_has_help(threefold, command: tuple[str, ...]) -> None:
+    status, output, error = threefold(*command, "--help")
+    assert (status, error) == (0, "")
+    assert "Usage: " + " ".join(["threefold", *command]) in output
+
+
+def test_misuse_ends_with_status_2(threefold) -> None:
+    status, output, error = threefold("trian")
+    assert (status, output) == (2, "")
+    assert "trian" in error
+
+
+def test_config_show_prints_what_loads_back_equal(threefold, config_file: Path, tmp_path: Path) -> None:
+    status, output, error = threefold(
+        "config", "show", config_file, "--set", "parallel.tp=2", "--set", "optimizer.lr=3e-4"
+    )
+    assert (status, error) == (0, "")
+    (tmp_path / "again.yaml").write_text(output)
+    again = threefold("config", "show", tmp_path / "again.yaml")
+    assert again == (0, output, "")
+    config = load_config(tmp_path / "again.yaml")
+    assert (config.parallel.tp, config.optimizer.lr, config.train.device) == (2, 3e-4, "cpu")
+    assert config.model.vocab_size <= 300
+
+
+def test_config_reference(threefold) -> None:
+    status, output, _ = threefold("config", "reference")
+    assert status == 0
+    assert "| `hidden_size` |" in output
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "train.max_step=3",
+            "--set train.max_step=3: train.max_step is not a setting; the nearest is train.max_steps.",
+        ),
+        ("parallel.tp=3", "--set parallel.tp=3: parallel.tp is 3 but must divide model.num_attention_heads 4; use 2."),
+        ("parallel.dp=3", "train.global_batch_size is 4 but must be a multiple of parallel.dp 3; use 3."),
+        ("parallel.pp=3", "each stage needs a layer and model.num_layers is 2; use at most 2."),
+        ("data.path=nowhere", "nowhere does not exist"),
+        ("data.split=0,1", 'data.split is "0,1"'),
+        ("data.sequence_length=1000000", "1000000"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_anything_is_written(
+    threefold, config_file: Path, tmp_path: Path, override: str, sentence: str
+) -> None:
+    status, output, error = threefold("train", config_file, "--run-dir", tmp_path / "run", "--set", override)
+    assert (status, output) == (2, "")
+    assert sentence in error
+    assert error.startswith("Error: ")
+    assert error.count("\n") == 1
+    assert error.endswith((".\n", "!\n", "?\n"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_with_checkpoints_is_not_begun_anew(threefold, config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_2").mkdir(parents=True)
+    (run / "config.yaml").write_text("mine")
+    status, output, error = threefold("train", config_file, "--run-dir", run)
+    assert (status, output) == (2, "")
+    assert error == f"Error: {run} already has checkpoints; go on with --resume, or choose another --run-dir.\n"
+    assert (run / "config.yaml").read_text() == "mine"
+
+
+def test_run_dir_that_is_a_file(threefold, config_file: Path) -> None:
+    status, _, error = threefold("train", config_file, "--run-dir", config_file)
+    assert status == 2
+    assert "which is a file" in error
+
+
+def test_console_ranks_that_are_none(threefold, config_file: Path, tmp_path: Path) -> None:
+    status, _, error = threefold("train", config_file, "--run-dir", tmp_path / "run", "--console-ranks", "zero")
+    assert status == 2
+    assert "--console-ranks" in error
