@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,3 +66,16 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     heavy = ("torch", "numpy", "tokenizers", "pydantic", "zstandard")
     code = f"import sys, threefold.cli.data; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_guides_python_example_runs(
+    sample: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("prepare", str(sample[0]), "--out", "tokens", "--vocab-size", "300", "--workers", "1")
+    guide = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    code = guide.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["batch"].tokens.shape == (16, 256)
+    names["loader"].close()

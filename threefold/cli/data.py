@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from threefold.data.files import TokenFiles
 
 app = typer.Typer(help="Make token files from text, and look into them.", no_args_is_help=True)
@@ -29,7 +27,7 @@ def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder
 def prepare(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="INPUT...", help="Files or folders: .jsonl, .json, .txt, also as .gz or .zst."),
+        typer.Argument(metavar="INPUT", help="Files or folders: .jsonl, .json, .txt, also as .gz or .zst."),
     ],
     out: Annotated[Path, typer.Option(help="Folder to make.", metavar="DIR")],
     vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE that is learned from the text.")] = 8192,
@@ -50,8 +48,8 @@ def prepare(
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     request = Request(tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite)
-    with _progress_bar() as bar:
-        files = prepare_files(request, _Bar(bar))
+    with _Bars() as bars:
+        files = prepare_files(request, bars)
     _print_facts(files)
 
 
@@ -81,25 +79,35 @@ def show(
     typer.echo(files.tokenizer.decode(samples.read(np.array([0]))[0].tolist(), skip_special_tokens=False))
 
 
-class _Bar:
-    """The progress of `prepare` as bars on the terminal, one a phase."""
+class _Bars:
+    """The progress of `prepare` as bars on the terminal, one a phase; nothing is shown before the first."""
 
-    def __init__(self, bar: "Progress") -> None:
-        self._bar = bar
+    def __init__(self) -> None:
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        name = TextColumn("{task.description:<24}")
+        self._bars = Progress(name, BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+
+    def __enter__(self) -> "_Bars":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bars.live.is_started:
+            self._bars.stop()
 
     def phase(self, name: str, total_bytes: int) -> None:
-        self._task = self._bar.add_task(name, total=total_bytes)
+        self._bars.start()
+        self._task = self._bars.add_task(name, total=total_bytes)
 
     def advance(self, read_bytes: int) -> None:
-        self._bar.advance(self._task, read_bytes)
-
-
-def _progress_bar() -> "Progress":
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description:<24}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    )
+        self._bars.advance(self._task, read_bytes)
 
 
 def _print_facts(files: "TokenFiles") -> None:
