@@ -1,7 +1,7 @@
 """The collectives that autograd passes through: each is the adjoint of another.
 
-The two of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): `copy_to` is the identity forward and an all-reduce
-backward (f), `reduce_from` the all-reduce forward and the identity backward (g).
+The two of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): `copy_to` is the identity forward and an
+all-reduce backward (f), `reduce_from` the all-reduce forward and the identity backward (g).
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from threefold.parallel.mesh import Axis
 
 
 def shard_bounds(size: int, shards: int, index: int) -> tuple[int, int]:
-    """First and past-the-last element of a shard, as `torch.chunk` and `DTensor` cut: the last ones may be short or empty."""
+    """First and past-the-last element of a shard, cut as `torch.chunk` does: the last may be short or empty."""
     step = -(-size // shards)
     return min(index * step, size), min((index + 1) * step, size)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from threefold.parallel.layout import AXES, Coordinates, Layout
 from threefold.parallel.shared_memory import SharedMemoryGroup
@@ -54,7 +55,7 @@ class Axis:
         name: `dp`, `pp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's place among them.
-        device_mesh: the one-dimensional mesh that `DTensor`s of this axis live on; None for groups that are no mesh axis.
+        device_mesh: the one-dimensional mesh that `DTensor`s of this axis live on; None for groups that are no axis.
     """
 
     name: str
@@ -100,7 +101,7 @@ class Axis:
         return tensor
 
     def start_all_reduce_(self, tensor: Tensor) -> dist.Work | None:
-        """Begin to sum a contiguous `tensor` over the axis, in place; wait on the returned work (None: nothing to do)."""
+        """Begin to sum a contiguous `tensor` in place; wait on the returned work (None: nothing to wait for)."""
         if self.size == 1:
             return None
         self.recorder.add(self.name, "all_reduce", tensor)
@@ -173,6 +174,8 @@ class Mesh:
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = layout.coordinates(self.rank)
         self.recorder = Recorder()
+        # DTensor's cache takes equal meshes for one, and would answer with the groups of one that is gone by now.
+        _clear_sharding_prop_cache()
         self.device_mesh = init_device_mesh(self.device.type, layout.shape, mesh_dim_names=AXES)
         everyone = tuple(range(layout.world_size))
         self.world = self._axis("world", everyone, dist.group.WORLD)
@@ -207,7 +210,7 @@ class Mesh:
     ) -> Axis:
         shared = None
         if self.device.type == "cpu" and len(ranks) > 1 and group is not None:
-            # On gloo the cost of a collective is its latency and its system time; memory that all ranks of a host see has neither.
+            # What gloo's collectives cost is latency and system time; memory that the ranks share has little of either.
             shared = SharedMemoryGroup.try_create(group, _SHARED_SLOT_BYTES)
         return Axis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh, shared)
 

@@ -53,7 +53,7 @@ def local(parameter: Tensor) -> Tensor:
     leaf: Tensor | None = getattr(parameter, "_leaf", None)
     if leaf is None:
         leaf = parameter._local_tensor.detach().requires_grad_(parameter.requires_grad)
-        parameter._leaf = leaf
+        parameter._leaf = leaf  # type: ignore[attr-defined]
     return leaf
 
 
@@ -72,7 +72,7 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
 
 
 def gradient(parameter: Tensor) -> Tensor | None:
-    """The parameter's gradient, stored as the parameter is (a `DTensor` if it is split); None before a backward pass."""
+    """The parameter's gradient, stored as the parameter is (a `DTensor` if split); None before a backward pass."""
     grad = local(parameter).grad
     return None if grad is None else like(parameter, grad)
 

@@ -1,8 +1,8 @@
 """Randomness that does not know the layout.
 
-Every random number here is a pure function of what it is for (the seed and a parameter's name, or the seed, the step and a
-sample) and of its position in the *whole* tensor. A rank therefore draws exactly its own slice of what one process
-would draw, on any device, and nothing has to be saved, forked or replayed.
+Every random number here is a pure function of what it is for (the seed and a parameter's name, or the seed, the step
+and a sample) and of its position in the *whole* tensor. A rank therefore draws exactly its own slice of what one
+process would draw, on any device, and nothing has to be saved, forked or replayed.
 
 Sources: Philox, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); SplitMix64's finaliser, Steele
 et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014); the 32-bit mixer, Wellons, "lowbias32" (2018).

@@ -17,7 +17,6 @@ from threefold.parallel.mesh import Axis
 from threefold.parallel.random import Dropout, Slice
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
@@ -102,7 +101,7 @@ class ModelPlan:
     """What the parallel layers must know of a model.
 
     Attributes:
-        split: module name (with `*` for numbers) → how the tensor axis cuts it. Every parameter must lie in one of them.
+        split: module name (with `*` for numbers) → how the tensor axis cuts it. Every parameter lies in one of them.
         layers: names of the modules that the model runs through, in order. All but the last are called as
             `layer(x, keys)`, the last as `layer(x, labels)`.
         costs: what each of them costs to run, in any unit; the pipeline's stages are balanced by it.

@@ -1,7 +1,7 @@
 """Tensor-parallel layers: each computes what its single-device namesake computes, from a shard of the weight.
 
-Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): a column-parallel linear followed by a row-parallel one needs one
-all-reduce in the forward and one in the backward pass.
+Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): a column-parallel linear followed by a row-parallel one needs
+one all-reduce in the forward and one in the backward pass.
 """
 
 from typing import Any, Self
@@ -62,12 +62,16 @@ class VocabParallelEmbedding(_SplitLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look `ids` [...] up: [..., H], the same on every rank."""
+        return reduce_from(self.own_rows(ids), self.axis)
+
+    def own_rows(self, ids: Tensor) -> Tensor:
+        """This rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
         table = _pad_rows(local(self.weight), self.pad_to)
         if self.axis.size == 1:
             return F.embedding(ids, table)
         foreign = (ids < self.start) | (ids >= self.end)
         rows = F.embedding((ids - self.start).masked_fill(foreign, 0), table)
-        return reduce_from(rows.masked_fill(foreign.unsqueeze(-1), 0), self.axis)
+        return rows.masked_fill(foreign.unsqueeze(-1), 0)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, rows {self.start}:{self.end}"
@@ -84,6 +88,8 @@ class ColumnParallelLinear(_SplitLayer):
         gather_output: return the whole output on every rank; otherwise this rank's part.
         pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -137,9 +143,11 @@ class RowParallelLinear(_SplitLayer):
         out_features: size of the output's last dim.
         axis: the mesh axis to split over.
         bias: add a bias, once, after the sum.
-        input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it is
-            whole on every rank, and this rank takes its part.
+        input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it
+            is whole on every rank, and this rank takes its part.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,

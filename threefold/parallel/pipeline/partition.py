@@ -63,7 +63,7 @@ def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # worst[end]: the lowest peak with which layers [0, end) fit in the stages so far; starts: where its last stage begins.
+    # worst[end]: the lowest peak with which layers [0, end) fit in the stages so far; starts: where the last begins.
     worst = [0.0] + [float("inf")] * count
     starts: list[list[int]] = []
     for stage in range(1, pp + 1):

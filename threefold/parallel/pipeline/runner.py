@@ -79,8 +79,8 @@ class LoopRunner(Runner):
 class _Schedule1F1BAnyCount(Schedule1F1B):
     """1F1B that also takes fewer micro-batches than stages.
 
-    Its algorithm is right for them (the warm-up is cut to the micro-batches there are); only the check in its constructor
-    refuses.
+    Its algorithm is right for them (the warm-up is cut to the micro-batches there are); only the check in its
+    constructor refuses.
     """
 
     def __init__(self, stage: PipelineStage, n_microbatches: int, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""Weights that several stages share: each holds a copy, and their gradients are summed so that the copies stay equal."""
+"""Weights that several stages share: each holds a copy, and their gradients are summed, so the copies stay equal."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product

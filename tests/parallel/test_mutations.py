@@ -1,0 +1,244 @@
+"""Tests of the tests: each known silent mistake, put back on purpose, must make the parity comparison fail.
+
+The mistakes are those of training systems in use; the comment at each says where it hides.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.parity import Case, Trace, departures, in_layout
+from threefold.parallel import apply, collectives, data, loss, tensor
+from threefold.parallel.mesh import Axis
+from threefold.parallel.pipeline import runner, stage, tied
+from threefold.parallel.split import SplitDropout
+from threefold.train import engine, optimizer
+
+Patch = tuple[Any, str, Any]
+
+
+def replace(owner: Any, name: str, new: Any) -> Patch:
+    return owner, name, new
+
+
+def column_input_gradient_not_summed() -> list[Patch]:
+    return [replace(collectives._CopyTo, "backward", staticmethod(lambda ctx, grad: (grad, None)))]
+
+
+def row_output_not_summed() -> list[Patch]:
+    return [replace(tensor, "reduce_from", lambda x, axis: x)]
+
+
+def row_bias_added_by_every_rank() -> list[Patch]:
+    def forward(self: tensor.RowParallelLinear, x: Tensor) -> Tensor:
+        return tensor.reduce_from(torch.nn.functional.linear(x, tensor.local(self.weight), self.bias), self.axis)
+
+    # The bias starts at zero, so only the steps after the first update show it.
+    return [replace(tensor.RowParallelLinear, "forward", forward)]
+
+
+def shards_seeded_alike() -> list[Patch]:
+    return [replace(apply, "offset", lambda parameter: (0,) * parameter.dim())]
+
+
+def weights_seeded_by_rank() -> list[Patch]:
+    draw = apply.draw_
+
+    def draw_by_rank(into: Tensor, parameter: Tensor, name: str, plan: Any, seed: int) -> Tensor:
+        return draw(into, parameter, name, plan, seed + torch.distributed.get_rank())
+
+    return [replace(optimizer, "draw_", draw_by_rank)]
+
+
+def mean_of_means() -> list[Patch]:
+    def count(self: engine.Engine, labels: Tensor) -> int:
+        return int((labels != loss.IGNORED).sum()) * self.mesh.dp.size
+
+    return [replace(engine.Engine, "_count", count)]
+
+
+def replicas_not_reduced() -> list[Patch]:
+    return [replace(Axis, "start_all_reduce_", lambda self, flat: None)]
+
+
+def average_over_replicas_taken_twice() -> list[Patch]:
+    finish = data.GradientBuckets.finish
+
+    def finish_and_average(self: data.GradientBuckets) -> None:
+        finish(self)
+        self.scale_(1 / self._axis.size)
+
+    return [replace(data.GradientBuckets, "finish", finish_and_average)]
+
+
+def replicas_reduced_before_the_last_micro_batch() -> list[Patch]:
+    begin = data.GradientBuckets.begin
+    return [replace(data.GradientBuckets, "begin", lambda self, micro_batches: begin(self, micro_batches - 1))]
+
+
+def last_micro_batch_dropped() -> list[Patch]:
+    split = runner.Work.split
+    return [replace(runner.Work, "split", lambda self, parts: split(self, parts)[:-1])]
+
+
+def layer_dropped() -> list[Patch]:
+    forward = stage.Stage.forward
+
+    def skip_one(self: stage.Stage, x: Tensor, labels: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        names = tuple(name for name in self.layer_names if name != "blocks.1")
+        with patch.object(stage.Stage, "layer_names", names):
+            return forward(self, x, labels, keys)
+
+    return [replace(stage.Stage, "forward", skip_one)]
+
+
+def tied_gradient_of_one_use_lost() -> list[Patch]:
+    return [replace(tied.TiedWeights, "sum_", lambda self, gradients: None)]
+
+
+def tied_weight_counted_twice_in_the_norm() -> list[Patch]:
+    return [replace(tied.TiedWeights, "owns", lambda self, name: True)]
+
+
+def tied_weight_untied_by_splitting() -> list[Patch]:
+    return [replace(apply, "_tie", lambda stage: None)]
+
+
+def replicated_parameters_counted_tp_times_in_the_norm() -> list[Patch]:
+    return [replace(engine, "is_split", lambda parameter: True)]
+
+
+def norm_of_one_rank() -> list[Patch]:
+    def alone(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
+        mean, _ = both(self, local_loss)
+        return mean, float(self._squared_norm() ** 0.5)
+
+    both = engine.Engine._loss_and_norm
+    return [replace(engine.Engine, "_loss_and_norm", alone)]
+
+
+def logged_loss_of_one_replica() -> list[Patch]:
+    both = engine.Engine._loss_and_norm
+
+    def local(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
+        _, norm = both(self, local_loss)
+        return local_loss.item() * self.mesh.dp.size, norm
+
+    return [replace(engine.Engine, "_loss_and_norm", local)]
+
+
+def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
+    keys = engine.sample_keys
+    return [replace(engine, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
+
+
+def same_mask_on_every_head_shard() -> list[Patch]:
+    return [replace(SplitDropout, "apply", lambda self, module, axis: module)]
+
+
+def different_masks_in_the_replicated_region() -> list[Patch]:
+    keys = engine.sample_keys
+    return [
+        replace(engine, "sample_keys", lambda seed, *rest: keys(seed + torch.distributed.get_rank(), *rest)),
+    ]
+
+
+def loss_summed_over_gathered_logits_twice() -> list[Patch]:
+    all_reduce = Axis.all_reduce_
+
+    def twice(self: Axis, values: Tensor) -> Tensor:
+        return all_reduce(self, values).mul_(self.size) if values.dim() == 2 else all_reduce(self, values)
+
+    return [
+        replace(
+            loss._SplitCrossEntropy,
+            "forward",
+            staticmethod(partial(_with, [(Axis, "all_reduce_", twice)], loss._SplitCrossEntropy.forward)),
+        )
+    ]
+
+
+def biases_decayed() -> list[Patch]:
+    make = optimizer._make
+
+    def decay_all(entries: Any, config: Any) -> torch.optim.Optimizer:
+        made = make(entries, config)
+        for group in made.param_groups:
+            group["weight_decay"] = config.weight_decay
+        return made
+
+    return [replace(optimizer, "_make", decay_all)]
+
+
+def _with(patches: list[Patch], call: Callable[..., Any], *args: Any) -> Any:
+    with patched(patches):
+        return call(*args)
+
+
+@contextmanager
+def patched(patches: list[Patch]) -> Iterator[None]:
+    if not patches:
+        yield
+        return
+    owner, name, new = patches[0]
+    with patch.object(owner, name, new), patched(patches[1:]):
+        yield
+
+
+def with_mistake(mistake: Callable[[], list[Patch]], case: Case) -> Trace:
+    with patched(mistake()):
+        return in_layout(case)
+
+
+DP, TP, PP, ALL = (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)
+
+MISTAKES = [
+    (column_input_gradient_not_summed, TP, "grad"),
+    (row_output_not_summed, TP, "loss"),
+    (row_bias_added_by_every_rank, TP, "loss"),
+    (shards_seeded_alike, TP, "initial"),
+    (weights_seeded_by_rank, TP, "initial"),
+    (weights_seeded_by_rank, PP, "initial"),
+    (mean_of_means, DP, "grad"),
+    (replicas_not_reduced, DP, "grad"),
+    (average_over_replicas_taken_twice, DP, "grad"),
+    (replicas_reduced_before_the_last_micro_batch, DP, "grad"),
+    (last_micro_batch_dropped, (1, 1, 1), "grad"),
+    (layer_dropped, PP, "grad"),
+    (tied_gradient_of_one_use_lost, PP, "grad embed.tokens.weight"),
+    (tied_weight_counted_twice_in_the_norm, PP, "norm"),
+    (tied_weight_untied_by_splitting, TP, "grad embed.tokens.weight"),
+    (replicated_parameters_counted_tp_times_in_the_norm, TP, "norm"),
+    (norm_of_one_rank, ALL, "norm"),
+    (logged_loss_of_one_replica, DP, "loss"),
+    (dropout_keyed_by_the_rows_of_a_replica, DP, "grad"),
+    (same_mask_on_every_head_shard, TP, "grad"),
+    (different_masks_in_the_replicated_region, TP, "grad"),
+    (loss_summed_over_gathered_logits_twice, TP, "loss"),
+    (biases_decayed, (1, 1, 1), "final"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout", "sign"),
+    MISTAKES,
+    ids=[f"{mistake.__name__}-dp{dp}-tp{tp}-pp{pp}" for mistake, (dp, tp, pp), _ in MISTAKES],
+)
+def test_mistake_is_found(
+    pool, expected, mistake: Callable[[], list[Patch]], layout: tuple[int, int, int], sign: str
+) -> None:
+    case = Case(dtype="fp64", dropout=0.1).with_layout(*layout)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)
+    assert any(sign in departure for departure in found), found[:5]
+
+
+@pytest.mark.parametrize("layout", [DP, TP, PP, ALL], ids=str)
+def test_without_a_mistake_nothing_is_found(pool, expected, layout: tuple[int, int, int]) -> None:
+    case = Case(dtype="fp64", dropout=0.1).with_layout(*layout)
+    assert not departures(expected(case), pool.run(case.world_size, with_mistake, list, case), case)

@@ -1,0 +1,108 @@
+"""S17, S20, S21, S24, S26, S27, S28, S46: any layout computes what one process computes.
+
+Per parameter: initial weights, each step's gradient before the update, and the weights after the last; and each step's
+loss and gradient norm on every rank. The oracle is the unsplit model with torch's own loss, clip and optimizer.
+"""
+
+import pytest
+
+from tests.support.parity import Case, departures, in_layout, relative_error
+
+LAYOUTS = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (3, 1, 1),
+    (1, 2, 1),
+    (1, 3, 1),
+    (1, 4, 1),
+    (1, 1, 2),
+    (1, 1, 3),
+    (1, 1, 4),
+    (2, 2, 1),
+    (2, 1, 2),
+    (1, 2, 2),
+    (1, 3, 2),
+    (1, 2, 3),
+    (2, 1, 3),
+    (2, 2, 2),
+    (4, 2, 1),
+    (1, 4, 2),
+    (1, 2, 4),
+]
+EIGHT = [(dp, tp, 8 // dp // tp) for dp in (1, 2, 4, 8) for tp in (1, 2, 4) if dp * tp <= 8]
+
+
+def check(pool, expected, case: Case) -> None:
+    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
+    assert not found, "\n".join(found[:10])
+
+
+def name(layout: tuple[int, int, int]) -> str:
+    return "dp{}-tp{}-pp{}".format(*layout)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_layout(pool, expected, layout: tuple[int, int, int], dtype: str) -> None:
+    """With dropout, accumulation, uneven masks, 7 layers, a vocabulary of 67."""
+    check(pool, expected, Case(layers=7, dropout=0.2, dtype=dtype).with_layout(*layout))
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 2)], ids=name)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie": False},
+        {"optimizer": "sgd", "dtype": "fp32"},
+        {"optimizer": "sgd", "clip": 0.0},
+        {"uneven": False},
+        {"accumulation": 4},
+        {"accumulation": 1},
+        {"vocab": 64, "sequence": 8},
+    ],
+    ids=str,
+)
+def test_variant(pool, expected, layout: tuple[int, int, int], changes: dict) -> None:
+    check(pool, expected, Case(**{"dtype": "fp64", **changes}).with_layout(*layout))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_schedule(pool, expected, schedule: str, micro_batches: int, pp: int) -> None:
+    """Micro-batches fewer than, as many as and more than the stages."""
+    case = Case(dtype="fp64", layers=4, accumulation=micro_batches, schedule=schedule, steps=2, dropout=0.1)
+    check(pool, expected, case.with_layout(1, 1, pp))
+
+
+@pytest.mark.parametrize("layout", EIGHT, ids=name)
+def test_every_product_of_eight_ranks_for_ten_steps(pool, expected, layout: tuple[int, int, int]) -> None:
+    check(pool, expected, Case(dtype="fp64", layers=8, steps=10, accumulation=3, dropout=0.1).with_layout(*layout))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_loss_curve_of_twenty_steps_in_single_precision(pool, expected, tp: int) -> None:
+    case = Case(dtype="fp32", steps=20).with_layout(1, tp, 1)
+    trace = pool.run(tp, in_layout, case)[0]
+    assert trace.losses == pytest.approx(expected(case).losses, rel=1e-5)
+    assert trace.losses[-1] < trace.losses[0]
+
+
+def test_ranks_agree_bit_for_bit(pool) -> None:
+    """S14, S24: what several ranks hold is the same bits on all of them after twenty steps, tied weights included."""
+    case = Case(steps=20, dropout=0.1).with_layout(2, 2, 2)
+    traces = pool.run(8, in_layout, case)
+    for trace in traces[1:]:
+        assert trace.losses == traces[0].losses
+        assert trace.norms == traces[0].norms
+    for held in {parameter for trace in traces for parameter in trace.final}:
+        copies = [trace.final[held] for trace in traces if held in trace.final]
+        assert all(copy.equal(copies[0]) for copy in copies)
+
+
+def test_relative_error_sees_a_small_departure() -> None:
+    import torch
+
+    base = torch.linspace(-1, 2, 50, dtype=torch.float64)
+    assert relative_error(base, base) == 0
+    assert relative_error(base + 1e-9, base) == pytest.approx(5e-10)
