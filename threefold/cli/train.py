@@ -31,7 +31,7 @@ def train(
     resolved = training.resolve_run(load_config(config, overrides or ()))
     place = find_place()
     if place is None or place.rank == 0:
-        typer.echo(resolved.to_yaml())
+        typer.echo(resolved.compact())
     training.train(resolved, folder, resume=resume, console_ranks=shown)
 
 

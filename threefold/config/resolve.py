@@ -45,7 +45,7 @@ def _derived(config: Config, vocab_size: int) -> dict[str, Any]:
         "model.vocab_size": vocab_size,
         "model.max_position_embeddings": sequence,
         "data.sequence_length": sequence,
-        "optimizer.min_lr": optimizer.lr / 10,
+        "optimizer.min_lr": float(f"{optimizer.lr / 10:.12g}"),  # no 5.9999999999999995e-05
         "optimizer.warmup_steps": warmup,
         "optimizer.decay_steps": decay_steps,
         "optimizer.stable_steps": stable,

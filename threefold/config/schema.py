@@ -204,6 +204,12 @@ class Config(Section):
         """The config as YAML that `load_config` reads back equal."""
         return yaml.dump(self.sections(), Dumper=_YamlDumper, sort_keys=False, allow_unicode=True)
 
+    def compact(self) -> str:
+        """The same on one line a section, for the console."""
+        return yaml.safe_dump(
+            self.sections(), default_flow_style=None, width=100_000, sort_keys=False, allow_unicode=True
+        )
+
     def origin(self, key: str) -> str:
         """Where `section.key` was set, as the beginning of a sentence: `'run.yaml, line 3: '`, or nothing."""
         return self._origins.get(key, "")
