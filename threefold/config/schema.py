@@ -206,9 +206,9 @@ class Config(Section):
 
     def compact(self) -> str:
         """The same on one line a section, for the console."""
-        return yaml.safe_dump(
-            self.sections(), default_flow_style=None, width=100_000, sort_keys=False, allow_unicode=True
-        )
+        rows = ({name: values} for name, values in self.sections().items())
+        lines = (yaml.safe_dump(row, default_flow_style=True, width=10_000, sort_keys=False) for row in rows)
+        return "".join(f"{line.strip()[1:-1]}\n" for line in lines)
 
     def origin(self, key: str) -> str:
         """Where `section.key` was set, as the beginning of a sentence: `'run.yaml, line 3: '`, or nothing."""

@@ -1,0 +1,83 @@
+"""What the copier of a console rank makes of its text."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from threefold.launch.output import _plain
+
+LOGGED = """
+import os, sys
+from pathlib import Path
+from threefold.launch.output import logged
+with logged(Path({log!r}), True, {prefix!r}):
+    {body}
+print("after")
+"""
+
+
+def printed(log: Path, body: str, prefix: str = "") -> str:
+    script = LOGGED.format(log=str(log), prefix=prefix, body=body)
+    return subprocess.run([sys.executable, "-c", script], text=True, stdout=subprocess.PIPE, check=True).stdout
+
+
+def test_console_and_log_get_all_in_order(tmp_path: Path) -> None:
+    body = "[print(n) if n % 2 else os.system(f'echo {n}') for n in range(20)]"
+    expected = "".join(f"{n}\n" for n in range(20))
+    assert printed(tmp_path / "log", body) == expected + "after\n"
+    assert (tmp_path / "log").read_text() == expected
+
+
+def test_last_line_without_an_end_is_kept(tmp_path: Path) -> None:
+    assert printed(tmp_path / "log", "print('half', end='')") == "halfafter\n"
+    assert (tmp_path / "log").read_text() == "half\n"
+
+
+def test_prefix_is_for_the_console(tmp_path: Path) -> None:
+    assert printed(tmp_path / "log", r"print('a\nb')", "[rank 3] ") == "[rank 3] a\n[rank 3] b\nafter\n"
+    assert (tmp_path / "log").read_text() == "a\nb\n"
+
+
+def test_endless_progress_bar_leaves_its_last_state(tmp_path: Path) -> None:
+    printed(tmp_path / "log", r"[print(f'\r{n:9}', end='') for n in range(20_000)]; print()")
+    assert (tmp_path / "log").read_text() == f"{19_999:9}\n"
+
+
+def test_log_goes_on_when_the_console_is_gone(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    script = LOGGED.format(log=str(tmp_path / "log"), prefix="", body="print('a'); print('b')")
+    subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.DEVNULL)
+    os.close(write)
+    assert (tmp_path / "log").read_text() == "a\nb\n"
+
+
+def test_helpers_that_outlive_the_rank_do_not_hold_it_up(tmp_path: Path) -> None:
+    """Such as the resource tracker of multiprocessing, which keeps standard error open."""
+    body = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
+    script = LOGGED.format(log=str(tmp_path / "log"), prefix="", body=body)
+    (tmp_path / "script.py").write_text(script)
+    process = subprocess.Popen([sys.executable, str(tmp_path / "script.py")], text=True, stdout=subprocess.PIPE)
+    assert process.wait(timeout=60) == 0
+    assert process.stdout is not None
+    pid, after = process.stdout.read().splitlines()
+    assert after == "after"
+    os.kill(int(pid), 15)
+
+
+@pytest.mark.parametrize(
+    ("line", "plain"),
+    [
+        (b"text", b"text"),
+        (b"text\r", b"text"),
+        (b"10 %\r50 %\r100 %", b"100 %"),
+        (b"\x1b[1;32mgreen\x1b[0m", b"green"),
+        (b"\x1b]0;title\x07text", b"text"),
+        (b"\r\x1b[2K\x1b[32m50 %\x1b[0m", b"50 %"),
+    ],
+)
+def test_plain(line: bytes, plain: bytes) -> None:
+    assert _plain(line) == plain
