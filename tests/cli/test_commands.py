@@ -91,3 +91,9 @@ def test_console_ranks_that_are_none(threefold, config_file: Path, tmp_path: Pat
     status, _, error = threefold("train", config_file, "--run-dir", tmp_path / "run", "--console-ranks", "zero")
     assert status == 2
     assert "--console-ranks" in error
+
+
+def test_run_dir_that_cannot_be_made(threefold, config_file: Path) -> None:
+    status, _, error = threefold("train", config_file, "--run-dir", config_file / "run")
+    assert status == 2
+    assert error == f"Error: Cannot write to --run-dir {config_file / 'run'}: Not a directory.\n"

@@ -12,8 +12,8 @@ from threefold.launch.output import _plain
 LOGGED = """
 import os, sys
 from pathlib import Path
-from threefold.launch.output import logged
-with logged(Path({log!r}), True, {prefix!r}):
+from threefold.launch.output import logged_and_shown
+with logged_and_shown(Path({log!r}), {prefix!r}):
     {body}
 print("after")
 """

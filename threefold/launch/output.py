@@ -25,16 +25,30 @@ def log_file(run_dir: Path, rank: int) -> Path:
 
 
 @contextmanager
-def logged(log: Path, console: bool, prefix: str = "") -> Iterator[None]:
-    """Send this process's standard output and error, native code's included, to the end of `log`.
+def logged(log: Path) -> Iterator[None]:
+    """Send this process's standard output and error, native code's included, to the end of `log`."""
+    with _redirected(_append(log)):
+        yield
+
+
+@contextmanager
+def logged_and_shown(log: Path, prefix: str = "") -> Iterator[None]:
+    """As `logged`, and show them on standard output too; a terminal stays one, so that progress bars work.
 
     Args:
-        console: show them where they went before as well; a terminal stays one, so that progress bars work.
         prefix: begins each line on the console, for when several ranks share it (which then is no terminal).
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
+    target, finish = _tee(log, prefix)
+    try:
+        with _redirected(target):
+            yield
+    finally:
+        finish()
+
+
+@contextmanager
+def _redirected(target: int) -> Iterator[None]:
     before = [os.dup(1), os.dup(2)]
-    target, finish = _tee(log, prefix) if console else (_append(log), lambda: None)
     _replace_streams(target, target)
     os.close(target)
     try:
@@ -43,7 +57,6 @@ def logged(log: Path, console: bool, prefix: str = "") -> Iterator[None]:
         _replace_streams(*before)
         for descriptor in before:
             os.close(descriptor)
-        finish()
 
 
 def _replace_streams(output: int, error: int) -> None:
@@ -61,6 +74,7 @@ def _stream(descriptor: int) -> TextIO:
 
 
 def _append(log: Path) -> int:
+    log.parent.mkdir(parents=True, exist_ok=True)
     return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 

@@ -62,14 +62,21 @@ def train(config: Config, run_dir: Path, *, resume: bool = False, console_ranks:
     check_run_dir(run_dir, resume)
     parallel, place = config.parallel, find_place()
     if place is None or place.rank == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
+        _store(config, run_dir)
     import threefold.train.run  # noqa: F401  imported once, here, and not by every forked rank
 
     device: Device = "cuda" if config.train.device == "cuda" else "cpu"
     world_size = Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp).world_size
     arguments = (config, run_dir, resume)
     run(_train, arguments, world_size, device=device, run_dir=run_dir, console_ranks=console_ranks)
+
+
+def _store(config: Config, run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Cannot write to --run-dir {run_dir}: {error.strerror}.") from error
 
 
 def _train(info: RankInfo, config: Config, run_dir: Path, resume: bool) -> None:

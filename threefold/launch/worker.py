@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from threefold.launch.output import log_file, logged
+from threefold.launch.output import log_file, logged, logged_and_shown
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -50,8 +50,10 @@ class Job:
         """Where the streams of `rank` go: without a run folder, where they went before."""
         if self.run_dir is None:
             return nullcontext()
-        prefix = f"[rank {rank}] " if len(self.console_ranks) > 1 else ""
-        return logged(log_file(self.run_dir, rank), rank in self.console_ranks, prefix)
+        log = log_file(self.run_dir, rank)
+        if rank not in self.console_ranks:
+            return logged(log)
+        return logged_and_shown(log, f"[rank {rank}] " if len(self.console_ranks) > 1 else "")
 
 
 def work(job: Job, info: RankInfo, store: "Store") -> None:
