@@ -1,0 +1,142 @@
+"""Where a run's checkpoints lie, and which of them are whole.
+
+RUN/checkpoints/step_00000100/
+    *.distcp, .metadata   the tensors, as torch.distributed.checkpoint stores them
+    config.yaml           the resolved config of the run
+    tokenizer.json        the tokenizer of its data
+    checkpoint.json       the manifest, written last: the `Facts` below and every other file's size
+
+A checkpoint is written as `step_00000100.partial` and renamed when it is whole, so a folder without that ending and
+with a manifest that fits its files is good whatever happened to the process that wrote it.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from threefold.errors import UserError
+
+FOLDER: Final = "checkpoints"
+MANIFEST: Final = "checkpoint.json"
+CONFIG: Final = "config.yaml"
+TOKENIZER: Final = "tokenizer.json"
+PARTIAL: Final = ".partial"
+
+FORMAT: Final = "threefold-checkpoint"
+VERSION: Final = 1
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says of its run besides the tensors.
+
+    Together with the config these are the whole state of a trainer: the next batch, every dropout mask and the learning
+    rate are functions of the seed and the step.
+
+    Attributes:
+        step: updates made.
+        consumed_samples: training samples read for them.
+        seed: the run's.
+        eod: id of the token that ends a document.
+        tokenizer_sha256: of tokenizer.json.
+        tokens, documents: how many the data has.
+    """
+
+    step: int
+    consumed_samples: int
+    seed: int
+    eod: int
+    tokenizer_sha256: str
+    tokens: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint: its folder and its facts."""
+
+    path: Path
+    facts: Facts
+
+    @property
+    def step(self) -> int:
+        return self.facts.step
+
+
+def path_of(run_dir: Path, step: int) -> Path:
+    """The folder of the checkpoint after `step` updates."""
+    return run_dir / FOLDER / f"step_{step:08d}"
+
+
+def complete(run_dir: Path) -> list[Checkpoint]:
+    """The whole checkpoints of a run, oldest first; what is half-written or has lost a file is not among them."""
+    parent = run_dir / FOLDER
+    folders = [path for path in parent.iterdir() if _NAME.fullmatch(path.name)] if parent.is_dir() else []
+    found = [Checkpoint(path, facts) for path in folders if (facts := _read_if_whole(path)) is not None]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def newest(run_dir: Path) -> Checkpoint | None:
+    """The whole checkpoint with most steps; None if there is none."""
+    found = complete(run_dir)
+    return found[-1] if found else None
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Delete all but the `keep` newest whole checkpoints (0: none is deleted), and what interrupted saving left."""
+    for path in (run_dir / FOLDER).glob(f"step_*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+    for checkpoint in complete(run_dir)[:-keep] if keep else []:
+        # Not whole from the first moment on, should deleting it be interrupted.
+        (checkpoint.path / MANIFEST).unlink()
+        shutil.rmtree(checkpoint.path)
+
+
+def write_manifest(folder: Path, facts: Facts) -> None:
+    """Declare the files in `folder` to be a whole checkpoint, durably."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    manifest = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(facts), "files": sizes}
+    write_durably(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    sync_folder(folder)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file that is on the disk afterwards."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in `folder` on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_if_whole(path: Path) -> Facts | None:
+    """The facts of a checkpoint whose files are all there; None otherwise.
+
+    Raises:
+        UserError: another version wrote it.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest.pop("format") != FORMAT:
+            return None
+        if (version := manifest.pop("version")) != VERSION:
+            raise UserError(f"{path} has version {version} of the format and this Threefold reads version {VERSION}.")
+        files: dict[str, int] = manifest.pop("files")
+        whole = all((path / name).stat().st_size == size for name, size in files.items())
+        return Facts(**manifest) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

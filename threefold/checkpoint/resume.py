@@ -1,0 +1,125 @@
+"""Whether a run may go on from its newest checkpoint, and what will be different if it does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from threefold.checkpoint.folder import CONFIG, Checkpoint, newest
+from threefold.config import Config, load_config
+from threefold.data.format import Meta
+from threefold.errors import UserError
+
+_FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
+"""Settings that change no result, by their beginning."""
+_FREE_KEYS = frozenset(
+    (
+        "data.path",  # what lies there is compared instead
+        "model.preset",
+        "model.initializer_range",  # only the first weights depend on it
+        "train.max_steps",
+        "train.micro_batch_size",
+        "train.gradient_accumulation_steps",
+        "train.device",
+        "train.compile",
+    )
+)
+_SHAPES = frozenset(
+    f"model.{key}"
+    for key in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "vocab_size",
+        "max_position_embeddings",
+        "tie_embeddings",
+    )
+)
+_ORDER = frozenset(("train.seed", "train.global_batch_size", "data.sequence_length", "data.split"))
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A checkpoint that a run may go on from.
+
+    Attributes:
+        checkpoint: where and at which step.
+        warnings: a sentence for each setting that makes the losses differ from those of the unbroken run.
+    """
+
+    checkpoint: Checkpoint
+    warnings: tuple[str, ...]
+
+
+def find_resumption(run_dir: Path, config: Config) -> Resumption:
+    """The newest whole checkpoint of a run, checked against what the run is to be now.
+
+    The layout may differ, as may everything else that changes no result; what changes it later, such as the learning
+    rate, is warned of; another model, another optimizer or another order of the samples is an error.
+
+    Args:
+        run_dir: the run's folder.
+        config: resolved; its `data.path` is looked at.
+
+    Raises:
+        UserError: there is no checkpoint, it is of another run, or nothing is left to do.
+    """
+    checkpoint = newest(run_dir)
+    if checkpoint is None:
+        raise UserError(
+            f"{run_dir} has no complete checkpoint to go on from; start without --resume in an empty folder."
+        )
+    stored = load_config(checkpoint.path / CONFIG)
+    changes = list(_changes(stored, config))
+    for key, before, now in changes:
+        if reason := _forbidden(key):
+            raise UserError(
+                f"{config.origin(key)}{key} is {now!r} but {checkpoint.path} was made with {before!r}, {reason}; "
+                f"set it to {before!r}, or start a new run in another folder."
+            )
+    _check_data(checkpoint, Path(config.data.path))
+    if checkpoint.step >= config.train.max_steps:
+        raise UserError(
+            f"train.max_steps is {config.train.max_steps} and {checkpoint.path} is at step {checkpoint.step} already; "
+            f"set it to {checkpoint.step + 1} at least to go on."
+        )
+    warnings = tuple(f"{key} is {now!r} from here on; up to now it was {before!r}." for key, before, now in changes)
+    return Resumption(checkpoint, warnings)
+
+
+def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Key, value then and value now of the settings that differ and matter."""
+    before, now = stored.sections(), config.sections()
+    for section in now:
+        for name in {**before[section], **now[section]}:
+            key = f"{section}.{name}"
+            old, new = before[section].get(name), now[section].get(name)
+            if old != new and not key.startswith(_FREE) and key not in _FREE_KEYS:
+                yield key, old, new
+
+
+def _forbidden(key: str) -> str | None:
+    """Why a run cannot go on with another value of a setting; None where it can."""
+    if key in _SHAPES:
+        return "whose weights do not fit another model"
+    if key in _ORDER:
+        return "and the order of the samples follows from it"
+    if key == "optimizer.name":
+        return "whose state does not fit another optimizer"
+    return None
+
+
+def _check_data(checkpoint: Checkpoint, path: Path) -> None:
+    meta, facts = Meta.read(path), checkpoint.facts
+    if meta.tokenizer_sha256 != facts.tokenizer_sha256:
+        raise UserError(
+            f"data.path is {path}, whose tokenizer is not the one that {checkpoint.path} was trained with; "
+            "give the data it was trained on, or start a new run in another folder."
+        )
+    if (meta.tokens, meta.documents) != (facts.tokens, facts.documents):
+        raise UserError(
+            f"data.path is {path} with {meta.tokens:,} tokens in {meta.documents:,} documents but "
+            f"{checkpoint.path} was trained on {facts.tokens:,} in {facts.documents:,}; "
+            "give that data, or start a new run in another folder."
+        )

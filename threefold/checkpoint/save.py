@@ -1,0 +1,69 @@
+"""Making a checkpoint: whole or not at all."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from threefold.checkpoint.folder import PARTIAL, Facts, path_of, prune, sync_folder, write_durably, write_manifest
+from threefold.checkpoint.tensors import save_tensors
+from threefold.errors import UserError
+from threefold.parallel.mesh import Axis
+
+
+def save_checkpoint(
+    run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str], world: Axis, keep: int
+) -> Path:
+    """Write a checkpoint, and then delete those that are too old. Collective over the world.
+
+    Until its last moment the checkpoint has another name, so a full disk or a killed process leaves the ones before it
+    as they are, and nothing that could be taken for a new one.
+
+    Args:
+        run_dir: the run's folder, which all ranks see.
+        facts: what it says of the run.
+        tensors: as `save_tensors` takes them.
+        texts: further files by name.
+        world: all ranks.
+        keep: how many of the newest stay; 0 for all.
+
+    Returns:
+        its folder.
+
+    Raises:
+        UserError: on every rank, when it cannot be written.
+    """
+    path = path_of(run_dir, facts.step)
+    partial = path.with_name(path.name + PARTIAL)
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def finish() -> None:
+        for name, text in texts.items():
+            write_durably(partial / name, text)
+        write_manifest(partial, facts)
+        if path.exists():  # one that was not whole, else the run would have gone on from it
+            shutil.rmtree(path)
+        partial.rename(path)
+        sync_folder(path.parent)
+        prune(run_dir, keep)
+
+    _on_first(world, begin, path)
+    save_tensors(tensors, partial)
+    _on_first(world, finish, path)
+    return path
+
+
+def _on_first(world: Axis, work: Callable[[], None], path: Path) -> None:
+    """Do `work` on the first rank; all ranks wait for it, and raise if it failed."""
+    error = None
+    if world.is_first:
+        try:
+            work()
+        except OSError as failure:
+            error = str(failure)
+    if reason := world.gather_objects(error)[0]:
+        raise UserError(f"The checkpoint {path} cannot be written ({reason}).")

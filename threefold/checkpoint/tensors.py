@@ -1,0 +1,90 @@
+"""The numbers of a checkpoint, through `torch.distributed.checkpoint`: global tensors under global names.
+
+Split tensors are `DTensor`s, which carry the whole shape and their place in it; torch writes each part once and reads
+whatever part is asked for, so neither the layout nor the dtype of the writer matters to the reader.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from threefold.errors import UserError
+
+
+def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write tensors to `folder`, durably. Collective over the world.
+
+    Args:
+        tensors: by name; a `DTensor` for what is split, the same plain tensor on every rank for what is not. A rank
+            passes those that it holds.
+        folder: an empty folder that all ranks see.
+
+    Raises:
+        UserError: on every rank, when a rank cannot write.
+    """
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    try:
+        with _quiet():
+            dcp.save(_held(tensors), storage_writer=writer)
+    except CheckpointException as error:
+        raise UserError(_sentence(f"The checkpoint {folder} cannot be written", error)) from error
+
+
+def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill tensors in place from a checkpoint. Collective over the world.
+
+    Args:
+        tensors: by name, of any layout and dtype; filled in place.
+        folder: a whole checkpoint.
+
+    Raises:
+        UserError: on every rank, when a rank cannot read, or the checkpoint lacks a name or has another shape.
+    """
+    _load(tensors, folder, alone=False)
+
+
+def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """As `load_tensors`, in a process that is in no process group."""
+    _load(tensors, folder, alone=True)
+
+
+def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool) -> None:
+    try:
+        with _quiet():
+            dcp.load(_held(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
+    except CheckpointException as error:
+        raise UserError(_sentence(f"The checkpoint {folder} cannot be read", error)) from error
+
+
+def _held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of which this rank has a part: torch's writer does not take empty shards for shards."""
+    return {name: tensor.detach() for name, tensor in tensors.items() if _local(tensor).numel()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sentence(what: str, error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items())
+    return f"{what} by rank {rank} ({type(cause).__name__}: {' '.join(str(cause).split())[:300]})."
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs what it raises anyway."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,97 @@
+"""What may be told of a run while it goes on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from threefold.data.loader import Batch
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A finished step, the same on every rank but for the times.
+
+    Attributes:
+        step: 1 for the first.
+        loss: mean over the global batch's tokens that count.
+        grad_norm: before clipping.
+        lr: the rate of this update.
+        tokens: tokens of the global batch that count for the loss.
+        tokens_read: all tokens of the global batch.
+        epoch: passes over the training samples completed before it.
+        batch: the step's number in its epoch, 0 for the first.
+        reader_cost: seconds that the step waited for its data.
+        seconds: that it took, reading included.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_read: int
+    epoch: int
+    batch: int
+    reader_cost: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_read / self.seconds
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """A finished evaluation.
+
+    Attributes:
+        step: updates made so far.
+        loss: mean over the tokens that count.
+        tokens: how many those were.
+        seconds: that it took.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+class Hook:
+    """Base of the hooks: each method is called at its moment, on every rank that has the hook, and does nothing here.
+
+    The order in a run is: before_fit; for each step before_epoch (if one begins), before_step, after_step, after_epoch
+    (if one is complete), before_evaluation and after_evaluation (if due), after_checkpoint (if due); then after_fit,
+    if nothing failed, and close, always.
+    """
+
+    def before_fit(self, start: int) -> None:
+        """`start` updates have been made before (0 in a new run)."""
+
+    def before_epoch(self, epoch: int) -> None:
+        """The first step of `epoch` comes next, or the first of a resumed run."""
+
+    def before_step(self, step: int, batch: "Batch") -> None:
+        """Update number `step` (1 for the first) is to be made from this rank's `batch`."""
+
+    def after_step(self, record: StepRecord) -> None:
+        """An update was made."""
+
+    def after_epoch(self, epoch: int) -> None:
+        """All samples of `epoch` have been read."""
+
+    def before_evaluation(self, step: int) -> None:
+        """An evaluation begins."""
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        """An evaluation has ended."""
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        """A whole checkpoint lies at `path`."""
+
+    def after_fit(self) -> None:
+        """All steps have been made."""
+
+    def close(self) -> None:
+        """The run has ended or failed."""

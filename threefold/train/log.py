@@ -1,0 +1,73 @@
+"""RUN/train.log: the step log in words, in the form of PaddleFleetX's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from threefold.train.hooks import EvaluationRecord, Hook, StepRecord
+
+FILE = "train.log"
+
+
+class StepLog(Hook):
+    """A line every so many steps, and one for each evaluation and checkpoint.
+
+    The costs, speeds and tokens per second of a line are averages since the line before; its loss is the global mean of
+    that step and its learning rate the one that was used.
+
+    Args:
+        path: of the file; a resumed run appends.
+        every: steps between lines.
+        ranks: of the run, for the tokens per second of each.
+        emit: gets each line too.
+    """
+
+    def __init__(self, path: Path, every: int, ranks: int, emit: Callable[[str], None]) -> None:
+        self.path, self.every, self.ranks, self.emit = path, every, ranks, emit
+        self._file: TextIO | None = None
+        self._since: list[StepRecord] = []
+
+    def before_fit(self, start: int) -> None:
+        self._file = self.path.open("a" if start else "w", encoding="utf-8", buffering=1)
+
+    def after_step(self, record: StepRecord) -> None:
+        self._since.append(record)
+        if record.step % self.every == 0 or record.step == 1:
+            self._write(step_line(self._since, self.ranks))
+            self._since = []
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._write(
+            f"global step {record.step}, validation loss: {record.loss:.9f}, tokens: {record.tokens}, "
+            f"eval_cost: {record.seconds:.5f} sec"
+        )
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self._write(f"global step {step}, checkpoint: {path}")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: str) -> None:
+        if self._file is not None:
+            self._file.write(line + "\n")
+        self.emit(line)
+
+
+def step_line(since: list[StepRecord], ranks: int) -> str:
+    """The line of the last of these steps.
+
+    Args:
+        since: the steps since the line before, at least one.
+        ranks: of the run.
+    """
+    last, count = since[-1], len(since)
+    seconds = sum(record.seconds for record in since)
+    rate = sum(record.tokens_read for record in since) / seconds
+    return (
+        f"global step {last.step}, epoch: {last.epoch}, batch: {last.batch}, loss: {last.loss:.9f}, "
+        f"avg_reader_cost: {sum(record.reader_cost for record in since) / count:.5f} sec, "
+        f"avg_batch_cost: {seconds / count:.5f} sec, speed: {count / seconds:.2f} step/s, "
+        f"ips_total: {rate:.0f} tokens/s, ips: {rate / ranks:.0f} tokens/s, learning rate: {last.lr:.5e}"
+    )

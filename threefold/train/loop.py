@@ -1,0 +1,106 @@
+"""The training loop."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from threefold.config import Config
+from threefold.data.loader import Loader
+from threefold.train.engine import Engine
+from threefold.train.evaluate import evaluate
+from threefold.train.hooks import Hook, StepRecord
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` so many steps (0: never) is due after `step`, as it also is after the last."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+class Trainer:
+    """Drives an engine through a run's steps.
+
+    Collective over the world: every rank has its own, and their hooks may differ.
+
+    Args:
+        engine: the model and its update.
+        loader: this replica's batches.
+        config: resolved.
+        hooks: told of everything, in this order.
+        save: makes the checkpoint after a number of updates, and returns its folder.
+    """
+
+    def __init__(
+        self, engine: Engine, loader: Loader, config: Config, hooks: Sequence[Hook], save: Callable[[int], Path]
+    ) -> None:
+        self.engine, self.loader, self.config, self.hooks, self.save = engine, loader, config, hooks, save
+
+    def fit(self, start: int = 0) -> None:
+        """Make the updates that are left of `train.max_steps`, after `start` have been made."""
+        last = self.config.train.max_steps
+        try:
+            self._tell(lambda hook: hook.before_fit(start))
+            for done in range(start, last):
+                if done == start or self._begins_epoch(done):
+                    self._begin_epoch(done)
+                self._step(done)
+                step = done + 1
+                if self._begins_epoch(step):
+                    self._end_epoch(step)
+                if is_due(step, self.config.train.eval_every, last):
+                    self._evaluate(step)
+                if step == last or is_due(step, self.config.checkpoint.every, last):
+                    self._checkpoint(step)
+            self._tell(lambda hook: hook.after_fit())
+        finally:
+            self._tell(lambda hook: hook.close())
+
+    def _step(self, done: int) -> None:
+        started = time.perf_counter()
+        batch = self.loader.batch(done)
+        read = time.perf_counter()
+        self._tell(lambda hook: hook.before_step(done + 1, batch))
+        result = self.engine.train_step(batch, done)
+        ended = time.perf_counter()
+        epoch = self._epoch(done)
+        record = StepRecord(
+            step=done + 1,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens=result.tokens,
+            tokens_read=self.config.train.global_batch_size * self.config.data.sequence_length,
+            epoch=epoch,
+            batch=done - self._first_step(epoch),
+            reader_cost=read - started,
+            seconds=ended - started,
+        )
+        self._tell(lambda hook: hook.after_step(record))
+
+    def _evaluate(self, step: int) -> None:
+        self._tell(lambda hook: hook.before_evaluation(step))
+        record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
+        self._tell(lambda hook: hook.after_evaluation(record))
+
+    def _checkpoint(self, step: int) -> None:
+        path = self.save(step)
+        self._tell(lambda hook: hook.after_checkpoint(step, path))
+
+    def _begin_epoch(self, done: int) -> None:
+        self._tell(lambda hook: hook.before_epoch(self._epoch(done)))
+
+    def _end_epoch(self, done: int) -> None:
+        self._tell(lambda hook: hook.after_epoch(self._epoch(done) - 1))
+
+    def _epoch(self, done: int) -> int:
+        return int(self.loader.epoch(done))
+
+    def _begins_epoch(self, done: int) -> bool:
+        return done > 0 and self._epoch(done) > self._epoch(done - 1)
+
+    def _first_step(self, epoch: int) -> int:
+        """Updates made before the first step that begins in `epoch`."""
+        return -(-epoch * len(self.loader.train) // self.config.train.global_batch_size)
+
+    def _tell(self, event: Callable[[Hook], None]) -> None:
+        for hook in self.hooks:
+            event(hook)

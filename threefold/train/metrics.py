@@ -1,0 +1,66 @@
+"""RUN/metrics.jsonl: every step and every evaluation as one JSON object a line."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from threefold.train.hooks import EvaluationRecord, Hook, StepRecord
+
+FILE = "metrics.jsonl"
+
+
+class MetricsFile(Hook):
+    """Writes the file; a resumed run goes on with it, without what lies behind the step that it goes on from.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def before_fit(self, start: int) -> None:
+        kept = [line for line in read_metrics(self.path) if line["step"] <= start] if start else []
+        fresh = self.path.with_suffix(".tmp")
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(fresh, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def after_step(self, record: StepRecord) -> None:
+        self._write(
+            {
+                "step": record.step,
+                "loss": record.loss,
+                "grad_norm": record.grad_norm,
+                "lr": record.lr,
+                "tokens": record.tokens,
+                "tokens_per_second": round(record.tokens_per_second, 1),
+            }
+        )
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._write({"step": record.step, "valid_loss": record.loss, "valid_tokens": record.tokens})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, values: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a metrics file that may be missing, or end in the middle of a line."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return

@@ -1,0 +1,92 @@
+"""RUN/loss.png: the loss curve."""
+
+from itertools import accumulate
+from math import log
+from pathlib import Path
+from typing import Any
+
+from threefold.train.hooks import Hook
+from threefold.train.metrics import read_metrics
+
+FILE = "loss.png"
+_TRAIN, _VALID, _GREY = "#3366aa", "#cc4422", "#777777"
+
+
+class LossCurve(Hook):
+    """Draws the curve of the whole run, also of the part before it was resumed, when all steps have been made.
+
+    Args:
+        path: of the picture.
+        metrics: the metrics file, complete by then.
+        vocab_size: for the loss of a model that knows nothing.
+        title: above the picture.
+    """
+
+    def __init__(self, path: Path, metrics: Path, vocab_size: int, title: str) -> None:
+        self.path, self.metrics, self.vocab_size, self.title = path, metrics, vocab_size, title
+
+    def after_fit(self) -> None:
+        draw(self.path, list(read_metrics(self.metrics)), self.vocab_size, self.title)
+
+
+def smoothed(values: list[float], span: int) -> list[float]:
+    """Exponential moving average over about `span` values, free of the bias towards its start."""
+    keep = 1 - 2 / (span + 1)
+    sums = accumulate(values, lambda total, value: keep * total + value, initial=0.0)
+    weights = accumulate(values, lambda total, _: keep * total + 1, initial=0.0)
+    return [total / weight for total, weight in zip(list(sums)[1:], list(weights)[1:], strict=True)]
+
+
+def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str) -> None:
+    """Draw the losses over the steps, with the tokens read along the upper edge.
+
+    Args:
+        path: of the PNG.
+        metrics: the objects of a metrics file.
+        vocab_size: V; a uniform guess has the loss ln V.
+        title: above the picture.
+    """
+    # Without pyplot: no global state, no display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    steps = [line for line in metrics if "loss" in line]
+    evaluations = [line for line in metrics if "valid_loss" in line]
+    numbers, losses = [line["step"] for line in steps], [line["loss"] for line in steps]
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if steps:
+        axes.plot(numbers, losses, color=_TRAIN, alpha=0.3, linewidth=1, label="training, each step")
+        span = max(1, len(losses) // 20)
+        if span > 1:
+            label = f"training, smoothed over {span} steps"
+            axes.plot(numbers, smoothed(losses, span), color=_TRAIN, linewidth=2, label=label)
+    if evaluations:
+        last = evaluations[-1]
+        axes.plot(
+            [line["step"] for line in evaluations],
+            [line["valid_loss"] for line in evaluations],
+            color=_VALID,
+            linewidth=1.5,
+            marker="o",
+            markersize=4,
+            label=f"validation, {last['valid_loss']:.3f} at the end",
+        )
+    guess = log(vocab_size)
+    axes.axhline(
+        guess, color=_GREY, linewidth=1, linestyle="--", label=f"uniform guess, ln {vocab_size:,} = {guess:.2f}"
+    )
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    if numbers:
+        axes.set_xlim(0, numbers[-1])
+        per_step = sum(line["tokens"] for line in steps) / len(steps)
+        upper = axes.secondary_xaxis("top", functions=(lambda x: x * per_step, lambda x: x / per_step))
+        upper.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        upper.set_xlabel("training tokens")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,104 @@
+"""A training run as one rank lives it."""
+
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from threefold.checkpoint.resume import find_resumption
+from threefold.config import Config
+from threefold.data.files import TokenFiles
+from threefold.data.loader import Loader, Share
+from threefold.data.samples import PackedSamples
+from threefold.models.gpt import GPT
+from threefold.models.gpt_split import gpt_plan
+from threefold.parallel.layout import Layout
+from threefold.parallel.mesh import Axis, Mesh
+from threefold.train import log, metrics, plot, tensorboard
+from threefold.train.agreement import DataAgreement
+from threefold.train.console import LiveLine, Summary, on_terminal, say
+from threefold.train.engine import Engine
+from threefold.train.hooks import Hook
+from threefold.train.loop import Trainer
+from threefold.train.state import Checkpoints
+
+
+def train(config: Config, run_dir: Path, resume: bool) -> None:
+    """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
+
+    Args:
+        config: resolved, `train.device` being the device.
+        run_dir: a folder that all ranks see; gets the metrics, logs, curves and checkpoints.
+        resume: whether to go on from its newest checkpoint.
+
+    Raises:
+        UserError: on every rank, what the user can mend: bad data, nothing to resume, divergence, a full disk.
+    """
+    parallel = config.parallel
+    mesh = Mesh(Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp), _device(config))
+    resumption = find_resumption(run_dir, config) if resume else None
+    mesh.world.barrier()  # all have looked before any changes what is there
+    files = TokenFiles.open(Path(config.data.path))
+    with closing(open_loader(config, files, mesh.dp)) as loader:
+        engine = Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
+        checkpoints = Checkpoints(run_dir, engine, config, files)
+        start = checkpoints.restore(resumption.checkpoint) if resumption else 0
+        hooks: list[Hook] = [DataAgreement(mesh, config.log.every)]
+        if mesh.rank == 0:
+            _announce(config, mesh, loader)
+            for line in (f"Going on from {resumption.checkpoint.path}.", *resumption.warnings) if resumption else ():
+                say(line)
+            hooks += reporting_hooks(config, run_dir)
+        Trainer(engine, loader, config, hooks, checkpoints.save).fit(start)
+
+
+def open_loader(config: Config, files: TokenFiles, replicas: Axis) -> Loader:
+    """The batches of this rank's replica.
+
+    Raises:
+        UserError: the training part, or the validation part if one is asked for, has no sample.
+    """
+    split, length = config.data.split, config.data.sequence_length
+    heldout = PackedSamples.open(files, "valid", split, length) if config.train.eval_every else None
+    share = Share(config.train.global_batch_size, replicas.index, replicas.size)
+    return Loader(PackedSamples.open(files, "train", split, length), heldout, share, config.train.seed)
+
+
+def reporting_hooks(config: Config, run_dir: Path) -> list[Hook]:
+    """What the one rank that prints and writes has beside the hooks of all."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    metrics_path, plot_path = run_dir / metrics.FILE, run_dir / plot.FILE
+    ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
+    live = on_terminal()
+    hooks: list[Hook] = [
+        metrics.MetricsFile(metrics_path),
+        tensorboard.TensorBoard(run_dir / tensorboard.FOLDER),
+        log.StepLog(run_dir / log.FILE, config.log.every, ranks, emit=(lambda _: None) if live else say),
+        plot.LossCurve(plot_path, metrics_path, config.model.vocab_size, f"Loss of {run_dir.name}"),
+        Summary({"loss curve": plot_path, "metrics": metrics_path, "TensorBoard": run_dir / tensorboard.FOLDER}),
+    ]
+    return [LiveLine(config.train.max_steps), *hooks] if live else hooks
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Numbers in a model's parameters, each tied one once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
+    with torch.device("meta"):
+        parameters = parameter_count(GPT(config.model))
+    train = config.train
+    samples, read = len(loader.train), train.max_steps * train.global_batch_size
+    say(
+        f"Training {parameters:,} parameters in {config.precision.dtype} on {mesh.device.type}, {mesh.layout}: "
+        f"{train.max_steps:,} steps of {train.global_batch_size:,} samples of {config.data.sequence_length:,} tokens, "
+        f"which reads the {samples:,} training samples {read / samples:.2g} times."
+    )
+
+
+def _device(config: Config) -> torch.device:
+    if config.train.device != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,90 @@
+"""An engine's state as named global tensors, and a run's checkpoints made of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts
+from threefold.checkpoint.save import save_checkpoint
+from threefold.checkpoint.tensors import load_tensors
+from threefold.config import Config
+from threefold.data.files import TokenFiles
+from threefold.data.format import TOKENIZER_FILE
+from threefold.train.engine import Engine
+
+MODEL = "model."
+OPTIMIZER = "optimizer."
+
+
+def held_tensors(engine: Engine) -> dict[str, Tensor]:
+    """Weights at their full width and the optimizer's memory, under the names of the whole model, sharing memory.
+
+    Another stage may hold a tied weight of this one too, under the same name.
+    """
+    return {name: tensor for _, name, tensor in _tensors(engine)}
+
+
+def owned_tensors(engine: Engine) -> dict[str, Tensor]:
+    """As `held_tensors`, but each of the whole model's tensors on one stage only."""
+    return {name: tensor for weight, name, tensor in _tensors(engine) if engine.tied.owns(weight)}
+
+
+def _tensors(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
+    """Name of a weight, name of a tensor that belongs to it, and that tensor."""
+    entries = {entry.name: entry for entry in engine.optimizer.entries}
+    for weight, entry in entries.items():
+        yield weight, MODEL + weight, entry.stored(entry.master.detach())
+    for weight, state, value in engine.optimizer.states():
+        # Scalars such as the number of updates are whole on every rank.
+        yield weight, f"{OPTIMIZER}{weight}.{state}", entries[weight].stored(value) if value.dim() else value
+
+
+class Checkpoints:
+    """Saves and restores a run. Collective over the world.
+
+    Args:
+        run_dir: the run's folder.
+        engine: whose state it is.
+        config: resolved.
+        files: the data trained on, its tokenizer included.
+    """
+
+    def __init__(self, run_dir: Path, engine: Engine, config: Config, files: TokenFiles) -> None:
+        self.run_dir, self.engine, self.config, self.files = run_dir, engine, config, files
+        self._texts: dict[str, str] = {}
+        if engine.mesh.world.is_first:
+            tokenizer = (files.path / TOKENIZER_FILE).read_text(encoding="utf-8")
+            self._texts = {CONFIG: config.to_yaml(), TOKENIZER: tokenizer}
+
+    def save(self, step: int) -> Path:
+        """Make the checkpoint after `step` updates, and return its folder.
+
+        Raises:
+            UserError: on every rank, when it cannot be written.
+        """
+        world, keep = self.engine.mesh.world, self.config.checkpoint.keep
+        tensors = owned_tensors(self.engine)
+        return save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, world, keep)
+
+    def restore(self, checkpoint: Checkpoint) -> int:
+        """Put the engine into the state of a checkpoint, and return the updates made for it.
+
+        Raises:
+            UserError: on every rank, when it cannot be read.
+        """
+        load_tensors(held_tensors(self.engine), checkpoint.path)
+        self.engine.optimizer.publish()
+        return checkpoint.step
+
+    def _facts(self, step: int) -> Facts:
+        meta, train = self.files.meta, self.config.train
+        return Facts(
+            step=step,
+            consumed_samples=step * train.global_batch_size,
+            seed=train.seed,
+            eod=meta.eod,
+            tokenizer_sha256=meta.tokenizer_sha256,
+            tokens=meta.tokens,
+            documents=meta.documents,
+        )

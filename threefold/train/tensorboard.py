@@ -1,0 +1,60 @@
+"""RUN/tensorboard: the curves for TensorBoard."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from threefold.train.hooks import EvaluationRecord, Hook, StepRecord
+
+FOLDER = "tensorboard"
+SECONDS_BETWEEN_FLUSHES = 10
+
+
+class TensorBoard(Hook):
+    """Writes event files; what a resumed run makes anew takes the place of what it was before.
+
+    Through TensorBoard's own writer: `torch.utils.tensorboard` would import several times as much.
+
+    Args:
+        folder: of the event files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def before_fit(self, start: int) -> None:
+        # Imported by the one rank that writes, not by all.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(self.folder), flush_secs=SECONDS_BETWEEN_FLUSHES)
+        # TensorBoard drops what older files have from this step on.
+        session = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=session))
+
+    def after_step(self, record: StepRecord) -> None:
+        self._write(
+            record.step,
+            {
+                "loss/train": record.loss,
+                "gradient_norm": record.grad_norm,
+                "learning_rate": record.lr,
+                "tokens_per_second": record.tokens_per_second,
+            },
+        )
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._write(record.step, {"loss/validation": record.loss})
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._writer is not None:
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
