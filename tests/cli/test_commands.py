@@ -71,16 +71,6 @@ def test_mistakes_are_one_sentence_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_run_with_checkpoints_is_not_begun_anew(threefold, config_file: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints" / "step_2").mkdir(parents=True)
-    (run / "config.yaml").write_text("mine")
-    status, output, error = threefold("train", config_file, "--run-dir", run)
-    assert (status, output) == (2, "")
-    assert error == f"Error: {run} already has checkpoints; go on with --resume, or choose another --run-dir.\n"
-    assert (run / "config.yaml").read_text() == "mine"
-
-
 def test_run_dir_that_is_a_file(threefold, config_file: Path) -> None:
     status, _, error = threefold("train", config_file, "--run-dir", config_file)
     assert status == 2

@@ -22,17 +22,13 @@ def train(
 ) -> None:
     """Train a model as CONFIG says, on dp · tp · pp processes of this machine, or as ranks of torchrun or srun."""
     from threefold.config import load_config
-    from threefold.launch import training
-    from threefold.launch.environment import find_place
+    from threefold.launch.training import prepare_training
 
-    folder = run_dir or Path("runs") / config.stem
     shown = _ranks(console_ranks)
-    training.check_run_dir(folder, resume)
-    resolved = training.resolve_run(load_config(config, overrides or ()))
-    place = find_place()
-    if place is None or place.rank == 0:
-        typer.echo(resolved.compact())
-    training.train(resolved, folder, resume=resume, console_ranks=shown)
+    run = prepare_training(load_config(config, overrides or ()), run_dir or Path("runs") / config.stem, resume=resume)
+    if run.speaks:
+        typer.echo(run.config.compact())
+    run.start(shown)
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -50,7 +50,10 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     now = time.monotonic()
     if isinstance(error, UserError):
         return Failure(rank, str(error), now, user_error=True)
-    return Failure(rank, traceback.format_exception_only(error)[-1].strip(), now)
+    while error.__cause__ is not None:  # what was raised first
+        error = error.__cause__
+    lines = traceback.format_exception_only(error)[-1].split("\n")
+    return Failure(rank, " ".join(line.strip() for line in lines if line.strip()), now)
 
 
 def from_exit_code(rank: int, code: int) -> Failure:

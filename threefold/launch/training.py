@@ -1,7 +1,10 @@
 """A training run: everything that is checked and written before its ranks start, and starting them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from threefold.checkpoint.folder import newest
+from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, resolve
 from threefold.data.files import TokenFiles
 from threefold.data.samples import PackedSamples
@@ -19,13 +22,13 @@ def resolve_run(config: Config) -> Config:
     """Fill a config from its data and this machine, and check it against both: what the ranks will be given.
 
     Raises:
-        UserError: settings that cannot go together, no data, or fewer GPUs than ranks.
+        UserError: settings that cannot go together, no data or too little, or fewer GPUs than ranks.
     """
     files = TokenFiles.open(Path(config.data.path))
     resolved = resolve(config, files.vocab_size)
-    PackedSamples.open(files, "train", resolved.data.split, resolved.data.sequence_length)
-    parallel, place = resolved.parallel, find_place()
-    layout = Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
+    for part in ("train", "valid") if resolved.train.eval_every else ("train",):
+        PackedSamples.open(files, part, resolved.data.split, resolved.data.sequence_length)
+    layout, place = _layout(resolved), find_place()
     if place:
         layout.require_world(place.world_size)
     local_world_size = place.local_world_size if place else layout.world_size
@@ -33,42 +36,64 @@ def resolve_run(config: Config) -> Config:
     return resolved.model_copy(update={"train": resolved.train.model_copy(update={"device": device})})
 
 
-def check_run_dir(run_dir: Path, resume: bool) -> None:
-    """Refuse to begin anew where checkpoints would be lost.
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run that was checked and may start.
+
+    Attributes:
+        config: resolved.
+        run_dir: gets everything that the run writes: the config, logs, metrics and checkpoints.
+        resume: go on from the newest checkpoint of `run_dir`.
+        speaks: whether this process is the one that tells the user about the run before it starts.
+    """
+
+    config: Config
+    run_dir: Path
+    resume: bool
+    speaks: bool
+
+    def start(self, console_ranks: tuple[int, ...] = (0,)) -> None:
+        """Train, on processes of this host or as the rank a launcher started here, and wait for the end.
+
+        Args:
+            console_ranks: ranks whose output is shown on the console too.
+
+        Raises:
+            UserError: the run cannot be, as told by a rank.
+            RankFailed: a rank failed; all have been ended.
+        """
+        if self.speaks:
+            _store(self.config, self.run_dir)
+        import threefold.train.run  # noqa: F401  imported once, here, and not by every forked rank
+
+        device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
+        arguments = (self.config, self.run_dir, self.resume)
+        ranks = _layout(self.config).world_size
+        run(_train, arguments, ranks, device=device, run_dir=self.run_dir, console_ranks=console_ranks)
+
+
+def prepare_training(config: Config, run_dir: Path, *, resume: bool = False) -> TrainingRun:
+    """Check a run before anything is written or started.
+
+    Args:
+        config: as loaded.
 
     Raises:
-        UserError: `run_dir` has checkpoints and is not to be resumed, or is no folder.
+        UserError: what `resolve_run` raises, `run_dir` has checkpoints that would be lost, or none to go on from.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir is {run_dir}, which is a file; name a folder.")
-    checkpoints = run_dir / "checkpoints"
-    if not resume and checkpoints.is_dir() and any(checkpoints.iterdir()):
+    resolved, place = resolve_run(config), find_place()
+    if resume:
+        find_resumption(run_dir, resolved)
+    elif newest(run_dir):
         raise UserError(f"{run_dir} already has checkpoints; go on with --resume, or choose another --run-dir.")
+    return TrainingRun(resolved, run_dir, resume, speaks=place is None or place.rank == 0)
 
 
-def train(config: Config, run_dir: Path, *, resume: bool = False, console_ranks: tuple[int, ...] = (0,)) -> None:
-    """Train as `config` says, on processes of this host or as the rank a launcher started here, and wait for the end.
-
-    Args:
-        config: as `resolve_run` returned it.
-        run_dir: gets everything that the run writes: the config, logs, metrics and checkpoints.
-        resume: go on from the newest checkpoint of `run_dir`.
-        console_ranks: ranks whose output is shown on the console too.
-
-    Raises:
-        UserError: the run cannot be, as told by a rank.
-        RankFailed: a rank failed; all have been ended.
-    """
-    check_run_dir(run_dir, resume)
-    parallel, place = config.parallel, find_place()
-    if place is None or place.rank == 0:
-        _store(config, run_dir)
-    import threefold.train.run  # noqa: F401  imported once, here, and not by every forked rank
-
-    device: Device = "cuda" if config.train.device == "cuda" else "cpu"
-    world_size = Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp).world_size
-    arguments = (config, run_dir, resume)
-    run(_train, arguments, world_size, device=device, run_dir=run_dir, console_ranks=console_ranks)
+def _layout(config: Config) -> Layout:
+    parallel = config.parallel
+    return Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
 
 
 def _store(config: Config, run_dir: Path) -> None:

@@ -1,0 +1,99 @@
+"""`threefold train` from end to end, on a tiny model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from threefold.config import load_config
+from threefold.launch.output import log_file
+
+THREEFOLD = [sys.executable, "-m", "threefold"]
+ENDLESS = ("--set", "train.max_steps=1000000", "--set", "log.every=1", "--set", "train.eval_every=0")
+
+
+def train(
+    config_file: Path, run: Path, *options: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-m", *launcher, "-m", "threefold"] if launcher else THREEFOLD
+    command = [*start, "train", str(config_file), "--run-dir", str(run), *options]
+    return subprocess.run(command, text=True, capture_output=True, timeout=200)
+
+
+def started(config_file: Path, run: Path, *options: str) -> subprocess.Popen[str]:
+    """An endless run that has made its first step, in a session of its own as in a terminal."""
+    process = subprocess.Popen(
+        [*THREEFOLD, "train", str(config_file), "--run-dir", str(run), *ENDLESS, *options],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert any("step 1," in line for line in process.stdout)
+    return process
+
+
+def losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_run_and_resume_in_another_layout(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = train(config_file, run, "--set", "parallel.pp=2")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    stored = load_config(run / "config.yaml")
+    assert ended.stdout.startswith(stored.compact())
+    assert (stored.parallel.pp, stored.train.device) == (2, "cpu")
+    assert [path.name for path in sorted((run / "logs").iterdir())] == ["rank_00000.log", "rank_00001.log"]
+    assert log_file(run, 0).read_text().strip() in ended.stdout
+    assert len(losses(run)) == 4
+
+    again = train(config_file, run)
+    assert again.returncode == 2
+    assert again.stderr == f"Error: {run} already has checkpoints; go on with --resume, or choose another --run-dir.\n"
+    assert load_config(run / "config.yaml") == stored
+
+    resumed = train(config_file, run, "--resume", "--set", "train.max_steps=6", "--set", "parallel.tp=2")
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert len(losses(run)) == 6
+
+
+def test_same_losses_from_the_command_from_torchrun_and_from_python(config_file: Path, tmp_path: Path) -> None:
+    options = ("--set", "parallel.dp=2", "--set", "train.eval_every=0")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert train(config_file, tmp_path / "command", *options).returncode == 0
+    assert train(config_file, tmp_path / "torchrun", *options, launcher=torchrun).returncode == 0
+    script = (
+        "from pathlib import Path\n"
+        "from threefold.config import load_config\n"
+        "from threefold.launch.training import prepare_training\n"
+        f"config = load_config(Path({str(config_file)!r}), {list(options[1::2])!r})\n"
+        f"prepare_training(config, Path({str(tmp_path / 'python')!r})).start()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=200)
+    curves = [losses(tmp_path / way) for way in ("command", "torchrun", "python")]
+    assert len(curves[0]) == 4
+    assert curves[0] == curves[1] == curves[2]
+
+
+def test_interrupt_is_quiet(config_file: Path, tmp_path: Path) -> None:
+    process = started(config_file, tmp_path / "run", "--set", "parallel.tp=2")
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=100)
+    assert (process.returncode, error) == (130, "")
+
+
+def test_killed_rank_is_named_in_one_message(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = started(config_file, run, "--set", "parallel.dp=2")
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == 1
+    expected = "Error: rank 1 failed: its process was killed by SIGKILL, as when memory runs out"
+    assert error == f"{expected} (log: {log_file(run, 1)}).\n"
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
