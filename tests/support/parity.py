@@ -171,7 +171,7 @@ def make_engine(case: Case) -> Engine:
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
-    """An attribute of each entry (`master`, `gradient`) as whole tensors: one exchange in the tp group for all of them."""
+    """An attribute of each entry (`master`, `gradient`) as whole tensors, in one exchange of the tp group."""
     mine = {entry.name: getattr(entry, attribute).detach() for entry in engine.optimizer.entries}
     parts = engine.mesh.tp.gather_objects(mine)
     joined = {}

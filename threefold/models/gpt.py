@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.config import ModelConfig
-from threefold.models.layers import CrossEntropy
+from threefold.kernels import causal_attention
+from threefold.models.layers import CrossEntropy, Linear
 from threefold.parallel.random import Dropout, name_sites
 
 
@@ -35,24 +36,20 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
         self.dropout = Dropout(config.attention_dropout)
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """[B, S, H] → [B, S, H]."""
-        # [B, S, heads · 3 · d] → three of [B, heads, S, d]
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)
-        out = self._drop_and_attend(q, k, v, keys) if self.dropout.draws(keys) else self._attend(q, k, v)
-        return self.proj(out.transpose(1, 2).flatten(2))
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # [B, S, heads, 3, d]
+        return self.proj(self._drop_and_attend(qkv, keys) if self.dropout.draws(keys) else causal_attention(qkv))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def _drop_and_attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
-        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        return self.dropout(scores.masked_fill(future, -torch.inf).softmax(-1), keys) @ v
+    def _drop_and_attend(self, qkv: Tensor, keys: Tensor | None) -> Tensor:
+        q, k, v = qkv.transpose(1, 2).unbind(3)  # each [B, heads, S, d]
+        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        weights = (q @ k.mT * self.head_dim**-0.5).masked_fill(future, -torch.inf).softmax(-1)
+        return (self.dropout(weights, keys) @ v).transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -60,8 +57,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size)
-        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size)
+        self.up = Linear(config.hidden_size, config.ffn_hidden_size)
+        self.down = Linear(config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] → [B, S, H]."""
@@ -91,7 +88,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.loss = CrossEntropy()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:

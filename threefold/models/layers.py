@@ -3,7 +3,17 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from threefold.kernels import linear
+
 IGNORED = -100  # the label of a token that does not count, as in torch's own losses
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, by the fastest way there is."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        return linear(input, self.weight, self.bias)
 
 
 class CrossEntropy(nn.Module):

@@ -33,15 +33,13 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # Autograd may hand the same gradient to others, so the sum goes into a copy.
-        return ctx.axis.all_reduce_(grad.clone(memory_format=torch.contiguous_format)), None
+        return ctx.axis.all_reduce(grad), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
-        ctx.mark_dirty(x)
-        return axis.all_reduce_(x)
+        return axis.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -76,7 +74,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Leave it: the sum of the ranks' `x`, written over `x`; backward passes the gradient on."""
+    """Leave it: the sum of the ranks' `x`; backward passes the gradient on."""
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 

@@ -78,6 +78,13 @@ class Axis:
     def is_last(self) -> bool:
         return self.index == self.size - 1
 
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over the axis, the same bits on every rank; `tensor` itself is left alone."""
+        if self.shared is None or self.size == 1:
+            return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
+        self.recorder.add(self.name, "all_reduce", tensor)
+        return self.shared.all_reduce(tensor)
+
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the axis, in place; every rank ends with the same bits."""
         if self.size == 1:

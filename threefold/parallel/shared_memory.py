@@ -113,13 +113,23 @@ class SharedMemoryGroup:
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor`, of any shape, over the ranks."""
+        out = torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+        self._reduce("all_reduce_", _flat(tensor), out.view(-1), torch.add)
+        return out
+
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor`, of any shape, by its sum over the ranks; returns it."""
-        return self._reduce_("all_reduce_", tensor, torch.add)
+        flat = _flat(tensor)
+        self._reduce("all_reduce_", flat, flat, torch.add)
+        return _write_back(flat, tensor)
 
     def all_reduce_max_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor`, of any shape, by its largest values over the ranks (NaN if any is); returns it."""
-        return self._reduce_("all_reduce_max_", tensor, torch.maximum)
+        flat = _flat(tensor)
+        self._reduce("all_reduce_max_", flat, flat, torch.maximum)
+        return _write_back(flat, tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, stacked: [ranks, *tensor.shape]."""
@@ -168,16 +178,14 @@ class SharedMemoryGroup:
 
     # -- how they are made -----------------------------------------------------------------------------------------
 
-    def _reduce_(self, operation: str, tensor: Tensor, combine: Callable[..., Tensor]) -> Tensor:
-        flat = _flat(tensor)
-        for start, count in self._pieces(flat, self._elements(flat.dtype)):
-            piece = flat[start : start + count]
-            slots = self._exchange(operation, piece)
-            if self.size > 2 and count * flat.itemsize >= _TWO_PHASE_BYTES:
+    def _reduce(self, operation: str, source: Tensor, target: Tensor, combine: Callable[..., Tensor]) -> None:
+        for start, count in self._pieces(source, self._elements(source.dtype)):
+            piece = target[start : start + count]
+            slots = self._exchange(operation, source[start : start + count])
+            if self.size > 2 and count * source.itemsize >= _TWO_PHASE_BYTES:
                 self._reduce_shared(operation, [slot[:count] for slot in slots], piece, combine)
             else:
                 _accumulate(combine, [slot[:count] for slot in slots], piece)
-        return _write_back(flat, tensor)
 
     def _reduce_shared(
         self, operation: str, filled: list[Tensor], piece: Tensor, combine: Callable[..., Tensor]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from threefold.kernels import linear
 from threefold.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to, shard_bounds
 from threefold.parallel.mesh import Axis
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
@@ -112,12 +113,12 @@ class ColumnParallelLinear(_SplitLayer):
         _zero_(self.bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, axis: Axis, *, gather_output: bool = True) -> Self:
+    def from_linear(cls, module: nn.Linear, axis: Axis, *, gather_output: bool = True) -> Self:
         """The same weight and bias, split."""
         with torch.device("meta"):
-            layer = cls(linear.in_features, linear.out_features, axis, gather_output=gather_output)
-        layer.weight = split_parameter(linear.weight, axis, dim=0)
-        layer.bias = None if linear.bias is None else split_parameter(linear.bias, axis, dim=0)
+            layer = cls(module.in_features, module.out_features, axis, gather_output=gather_output)
+        layer.weight = split_parameter(module.weight, axis, dim=0)
+        layer.bias = None if module.bias is None else split_parameter(module.bias, axis, dim=0)
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,9 +126,9 @@ class ColumnParallelLinear(_SplitLayer):
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         x = copy_to(x, self.axis)
         if self.pad_to == 1:
-            out = F.linear(x, weight, bias)
+            out = linear(x, weight, bias)
         else:
-            out = F.linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
+            out = linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
             out = out if bias is None else out + bias
         return gather_from(out, self.axis) if self.gather_output else out
 
@@ -177,19 +178,19 @@ class RowParallelLinear(_SplitLayer):
         _zero_(self.bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, axis: Axis, *, input_is_parallel: bool = False) -> Self:
+    def from_linear(cls, module: nn.Linear, axis: Axis, *, input_is_parallel: bool = False) -> Self:
         """The same weight and bias, the weight split."""
         with torch.device("meta"):
-            layer = cls(linear.in_features, linear.out_features, axis, input_is_parallel=input_is_parallel)
-        layer.weight = split_parameter(linear.weight, axis, dim=1)
-        layer.bias = linear.bias
+            layer = cls(module.in_features, module.out_features, axis, input_is_parallel=input_is_parallel)
+        layer.weight = split_parameter(module.weight, axis, dim=1)
+        layer.bias = module.bias
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., in], or this rank's part of it → [..., out], the same on every rank."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
-        out = reduce_from(F.linear(x, local(self.weight)), self.axis)
+        out = reduce_from(linear(x, local(self.weight)), self.axis)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:
