@@ -1,0 +1,81 @@
+"""The GPT model: published sizes, causality, initial weights."""
+
+import pytest
+import torch
+
+from threefold.config import Config, resolve
+from threefold.models.gpt import GPT
+from threefold.models.gpt_split import gpt_plan
+from threefold.parallel.apply import draw_
+from threefold.parallel.loss import IGNORED
+
+
+def config(**model: object) -> Config:
+    given = {"model": model, "data": {"path": "unused", "sequence_length": 16}}
+    return resolve(Config.model_validate(given), int(model.get("vocab_size") or 50257))
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_published_sizes(preset: str, parameters: int) -> None:
+    """OpenAI's released models, whose parameters are counted with the tied head once."""
+    with torch.device("meta"):
+        model = GPT(config(preset=preset).model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def small() -> tuple[GPT, Config]:
+    settings = config(num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=50)
+    model = GPT(settings.model)
+    plan = gpt_plan(settings.model, 16)
+    for name, parameter in model.named_parameters():
+        draw_(parameter, parameter, name, plan, seed=3)
+    return model, settings
+
+
+def test_no_token_sees_a_later_one() -> None:
+    model, _ = small()
+    tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 50
+    torch.testing.assert_close(model(tokens)[:, :9], model(changed)[:, :9])
+    assert not torch.isclose(model(tokens)[:, 9:], model(changed)[:, 9:]).all(-1).any()
+
+
+def test_loss_is_the_sum_over_the_tokens_that_count() -> None:
+    model, _ = small()
+    tokens = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1)
+    labels[0, 4:] = IGNORED
+    losses = -model(tokens).log_softmax(-1).gather(-1, labels.clamp(0).unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(model(tokens, labels), losses[labels != IGNORED].sum())
+
+
+def test_initial_weights_are_gpt2s() -> None:
+    model, settings = small()
+    weights = dict(model.named_parameters())
+    assert weights["embed.tokens.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert weights["blocks.1.mlp.down.weight"].std().item() == pytest.approx(0.02 / (2 * 2) ** 0.5, rel=0.1)
+    assert weights["blocks.0.attn_norm.weight"].eq(1).all()
+    assert weights["blocks.0.attn.qkv.bias"].eq(0).all()
+    assert settings.model.tie_embeddings
+    assert model.head.output.weight is model.embed.tokens.weight
+
+
+def test_dropout_needs_keys_and_differs_by_layer() -> None:
+    settings = config(num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=50, hidden_dropout=0.5)
+    model = GPT(settings.model)
+    sites = {module.site for module in model.modules() if hasattr(module, "site")}
+    assert len(sites) == 1 + 2 * 3
+    tokens, keys = torch.zeros(2, 16, dtype=torch.int64), torch.tensor([5, 6])
+    assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model(tokens, keys=keys), model(tokens, keys=keys))
+    dropped = model(tokens, keys=keys)
+    assert not torch.equal(dropped[0], dropped[1])

@@ -1,0 +1,170 @@
+"""S18–S21, S23, S24: stages, their bounds, and what a schedule keeps alive."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.parity import Case, make_engine, shard_of
+from threefold.errors import UserError
+from threefold.models.gpt import GPT
+from threefold.models.gpt_split import gpt_plan
+from threefold.parallel.pipeline.partition import partition_by_class, partition_by_cost, partition_uniform
+from threefold.parallel.pipeline.runner import PipelineRunner
+from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.pipeline.tied import shared_between
+from threefold.parallel.split import ModelPlan, Normal, Replicated, split_modules
+
+
+@pytest.mark.parametrize(
+    ("items", "pp", "chunks", "bounds"),
+    [
+        (7, 2, 1, [0, 3, 7]),  # B's seven layers on two stages
+        (8, 4, 1, [0, 2, 4, 6, 8]),
+        (10, 4, 1, [0, 2, 4, 7, 10]),
+        (8, 2, 2, [0, 2, 4, 6, 8]),
+        (7, 2, 3, [0, 1, 2, 3, 4, 5, 7]),
+        (3, 3, 1, [0, 1, 2, 3]),
+        (5, 1, 1, [0, 5]),
+    ],
+)
+def test_uniform_bounds(items: int, pp: int, chunks: int, bounds: list[int]) -> None:
+    assert partition_uniform(items, pp, chunks) == bounds
+
+
+@pytest.mark.parametrize(
+    ("costs", "pp", "bounds"),
+    [
+        ([0.1, 1, 1, 1, 1, 1, 1, 1, 1, 2.3], 2, [0, 6, 10]),
+        ([1] * 6, 3, [0, 2, 4, 6]),
+        ([5, 1, 1, 1], 2, [0, 1, 4]),
+        ([1, 1, 1, 9], 2, [0, 3, 4]),
+        ([1, 1, 1], 3, [0, 1, 2, 3]),
+        ([4], 1, [0, 1]),
+    ],
+)
+def test_bounds_by_cost(costs: list[float], pp: int, bounds: list[int]) -> None:
+    assert partition_by_cost(costs, pp) == bounds
+
+
+def test_bounds_by_cost_are_the_best_there_are() -> None:
+    """Against trying every way to cut."""
+    from itertools import combinations
+
+    costs = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+    def peak(bounds: tuple[int, ...] | list[int]) -> int:
+        return max(sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+
+    for pp in range(1, 8):
+        ways = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), pp - 1)]
+        assert peak(partition_by_cost(costs, pp)) == min(peak(way) for way in ways)
+
+
+def test_bounds_by_class_share_that_class_evenly() -> None:
+    kinds = ["Embedding", *["Block"] * 7, "Norm", "Head"]
+    assert partition_by_class(kinds, "Block", 2) == [0, 4, 10]
+    assert partition_by_class(kinds, "Block", 3) == [0, 3, 5, 10]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda: partition_uniform(3, 4),
+        lambda: partition_uniform(3, 2, 2),
+        lambda: partition_by_cost([1.0, 1.0, 1.0], 4),
+        lambda: partition_by_class(["Block", "Block"], "Block", 3),
+    ],
+)
+def test_an_empty_stage_is_refused(cut: Any) -> None:
+    with pytest.raises(UserError, match="at most"):
+        cut()
+
+
+@pytest.mark.parametrize("pp", range(1, 10))
+def test_every_layer_is_on_exactly_one_stage(pp: int) -> None:
+    case = Case(layers=7)
+    plan = gpt_plan(case.config.model, case.sequence)
+    bounds = partition_by_cost(plan.costs, pp)
+    with torch.device("meta"):
+        model = GPT(case.config.model)
+        stages = [Stage(model, plan, *bounds[stage : stage + 2]) for stage in range(pp)]
+    assert [name for stage in stages for name in stage.layer_names] == list(plan.layers)
+    owned = [name for stage in stages for name, _ in stage.whole_parameters() if name not in stage.borrowed_names()]
+    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
+    assert all(stage.layer_names for stage in stages)
+
+
+def test_a_parameter_that_the_table_forgets_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plan = ModelPlan({"0": Replicated()}, ("0", "1"), (1.0, 1.0), lambda name: Normal(1.0))
+    with pytest.raises(ValueError, match=r"says nothing about the parameter '1\.weight'"):
+        split_modules(model, plan.split, axis=None)  # type: ignore[arg-type]
+
+
+def test_tied_weights_know_the_stages_that_share_them() -> None:
+    plan = gpt_plan(Case(layers=4).config.model, 8)
+    assert shared_between(plan, [0, 6]) == {}
+    assert shared_between(plan, [0, 3, 6]) == {"embed.tokens.weight": [0, 1]}
+    assert shared_between(plan, [0, 2, 4, 6]) == {"embed.tokens.weight": [0, 2]}
+    untied = gpt_plan(Case(layers=4, tie=False).config.model, 8)
+    assert shared_between(untied, [0, 3, 6]) == {}
+
+
+def alive_at_most(case: Case) -> int:
+    """The most micro-batches whose activations this stage held at once."""
+    engine = make_engine(case)
+    assert isinstance(engine.runner, PipelineRunner)
+    pipe = engine.runner.pipe
+    seen: list[int] = []
+    forward = pipe.forward_one_chunk
+
+    def watch(*args: Any, **options: Any) -> Any:
+        out = forward(*args, **options)
+        seen.append(len(pipe.fwd_cache))
+        return out
+
+    with patch.object(pipe, "forward_one_chunk", watch):
+        engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
+    assert not pipe.fwd_cache
+    return max(seen)
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 1), (2, 6), (3, 2), (3, 6), (4, 4), (4, 8)])
+def test_one_forward_one_backward_keeps_few_micro_batches(pool, pp: int, micro_batches: int) -> None:
+    case = Case(layers=4, accumulation=micro_batches, steps=1).with_layout(1, 1, pp)
+    alive = pool.run(pp, alive_at_most, case)
+    assert alive == [min(micro_batches, pp - stage) for stage in range(pp)]
+
+
+def test_gpipe_keeps_all(pool) -> None:
+    case = Case(layers=4, accumulation=6, schedule="gpipe", steps=1).with_layout(1, 1, 3)
+    assert pool.run(3, alive_at_most, case) == [6, 6, 6]
+
+
+def objects_sent(case: Case) -> tuple[int, int]:
+    """How many metadata objects the stages exchanged: while the engine was made, and in three steps."""
+    engine = make_engine(case)
+    sent: list[int] = []
+    send, receive = dist.send_object_list, dist.recv_object_list
+
+    def count(call: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            sent.append(1)
+            return call(*args, **options)
+
+        return counted
+
+    with patch.object(dist, "send_object_list", count(send)), patch.object(dist, "recv_object_list", count(receive)):
+        for step in range(3):
+            engine.train_step(shard_of(case, step, engine.mesh.dp.index), step)
+    assert isinstance(engine.runner, PipelineRunner)
+    return len(sent), len(engine.runner.pipe._stage_meta.inputs or ())
+
+
+def test_declared_shapes_need_no_metadata_traffic(pool) -> None:
+    case = Case(layers=4).with_layout(1, 1, 3)
+    assert pool.run(3, objects_sent, case) == [(0, 1)] * 3
