@@ -1,0 +1,114 @@
+"""Ways to train that take turns on one machine, each in processes of its own, so that other load hits all alike."""
+
+import gc
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+Step = Callable[[int], None]
+"""Makes step number 0, 1, 2, ... of a training run."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train.
+
+    Attributes:
+        name: shown in the table.
+        make_step: an importable function that sets the training up, as `make_step(*args)` on each rank.
+        ranks: processes; the cores are shared out among them.
+        launched: each process is made a rank the way Threefold's launcher does it; otherwise it is a plain one.
+    """
+
+    name: str
+    make_step: Callable[..., Step]
+    args: tuple[Any, ...]
+    ranks: int = 1
+    launched: bool = True
+
+
+def contest(contestants: list[Contestant], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per step of each contestant, by round. In every round each makes `steps` steps; one round warms up."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["threefold.train.engine", "threefold.models.gpt"])
+    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    with ExitStack() as stack:
+        started = {contestant.name: _start(contestant, context, stack) for contestant in contestants}
+        for connections in started.values():
+            _turn(connections, steps)
+        for number in range(rounds):
+            order = contestants if number % 2 == 0 else contestants[::-1]
+            for contestant in order:
+                seconds[contestant.name].append(_turn(started[contestant.name], steps) / steps)
+    return seconds
+
+
+def ratio(faster: list[float], slower: list[float]) -> float:
+    """How many times as fast, the median over the rounds: the two of a round met the same load."""
+    return statistics.median(theirs / ours for ours, theirs in zip(faster, slower, strict=True))
+
+
+def _start(
+    contestant: Contestant, context: multiprocessing.context.ForkServerContext, stack: ExitStack
+) -> list[Connection]:
+    store = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store")
+    connections = []
+    for rank in range(contestant.ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(contestant, rank, store, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        stack.callback(process.join)
+        stack.callback(ours.close)
+        connections.append(ours)
+    for connection in connections:
+        connection.recv()  # ready
+    return connections
+
+
+def _turn(connections: list[Connection], steps: int) -> float:
+    """Seconds of the slowest rank."""
+    for connection in connections:
+        connection.send(steps)
+    return max(connection.recv() for connection in connections)
+
+
+def _serve(contestant: Contestant, rank: int, store: str, connection: Connection) -> None:
+    import torch
+
+    if not contestant.launched:
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        return _answer(None, contestant, connection)
+    import torch.distributed as dist
+
+    from threefold.launch.worker import Job, RankInfo, work
+
+    job = Job(_answer, (contestant, connection), device="cpu", run_dir=None, console_ranks=())
+    info = RankInfo(rank, contestant.ranks, rank, contestant.ranks, "cpu")
+    return work(job, info, dist.FileStore(store, contestant.ranks))
+
+
+def _answer(_: Any, contestant: Contestant, connection: Connection) -> None:
+    """Make as many steps as asked for and tell how long they took, until nobody asks."""
+    step = contestant.make_step(*contestant.args)
+    connection.send("ready")
+    made = 0
+    while True:
+        try:
+            steps = connection.recv()
+        except EOFError:
+            return
+        gc.collect()
+        started = time.perf_counter()
+        for _ in range(steps):
+            step(made)
+            made += 1
+        connection.send(time.perf_counter() - started)

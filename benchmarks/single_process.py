@@ -1,0 +1,92 @@
+"""Tokens per second of one process, all cores: Threefold beside `transformers`' GPT-2 of the same shape and optimizer.
+
+    pip install -e '.[benchmark]'
+    python benchmarks/single_process.py [--rounds 5] [--steps 2]
+
+`transformers` is set up as its users would: scaled-dot-product attention, no dropout, fused AdamW, micro-batches
+accumulated, clipped; bf16 as autocast over fp32 weights. Threefold's bf16 computes with bf16 weights, keeps fp32
+masters and adds gradients up in fp32. Each runs in a process of its own, and they take turns.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import shape
+import torch
+from contest import Contestant, contest, ratio
+from hardware import hardware_line
+from rich.console import Console
+from rich.table import Table
+
+GOALS = {"fp32": 1.2, "bf16": 1.8}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each, of which the medians are printed")
+    parser.add_argument("--steps", type=int, default=2, help="steps in a turn")
+    arguments = parser.parse_args()
+    contestants = [
+        contestant
+        for dtype in GOALS
+        for contestant in (
+            Contestant(f"transformers {dtype}", transformers_step, (dtype,), launched=False),
+            Contestant(f"Threefold {dtype}", shape.threefold_step, (shape.config(dtype),)),
+        )
+    ]
+    seconds = contest(contestants, arguments.rounds, arguments.steps)
+    console = Console()
+    console.print(f"{shape.describe()}\n{hardware_line()}", highlight=False)
+    console.print(_table(seconds))
+
+
+def transformers_step(dtype: str) -> Callable[[int], None]:
+    """GPT-2 of `transformers`, in a plain training loop."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(
+        vocab_size=shape.VOCAB,
+        n_positions=shape.SEQUENCE,
+        n_embd=shape.HIDDEN,
+        n_layer=shape.LAYERS,
+        n_head=shape.HEADS,
+        n_inner=shape.FFN,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=shape.LEARNING_RATE, betas=shape.BETAS, weight_decay=shape.WEIGHT_DECAY, fused=True
+    )
+    micro_batches = shape.GLOBAL_BATCH // shape.MICRO_BATCH
+
+    def step(number: int) -> None:
+        for tokens in shape.global_batch(number).chunk(micro_batches):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            (loss / micro_batches).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), shape.CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _table(seconds: dict[str, list[float]]) -> Table:
+    table = Table(title="One process", title_justify="left")
+    for heading in ("", "transformers tokens/s", "Threefold tokens/s", "ratio", "goal"):
+        table.add_column(heading, justify="right")
+    for dtype, goal in GOALS.items():
+        theirs, ours = seconds[f"transformers {dtype}"], seconds[f"Threefold {dtype}"]
+        speeds = [f"{shape.TOKENS_PER_STEP / statistics.median(values):,.0f}" for values in (theirs, ours)]
+        table.add_row(dtype, *speeds, f"{ratio(ours, theirs):.2f}", f"{goal}")
+    return table
+
+
+if __name__ == "__main__":
+    main()
