@@ -5,6 +5,7 @@ whatever part is asked for, so neither the layout nor the dtype of the writer ma
 """
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,12 +80,13 @@ def _sentence(what: str, error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs what it raises anyway."""
+    """Torch logs what it raises anyway, and warns where it is told to work without a process group."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     finally:
         logger.setLevel(before)

@@ -36,6 +36,7 @@ class LiveLine(Hook):
         self.steps = steps
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._last: StepRecord | None = None
         self._speed, self._seconds, self._valid, self._drawn = 0.0, 0.0, "", 0.0
 
     def before_fit(self, start: int) -> None:
@@ -60,32 +61,36 @@ class LiveLine(Hook):
         weight = max(1 / record.step, 2 / (_SPEED_OF + 1))
         self._speed += weight * (record.tokens_per_second - self._speed) if self._speed else record.tokens_per_second
         self._seconds += weight * (record.seconds - self._seconds) if self._seconds else record.seconds
-        left = clock((self.steps - record.step) * self._seconds)
-        self._show(record.step, f"loss {record.loss:.4f}{self._valid} · {self._speed:,.0f} tokens/s · {left} left")
+        self._last = record
+        if time.monotonic() - self._drawn > _SECONDS_BETWEEN_PICTURES or record.step == self.steps:
+            self._draw()
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         self._valid = f" · validation {record.loss:.4f}"
         self._print(f"step {record.step}: validation loss {record.loss:.4f}")
+        self._draw()
 
     def after_checkpoint(self, step: int, path: Path) -> None:
         self._print(f"step {step}: checkpoint {path}")
+
+    def after_fit(self) -> None:
+        self.close()  # what others say of the run goes below
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
 
-    def _show(self, step: int, shown: str) -> None:
-        if self._progress is None or self._task is None:
+    def _draw(self) -> None:
+        if self._progress is None or self._task is None or self._last is None:
             return
-        self._progress.update(self._task, completed=step, shown=shown)
-        if time.monotonic() - self._drawn > _SECONDS_BETWEEN_PICTURES or step == self.steps:
-            self._drawn = time.monotonic()
-            self._progress.refresh()
+        left = clock((self.steps - self._last.step) * self._seconds)
+        shown = f"loss {self._last.loss:.4f}{self._valid} · {self._speed:,.0f} tokens/s · {left} left"
+        self._progress.update(self._task, completed=self._last.step, shown=shown, refresh=True)
+        self._drawn = time.monotonic()
 
     def _print(self, line: str) -> None:
         if self._progress is not None:
             self._progress.console.print(line, soft_wrap=True, markup=False)
-            self._progress.refresh()
 
 
 class Summary(Hook):

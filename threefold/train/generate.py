@@ -1,6 +1,7 @@
 """Text from a trained model, in one process."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,12 @@ from threefold.config import load_config
 from threefold.data.tokenizer import id_count
 from threefold.errors import UserError
 from threefold.models.gpt import GPT
+from threefold.models.gpt_split import gpt_plan
 from threefold.train.state import MODEL
+
+_WORTH_THREADS = 10_000_000
+"""Parameters from which a token is work for several threads; below, they wait for one another (on a busy machine for
+seconds)."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,10 @@ class Writer:
         config = load_config(checkpoint.path / CONFIG)
         with torch.device("meta"):
             model = GPT(config.model)
-        model.to_empty(device="cpu")
-        load_tensors_alone({MODEL + name: tensor for name, tensor in model.named_parameters()}, checkpoint.path)
+        weights = {name: torch.empty(tensor.shape) for name, tensor in model.named_parameters()}
+        load_tensors_alone({MODEL + name: tensor for name, tensor in weights.items()}, checkpoint.path)
+        ties = gpt_plan(config.model, config.data.sequence_length).ties
+        model.load_state_dict(weights | {name: weights[owner] for name, owner in ties.items()}, assign=True)
         tokenizer = Tokenizer.from_file(str(checkpoint.path / TOKENIZER))
         return cls(model.eval(), tokenizer, checkpoint.facts.eod, config.data.sequence_length, checkpoint.step)
 
@@ -157,5 +165,17 @@ def generate(
     if not all(prompts):
         raise UserError("--prompt is empty; give at least one character to go on from.")
     writer = Writer.load(run)
-    for prompt in prompts:
-        yield prompt + "".join(writer.stream(prompt, max_new_tokens, sampling, seed))
+    small = sum(tensor.numel() for tensor in writer.model.parameters()) < _WORTH_THREADS
+    with _threads(1 if small else torch.get_num_threads()):
+        for prompt in prompts:
+            yield prompt + "".join(writer.stream(prompt, max_new_tokens, sampling, seed))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

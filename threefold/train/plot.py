@@ -73,6 +73,7 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
             linewidth=1.5,
             marker="o",
             markersize=4,
+            clip_on=False,  # the last lies on the frame
             label=f"validation, {last['valid_loss']:.3f} at the end",
         )
     guess = log(vocab_size)
@@ -87,6 +88,6 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
         axes.set_xlim(0, numbers[-1])
         per_step = sum(line["tokens"] for line in steps) / len(steps)
         upper = axes.secondary_xaxis("top", functions=(lambda x: x * per_step, lambda x: x / per_step))
-        upper.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        upper.xaxis.set_major_formatter(EngFormatter(sep=""))
         upper.set_xlabel("training tokens")
     figure.savefig(path, dpi=150)

@@ -4,7 +4,6 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config
@@ -81,14 +80,9 @@ def reporting_hooks(config: Config, run_dir: Path) -> list[Hook]:
     return [LiveLine(config.train.max_steps), *hooks] if live else hooks
 
 
-def parameter_count(model: nn.Module) -> int:
-    """Numbers in a model's parameters, each tied one once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
     with torch.device("meta"):
-        parameters = parameter_count(GPT(config.model))
+        parameters = sum(parameter.numel() for parameter in GPT(config.model).parameters())
     train = config.train
     samples, read = len(loader.train), train.max_steps * train.global_batch_size
     say(

@@ -1,0 +1,124 @@
+"""Small runs on the pool: token files of a few hundred lines of text, a model of a few thousand weights."""
+
+import contextlib
+import hashlib
+import io
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from threefold.config import Config, resolve
+from threefold.data.files import TokenFiles
+from threefold.data.format import (
+    DOCUMENT_DTYPE,
+    DOCUMENTS_FILE,
+    DTYPES,
+    META_FILE,
+    TOKENIZER_FILE,
+    TOKENS_FILE,
+    Meta,
+    dtype_for,
+)
+from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
+from threefold.train.metrics import read_metrics
+from threefold.train.run import train
+
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
+
+
+def write_tokens(folder: Path, documents: list[str]) -> Path:
+    """Token files of these documents, with a byte-level tokenizer of at most 300 tokens."""
+    folder.mkdir(parents=True)
+    tokenizer = train_tokenizer(iter(documents), 300)
+    eod = tokenizer.token_to_id(END_OF_DOCUMENT)
+    encoded = [[*tokenizer.encode(document).ids, eod] for document in documents]
+    vocab_size = tokenizer.get_vocab_size()
+    dtype = dtype_for(vocab_size)
+    starts = np.cumsum([0, *map(len, encoded)])
+    np.concatenate(encoded).astype(DTYPES[dtype]).tofile(folder / TOKENS_FILE)
+    starts.astype(DOCUMENT_DTYPE).tofile(folder / DOCUMENTS_FILE)
+    text = tokenizer.to_str()
+    (folder / TOKENIZER_FILE).write_text(text, encoding="utf-8")
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    Meta(dtype, vocab_size, eod, int(starts[-1]), len(documents), 1, sha256, ()).write(folder / META_FILE)
+    return folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """A small run; `set` overrides any setting, as a tuple of ("section.key", value)."""
+
+    data: Path
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    steps: int = 4
+    dtype: str = "fp32"
+    dropout: float = 0.1
+    set: tuple[tuple[str, Any], ...] = ()
+
+    def but(self, **changes: Any) -> "Run":
+        return replace(self, **changes)
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def config(self) -> Config:
+        given: dict[str, dict[str, Any]] = {
+            # 301 rows: not divisible by any tp, and more than the tokenizer has
+            "model": {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 301},
+            "data": {"path": str(self.data), "sequence_length": 16, "split": "80,20"},
+            "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp},
+            "train": {"max_steps": self.steps, "global_batch_size": 8, "eval_every": 0, "device": "cpu"},
+            "precision": {"dtype": self.dtype},
+            # with 1e-8 Adam's first steps follow the sign of gradients that are rounding noise
+            "optimizer": {"lr": 1e-2, "eps": 1e-5, "warmup_steps": 2, "decay_steps": 20},
+            "checkpoint": {"every": 0},
+            "log": {"every": 2},
+        }
+        given["model"] |= {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
+        for key, value in self.set:
+            section, name = key.split(".")
+            given[section][name] = value
+        return resolve(Config.model_validate(given), TokenFiles.open(self.data).vocab_size)
+
+
+def train_rank(run: Run, run_dir: Path, resume: bool = False) -> str:
+    """Train as a rank of the pool, and return what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(run.config, run_dir, resume)
+    return printed.getvalue()
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The step objects of a run's metrics file, by step; a step that appears twice is an error."""
+    steps = [line for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
+    assert len({line["step"] for line in steps}) == len(steps), "a step appears twice"
+    return {line["step"]: line for line in steps}
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    steps = steps_of(run_dir)
+    assert list(steps) == list(range(1, len(steps) + 1)), f"steps are missing or out of order: {list(steps)}"
+    return [line["loss"] for line in steps.values()]
+
+
+def same(got: list[float], expected: list[float], dtype: str) -> bool:
+    """Whether the losses agree to what rounding allows."""
+    assert len(got) == len(expected) > 0
+    return bool(np.allclose(got, expected, rtol=TOLERANCE[dtype], atol=0))
+
+
+def manifest(checkpoint: Path) -> dict[str, Any]:
+    return dict(json.loads((checkpoint / "checkpoint.json").read_text()))

@@ -1,0 +1,114 @@
+"""What a run writes and prints, and that all layouts and ways of starting give the same losses."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from tests.train.support import Run, losses_of, same, steps_of, train_rank
+from threefold.errors import UserError
+from threefold.launch import RankInfo, spawn
+from threefold.launch.pool import WorkerError, WorkerPool
+from threefold.train.metrics import read_metrics
+from threefold.train.run import train
+
+STEP_LINE = re.compile(
+    r"global step \d+, epoch: \d+, batch: \d+, loss: \d+\.\d{9}, avg_reader_cost: \d+\.\d{5} sec, "
+    r"avg_batch_cost: \d+\.\d{5} sec, speed: \d+\.\d\d step/s, ips_total: \d+ tokens/s, ips: \d+ tokens/s, "
+    r"learning rate: \d\.\d{5}e[+-]\d\d"
+)
+
+
+@pytest.fixture(scope="module")
+def finished(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of a finished run on dp 2 · pp 2, and what each rank printed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    evaluated = (("train.eval_every", 4), ("train.eval_batches", 2), ("checkpoint.every", 2), ("checkpoint.keep", 2))
+    return folder, pool.run(4, train_rank, small_run.but(dp=2, pp=2, steps=6, set=evaluated), folder)
+
+
+def test_metrics_have_every_step_once(finished: tuple[Path, list[str]]) -> None:
+    lines = list(read_metrics(finished[0] / "metrics.jsonl"))
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert {tuple(line) for line in steps} == {("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second")}
+    assert all(0 < line["tokens"] <= 8 * 16 for line in steps)
+    evaluations = [line for line in lines if "loss" not in line]
+    assert [(line["step"], line["valid_loss"] > 0) for line in evaluations] == [(4, True), (6, True)]
+
+
+def test_the_log_has_the_form_of_the_original(finished: tuple[Path, list[str]]) -> None:
+    lines = (finished[0] / "train.log").read_text().splitlines()
+    steps = [line for line in lines if "learning rate" in line]
+    assert [int(line.split(",")[0].split()[-1]) for line in steps] == [1, 2, 4, 6]
+    assert all(STEP_LINE.fullmatch(line) for line in steps)
+    assert sum("validation loss" in line for line in lines) == 2
+
+
+def test_only_one_rank_prints(finished: tuple[Path, list[str]]) -> None:
+    first, *others = finished[1]
+    assert others == ["", "", ""]
+    assert (finished[0] / "train.log").read_text() in first
+    assert "validation loss" in first.rpartition("\n\n")[2]  # the summary
+
+
+def test_the_curves_are_drawn(finished: tuple[Path, list[str]]) -> None:
+    assert (finished[0] / "loss.png").read_bytes().startswith(b"\x89PNG")
+    (file,) = (finished[0] / "tensorboard").iterdir()
+    seen = {
+        (value.tag, event.step) for event in EventFileLoader(str(file)).Load() for value in event.summary.value
+    }
+    assert {("loss/train", step) for step in range(1, 7)} | {("loss/validation", 4)} <= seen
+
+
+def test_the_newest_checkpoints_are_kept(finished: tuple[Path, list[str]]) -> None:
+    assert sorted(path.name for path in (finished[0] / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 2), (1, 4, 1), (1, 1, 3), (4, 1, 1)])
+def test_every_layout_has_the_same_losses(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, dp: int, tp: int, pp: int
+) -> None:
+    run = small_run.but(steps=5)
+    pool.run(1, train_rank, run, tmp_path / "one")
+    split = run.but(dp=dp, tp=tp, pp=pp)
+    pool.run(split.world_size, train_rank, split, tmp_path / "split")
+    assert same(losses_of(tmp_path / "split"), losses_of(tmp_path / "one"), "fp32")
+    one, other = steps_of(tmp_path / "one"), steps_of(tmp_path / "split")
+    assert [line["tokens"] for line in one.values()] == [line["tokens"] for line in other.values()]
+
+
+def spawned(_: RankInfo, run: Run, run_dir: Path) -> None:
+    """A rank that `launch` starts."""
+    torch.set_num_threads(1)
+    train(run.config, run_dir, False)
+
+
+def test_workers_started_from_python_have_the_same_losses(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(dp=2)
+    pool.run(2, train_rank, run, tmp_path / "pool")
+    spawn(spawned, (run, tmp_path / "spawn"), 2, run_dir=tmp_path / "logs", start_method="spawn")
+    assert losses_of(tmp_path / "spawn") == losses_of(tmp_path / "pool")
+
+
+@pytest.mark.slow
+def test_torchrun_has_the_same_losses(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(dp=2)
+    pool.run(2, train_rank, run, tmp_path / "pool")
+    (tmp_path / "run.yaml").write_text(run.config.to_yaml())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = ["-m", "threefold", "train", str(tmp_path / "run.yaml"), "--run-dir", str(tmp_path / "torchrun")]
+    subprocess.run([*torchrun, *command], check=True, capture_output=True, timeout=300)
+    assert losses_of(tmp_path / "torchrun") == losses_of(tmp_path / "pool")
+
+
+def test_an_empty_validation_part_is_told_by_every_rank(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(dp=2, set=(("data.split", "1,0"), ("train.eval_every", 2)))
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, train_rank, run, tmp_path / "run")
+    assert isinstance(caught.value.error, UserError)
+    assert "valid split" in str(caught.value.error)
