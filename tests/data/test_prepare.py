@@ -210,7 +210,7 @@ def test_an_interrupted_run_leaves_nothing_half_made(
         assert not out.exists()
         os.killpg(run.pid, how) if how == signal.SIGINT else run.kill()
         # The workers hold the same standard output, so its end means that they are gone as well.
-        run.communicate(timeout=60)
+        run.communicate(timeout=300)
     assert run.returncode != 0
     assert not out.exists()
     if how == signal.SIGINT:
@@ -218,10 +218,20 @@ def test_an_interrupted_run_leaves_nothing_half_made(
 
     pipe.unlink()
     again = start("prepare", write_lines(pipe, TEXTS), "--out", out, "--tokenizer", word_tokenizer, "--workers", 1)
-    output, _ = again.communicate(timeout=60)
+    output, _ = again.communicate(timeout=300)
     assert again.returncode == 0, output
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
     assert TokenFiles.open(out).meta.documents == len(TEXTS)
+
+
+def test_idle_workers_go_with_a_killed_process(tmp_path: Path, word_tokenizer: Path) -> None:
+    pipe = tmp_path / "in.jsonl"
+    os.mkfifo(pipe)
+    run = start("prepare", pipe, "--out", tmp_path / "out", "--tokenizer", word_tokenizer, "--workers", 2)
+    with pipe.open("w"):  # it is opened for reading after the workers have started, and gives them nothing to do
+        run.kill()
+        run.communicate(timeout=300)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -231,7 +241,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, word_tokenizer: 
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
     command = ("prepare", lines, "--out", out, "--tokenizer", word_tokenizer, "--workers", workers)
     run = start(*command, prelude=full)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=300)
     assert run.returncode == 1
     assert "out could not be written (File too large); make room or choose another --out" in " ".join(output.split())
     assert "Traceback" not in output
@@ -249,7 +259,7 @@ def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path, word_tokenizer: Pa
         writer.flush()
         os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
         writer.writelines(json.dumps({"text": text}) + "\n" for text in TEXTS * 50)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=300)
     assert run.returncode == 1
     assert "a worker was killed" in " ".join(output.split())
     assert not (tmp_path / "out").exists()
