@@ -93,9 +93,8 @@ def prune(run_dir: Path, keep: int) -> None:
     for path in (run_dir / FOLDER).glob(f"step_*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
     for checkpoint in complete(run_dir)[:-keep] if keep else []:
-        # Not whole from the first moment on, should deleting it be interrupted.
-        (checkpoint.path / MANIFEST).unlink()
-        shutil.rmtree(checkpoint.path)
+        # Under the name of a partial one, so that it is taken for nothing else should deleting it be interrupted.
+        shutil.rmtree(checkpoint.path.rename(checkpoint.path.with_name(checkpoint.path.name + PARTIAL)))
 
 
 def write_manifest(folder: Path, facts: Facts) -> None:

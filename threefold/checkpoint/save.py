@@ -51,14 +51,26 @@ def save_checkpoint(
         sync_folder(path.parent)
         prune(run_dir, keep)
 
-    _on_first(world, begin, path)
-    save_tensors(tensors, partial)
-    _on_first(world, finish, path)
+    try:
+        _on_first(world, begin)
+        save_tensors(tensors, partial)
+        _on_first(world, finish)
+    except OSError as error:
+        raise UserError(
+            f"The checkpoint {path} cannot be written ({error}); {_free(path):.1f} GB of its disk are free, and "
+            "those before it are as they were."
+        ) from error
     return path
 
 
-def _on_first(world: Axis, work: Callable[[], None], path: Path) -> None:
-    """Do `work` on the first rank; all ranks wait for it, and raise if it failed."""
+def _free(path: Path) -> float:
+    """Free space where `path` is to lie, in GB."""
+    folder = next((parent for parent in path.parents if parent.is_dir()), Path("."))
+    return shutil.disk_usage(folder).free / 1e9
+
+
+def _on_first(world: Axis, work: Callable[[], None]) -> None:
+    """Do `work` on the first rank; all ranks wait for it, and raise the OSError that it raised."""
     error = None
     if world.is_first:
         try:
@@ -66,4 +78,4 @@ def _on_first(world: Axis, work: Callable[[], None], path: Path) -> None:
         except OSError as failure:
             error = str(failure)
     if reason := world.gather_objects(error)[0]:
-        raise UserError(f"The checkpoint {path} cannot be written ({reason}).")
+        raise OSError(reason)

@@ -28,14 +28,14 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
         folder: an empty folder that all ranks see.
 
     Raises:
-        UserError: on every rank, when a rank cannot write.
+        OSError: on every rank, when a rank cannot write.
     """
     writer = dcp.FileSystemWriter(folder, sync_files=True)
     try:
         with _quiet():
             dcp.save(_held(tensors), storage_writer=writer)
     except CheckpointException as error:
-        raise UserError(_sentence(f"The checkpoint {folder} cannot be written", error)) from error
+        raise OSError(_reason(error)) from error
 
 
 def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -61,7 +61,7 @@ def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool) -> None:
         with _quiet():
             dcp.load(_held(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
     except CheckpointException as error:
-        raise UserError(_sentence(f"The checkpoint {folder} cannot be read", error)) from error
+        raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error
 
 
 def _held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,9 +73,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _sentence(what: str, error: CheckpointException) -> str:
+def _reason(error: CheckpointException) -> str:
+    """What the first rank that failed said, on one line."""
     rank, (cause, _) = min(error.failures.items())
-    return f"{what} by rank {rank} ({type(cause).__name__}: {' '.join(str(cause).split())[:300]})."
+    return f"rank {rank}: {' '.join(str(cause).split())[:300] or type(cause).__name__}"
 
 
 @contextmanager

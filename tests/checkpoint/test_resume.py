@@ -1,0 +1,104 @@
+"""Half a run, a checkpoint, and the other half in any layout: the losses of the unbroken run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.train.support import Run, losses_of, manifest, same, steps_of, train_rank
+from threefold.launch.pool import WorkerPool
+from threefold.train.metrics import read_metrics
+
+HALF, WHOLE = 3, 6
+
+
+def broken_run(pool: WorkerPool, before: Run, after: Run, folder: Path) -> list[float]:
+    """Losses of a run that changes from one layout to another half-way; dropout and decay are on.
+
+    It stops by itself after half the steps, so the settings that follow from `train.max_steps` are given in `Run`.
+    """
+    pool.run(before.world_size, train_rank, before.but(steps=HALF), folder)
+    pool.run(after.world_size, train_rank, after.but(steps=WHOLE), folder, True)
+    return losses_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp", "optimizer"), [(1, 1, 1, "adamw"), (2, 2, 2, "adamw"), (1, 3, 1, "sgd"), (1, 1, 1, "sgd")]
+)
+def test_the_same_layout_goes_on_bit_equal(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, dp: int, tp: int, pp: int, optimizer: str
+) -> None:
+    heads = (("model.num_attention_heads", 6), ("optimizer.name", optimizer))
+    run = small_run.but(dp=dp, tp=tp, pp=pp, set=heads)
+    pool.run(run.world_size, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
+    assert broken_run(pool, run, run, tmp_path / "broken") == losses_of(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [
+        ((2, 2, 2), (1, 1, 1), "fp32"),
+        ((1, 1, 1), (1, 4, 2), "fp32"),
+        ((2, 1, 2), (1, 4, 1), "fp64"),
+        ((1, 4, 1), (1, 1, 3), "fp64"),
+        ((4, 1, 1), (1, 2, 2), "fp64"),
+    ],
+)
+def test_another_layout_goes_on_equal(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, before: tuple[int, ...], after: tuple[int, ...], dtype: str
+) -> None:
+    run = small_run.but(dtype=dtype, steps=WHOLE)
+    pool.run(1, train_rank, run, tmp_path / "unbroken")
+    first, second = (run.but(dp=dp, tp=tp, pp=pp) for dp, tp, pp in (before, after))
+    losses = broken_run(pool, first, second, tmp_path / "broken")
+    assert same(losses, losses_of(tmp_path / "unbroken"), dtype)
+
+
+def test_untied_weights(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(set=(("model.tie_embeddings", False),))
+    pool.run(1, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
+    losses = broken_run(pool, run.but(pp=2), run.but(tp=2), tmp_path / "broken")
+    assert same(losses, losses_of(tmp_path / "unbroken"), "fp32")
+
+
+@pytest.mark.parametrize(("before", "after"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64")])
+def test_another_precision_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path, before: str, after: str) -> None:
+    pool.run(1, train_rank, small_run.but(steps=WHOLE), tmp_path / "unbroken")
+    losses = broken_run(pool, small_run.but(dtype=before, tp=2), small_run.but(dtype=after), tmp_path / "broken")
+    assert losses == pytest.approx(losses_of(tmp_path / "unbroken"), rel=2e-2)
+
+
+def test_narrow_runs_go_on_bit_equal(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """The wide masters are what is stored, not the bf16 weights."""
+    run = small_run.but(dtype="bf16", pp=2)
+    pool.run(2, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
+    assert broken_run(pool, run, run, tmp_path / "broken") == losses_of(tmp_path / "unbroken")
+
+
+def test_epochs_go_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """A run longer than its data, resumed inside the second pass with another number of replicas."""
+    run = small_run.but(set=(("data.split", "10,90"), ("train.global_batch_size", 48)))
+    pool.run(1, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
+    losses = broken_run(pool, run.but(dp=2), run.but(dp=3), tmp_path / "broken")
+    assert same(losses, losses_of(tmp_path / "unbroken"), "fp32")
+    log = (tmp_path / "broken" / "train.log").read_text()
+    assert "global step 4, epoch: 1" in log
+
+
+def test_the_metrics_file_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """What lies behind the step that is resumed from is made anew, and no step appears twice."""
+    run = small_run.but(set=(("checkpoint.every", 2), ("train.eval_every", 1)))
+    pool.run(1, train_rank, run.but(steps=5), tmp_path)
+    (tmp_path / "checkpoints" / "step_00000005" / "checkpoint.json").unlink()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # killed in the middle of a line
+    pool.run(1, train_rank, run.but(steps=WHOLE), tmp_path, True)
+    assert list(steps_of(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    evaluated = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "valid_loss" in line]
+    assert evaluated == [1, 2, 3, 4, 5, 6]
+    assert "step_00000004" in (tmp_path / "train.log").read_text()
+
+
+def test_the_manifest_says_where_the_run_stands(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    pool.run(2, train_rank, small_run.but(dp=2, steps=3), tmp_path)
+    facts = manifest(tmp_path / "checkpoints" / "step_00000003")
+    assert (facts["step"], facts["consumed_samples"], facts["seed"]) == (3, 24, 1234)

@@ -1,0 +1,93 @@
+"""What may change between a checkpoint and the run that goes on from it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.support import Run, train_rank, write_tokens
+from threefold.checkpoint.resume import find_resumption
+from threefold.errors import UserError
+from threefold.launch.pool import WorkerPool
+
+
+@pytest.fixture(scope="module")
+def saved(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint after step 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool.run(1, train_rank, small_run.but(steps=2), folder)
+    return folder
+
+
+def changed(run: Run, key: str, value: Any) -> Run:
+    return run.but(steps=4, set=((key, value),))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "then"),
+    [
+        ("model.num_layers", 4, "3"),
+        ("model.hidden_size", 36, "24"),
+        ("model.num_attention_heads", 2, "4"),
+        ("model.vocab_size", 302, "301"),
+        ("model.tie_embeddings", False, "True"),
+        ("model.max_position_embeddings", 17, "16"),
+        ("train.seed", 5, "1234"),
+        ("train.global_batch_size", 4, "8"),
+        ("data.split", "70,30", "'80,20'"),
+        ("optimizer.name", "sgd", "'adamw'"),
+    ],
+)
+def test_another_run_is_refused(saved: Path, small_run: Run, key: str, value: Any, then: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_resumption(saved, changed(small_run, key, value).config)
+    assert str(caught.value).startswith(f"{key} is {value!r} but ")
+    assert f"set it to {then}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.lr", 0.02),
+        ("model.hidden_dropout", 0.2),
+        ("precision.dtype", "bf16"),
+        ("optimizer.betas", (0.8, 0.9)),
+    ],
+)
+def test_what_changes_the_losses_is_warned_of(saved: Path, small_run: Run, key: str, value: Any) -> None:
+    warnings = find_resumption(saved, changed(small_run, key, value).config).warnings
+    assert any(warning.startswith(f"{key} is ") for warning in warnings)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"dp": 2, "tp": 2, "pp": 2},
+        {"set": (("parallel.schedule", "gpipe"), ("train.micro_batch_size", 2), ("log.every", 7))},
+        {"set": (("checkpoint.every", 9), ("train.eval_every", 3), ("model.initializer_range", 0.1))},
+    ],
+)
+def test_what_changes_nothing_is_free(saved: Path, small_run: Run, run: dict[str, Any]) -> None:
+    found = find_resumption(saved, small_run.but(steps=4, **run).config)
+    assert (found.checkpoint.step, found.warnings) == (2, ())
+
+
+def test_the_data_may_move_but_not_change(saved: Path, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(steps=4)
+    moved = tmp_path / "moved"
+    moved.symlink_to(small_run.data)
+    assert find_resumption(saved, run.but(data=moved).config).warnings == ()
+    other = write_tokens(tmp_path / "other", ["another text altogether, of a few words only. " * 40] * 20)
+    with pytest.raises(UserError, match="tokenizer"):
+        find_resumption(saved, run.but(data=other).config)
+
+
+def test_no_checkpoint(small_run: Run, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UserError, match="no complete checkpoint"):
+            find_resumption(folder, small_run.config)
+
+
+def test_nothing_left_to_do(saved: Path, small_run: Run) -> None:
+    with pytest.raises(UserError, match=r"train.max_steps is 2 .* at step 2 already; set it to 3"):
+        find_resumption(saved, small_run.but(steps=2).config)

@@ -1,0 +1,85 @@
+"""The stored tensors are the whole model's, once each, under the names of the unsplit model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.train.support import Run, train_rank
+from threefold.checkpoint.tensors import load_tensors_alone, save_tensors
+from threefold.errors import UserError
+from threefold.launch.pool import WorkerPool
+from threefold.models.gpt import GPT
+from threefold.parallel.layout import Layout
+from threefold.parallel.mesh import Mesh
+from threefold.parallel.parameter import split_parameter
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """Everything in a checkpoint, read without knowing what should be there."""
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    load_tensors_alone(tensors, folder)
+    return tensors
+
+
+def saved_in(pool: WorkerPool, run: Run, folder: Path) -> dict[str, Tensor]:
+    pool.run(run.world_size, train_rank, run.but(steps=2), folder)
+    return stored(folder / "checkpoints" / "step_00000002")
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 2), (1, 3, 1)])
+def test_the_layout_is_not_part_of_the_format(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, dp: int, tp: int, pp: int
+) -> None:
+    run = small_run.but(dtype="fp64", set=(("model.num_attention_heads", 6),))
+    one = saved_in(pool, run, tmp_path / "one")
+    split = saved_in(pool, run.but(dp=dp, tp=tp, pp=pp), tmp_path / "split")
+    assert split.keys() == one.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(split[name], tensor, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_names_are_those_of_the_unsplit_model(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """A tied weight is stored once, also where two stages hold it."""
+    names = set(saved_in(pool, small_run.but(tp=2, pp=2), tmp_path))
+    with torch.device("meta"):
+        weights = {name for name, _ in GPT(small_run.config.model).named_parameters()}
+    assert names == {f"model.{name}" for name in weights} | {
+        f"optimizer.{name}.{state}" for name in weights for state in ("exp_avg", "exp_avg_sq", "step")
+    }
+    assert not any("head.output" in name for name in names)
+
+
+def test_weights_are_stored_wide(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    tensors = saved_in(pool, small_run.but(dtype="bf16", tp=2), tmp_path)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    weight = tensors["model.blocks.0.mlp.up.weight"]
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+def test_a_missing_name_and_another_shape_are_told(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    saved_in(pool, small_run, tmp_path)
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    for name, shape in (("model.nonsense", (2,)), ("model.head.norm.bias", (23,))):
+        with pytest.raises(UserError, match=name):
+            load_tensors_alone({name: torch.empty(shape)}, folder)
+
+
+def save_rows(rows: int, folder: Path) -> None:
+    """Save a table of so many rows, split over all ranks."""
+    mesh = Mesh(Layout(tp=dist.get_world_size()))
+    save_tensors({"table": split_parameter(table(rows), mesh.tp, 0)}, folder)
+
+
+def table(rows: int) -> Tensor:
+    return torch.arange(rows * 2.0).view(rows, 2)
+
+
+def test_a_rank_may_hold_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    """Nine rows over four ranks are 3, 3, 3 and none."""
+    pool.run(4, save_rows, 9, tmp_path)
+    assert torch.equal(stored(tmp_path)["table"], table(9))

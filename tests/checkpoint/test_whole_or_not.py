@@ -1,0 +1,128 @@
+"""A kill, a full disk or a lost file never leaves a bad checkpoint where a good one is looked for."""
+
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.support import Run, losses_of, train_rank
+from threefold.checkpoint.folder import complete, newest, path_of, prune
+from threefold.errors import UserError
+from threefold.launch.pool import WorkerError, WorkerPool
+
+
+def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None:
+    """Train two steps, go on, and kill the process of `rank` at the first file operation `event` on a path that ends in `place`."""
+    import torch.distributed as dist
+
+    def watch(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == event and str(arguments[0]).endswith(place):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train_rank(run.but(steps=2), folder)
+    if dist.get_rank() == rank:
+        sys.addaudithook(watch)
+    train_rank(run, folder, True)
+
+
+@pytest.mark.parametrize(
+    ("event", "place", "rank"),
+    [
+        ("open", "step_00000004.partial/__1_0.distcp", 1),  # before its tensors
+        ("open", "step_00000004.partial/checkpoint.json", 0),  # after all tensors
+        ("os.rename", "step_00000004.partial", 0),  # at the last moment
+        ("shutil.rmtree", "step_00000002.partial", 0),  # while the old one is deleted
+    ],
+)
+def test_a_kill_while_saving_leaves_a_whole_one(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, event: str, place: str, rank: int
+) -> None:
+    run = small_run.but(dp=2, steps=6, set=(("checkpoint.every", 2), ("checkpoint.keep", 1)))
+    pool.run(2, train_rank, run, tmp_path / "unbroken")
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        pool.run(2, killed_at, run, tmp_path / "killed", event, place, rank)
+    found = newest(tmp_path / "killed")
+    assert found is not None
+    assert found.step == (4 if event == "shutil.rmtree" else 2)
+    pool.run(2, train_rank, run, tmp_path / "killed", True)
+    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "unbroken")
+    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step_00000006"]
+
+
+def on_a_small_disk(run: Run, folder: Path, largest_file: int) -> str:
+    """Go on where no file can grow beyond some size; returns the error that this rank raises."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, before[1]))
+    try:
+        train_rank(run, folder, True)
+    except UserError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    return "no error"
+
+
+@pytest.mark.parametrize("largest_file", [20_000, 30_000_000])
+def test_a_full_disk_leaves_the_one_before(pool: WorkerPool, small_run: Run, tmp_path: Path, largest_file: int) -> None:
+    run = small_run.but(dp=2, set=(("checkpoint.keep", 1),))
+    pool.run(2, train_rank, run.but(steps=2), tmp_path)
+    errors = pool.run(2, on_a_small_disk, run.but(steps=4), tmp_path, largest_file)
+    found = newest(tmp_path)
+    assert found is not None
+    if largest_file > 1_000_000:
+        assert (errors, found.step) == (["no error"] * 2, 4)
+    else:
+        assert errors[0] == errors[1]
+        assert "step_00000004 cannot be written" in errors[0]
+        assert found.step == 2
+
+
+@pytest.fixture
+def two(pool: WorkerPool, small_run: Run, tmp_path: Path) -> Path:
+    """A run with whole checkpoints after steps 2 and 4."""
+    pool.run(1, train_rank, small_run.but(set=(("checkpoint.every", 2), ("checkpoint.keep", 0))), tmp_path)
+    return tmp_path
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in complete(run_dir)]
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", ".metadata", "__0_0.distcp", "tokenizer.json", "config.yaml"])
+def test_one_that_lost_a_file_is_not_whole(two: Path, name: str) -> None:
+    assert steps(two) == [2, 4]
+    (path_of(two, 4) / name).unlink()
+    assert steps(two) == [2]
+
+
+def test_one_that_was_cut_short_is_not_whole(two: Path) -> None:
+    file = path_of(two, 4) / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+    assert steps(two) == [2]
+
+
+def test_a_partial_one_is_not_whole(two: Path) -> None:
+    path_of(two, 4).rename(path_of(two, 4).with_name("step_00000004.partial"))
+    assert steps(two) == [2]
+
+
+def test_a_damaged_one_is_replaced(pool: WorkerPool, small_run: Run, two: Path) -> None:
+    (path_of(two, 4) / ".metadata").unlink()
+    pool.run(1, train_rank, small_run, two, True)
+    assert steps(two) == [2, 4]
+
+
+def test_pruning_keeps_the_newest(two: Path) -> None:
+    shutil.copytree(path_of(two, 4), path_of(two, 4).with_name("step_00000009.partial"))
+    prune(two, 0)
+    assert steps(two) == [2, 4]
+    assert not path_of(two, 9).with_name("step_00000009.partial").exists()
+    prune(two, 1)
+    assert steps(two) == [4]
