@@ -25,7 +25,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def causal_attention(qkv: Tensor) -> Tensor:
     """Causal self-attention of the heads in `qkv` [B, S, heads, 3, d] → [B, S, heads · d]."""
-    if qkv.device.type == "cpu" and qkv.dtype in _QUERY_BLOCKS and qkv.shape[1] <= _LONGEST_MATERIALISED:
+    if _blocks_serve(qkv):
         out: Tensor = _BlockedAttention.apply(qkv, _QUERY_BLOCKS[qkv.dtype])
         return out
     q, k, v = qkv.transpose(1, 2).unbind(3)
@@ -38,6 +38,15 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
         and x.device.type == "cpu"
         and x.numel() > 0 < weight.numel()
         and torch.backends.mkldnn.is_available()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _blocks_serve(qkv: Tensor) -> bool:
+    return (
+        qkv.dtype in _QUERY_BLOCKS
+        and qkv.device.type == "cpu"
+        and qkv.shape[1] <= _LONGEST_MATERIALISED
         and not torch.compiler.is_compiling()
     )
 

@@ -52,12 +52,12 @@ def test_bounds_by_cost(costs: list[float], pp: int, bounds: list[int]) -> None:
 
 def test_bounds_by_cost_are_the_best_there_are() -> None:
     """Against trying every way to cut."""
-    from itertools import combinations
+    from itertools import combinations, pairwise
 
     costs = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
     def peak(bounds: tuple[int, ...] | list[int]) -> int:
-        return max(sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        return max(sum(costs[a:b]) for a, b in pairwise(bounds))
 
     for pp in range(1, 8):
         ways = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), pp - 1)]

@@ -46,6 +46,7 @@ class Case:
     optimizer: str = "adamw"
     steps: int = 3
     clip: float = 0.5
+    compile: bool = False
 
     def with_layout(self, dp: int, tp: int, pp: int, **changes: Any) -> "Case":
         return replace(self, dp=dp, tp=tp, pp=pp, **changes)
@@ -53,7 +54,7 @@ class Case:
     @property
     def unsplit(self) -> "Case":
         """What one process has to compute for it: the same for every layout, schedule and accumulation."""
-        return replace(self, dp=1, tp=1, pp=1, schedule="1f1b", accumulation=1)
+        return replace(self, dp=1, tp=1, pp=1, schedule="1f1b", accumulation=1, compile=False)
 
     @property
     def world_size(self) -> int:
@@ -83,6 +84,7 @@ class Case:
                 "gradient_accumulation_steps": self.accumulation,
                 "seed": 11,
                 "device": "cpu",
+                "compile": self.compile,
             },
             "precision": {"dtype": self.dtype},
             "optimizer": {

@@ -52,6 +52,9 @@ def _check_layout(config: Config) -> None:
     if parallel.pp > model.num_layers:
         rule = f"each stage needs a layer and model.num_layers is {model.num_layers}; use at most {model.num_layers}"
         raise problem(config, "parallel.pp", rule)
+    if config.train.compile and parallel.tp > 1:
+        rule = f"the collectives inside a layer cannot be compiled and parallel.tp is {parallel.tp}; use false or tp 1"
+        raise problem(config, "train.compile", rule)
 
 
 def _check_optimizer(config: Config) -> None:

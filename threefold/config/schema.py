@@ -121,7 +121,7 @@ class TrainConfig(Section):
     eval_batches: int = Field(default=10, ge=1)
     """Global batches in an evaluation."""
     compile: bool = False
-    """Whether the network runs through `torch.compile`: slow to start, faster afterwards."""
+    """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU; needs `parallel.tp` 1."""
 
 
 class PrecisionConfig(Section):

@@ -15,6 +15,7 @@ from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import is_split, local
 from threefold.parallel.pipeline.partition import partition_by_cost
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner, Work
+from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.pipeline.tied import TiedWeights
 from threefold.parallel.random import sample_keys
 from threefold.parallel.split import ModelPlan
@@ -70,6 +71,8 @@ class Engine:
         )
         self.optimizer = Optimizer(self.stage, self.buckets, config.optimizer)
         self.optimizer.initialise(self.stage, config.train.seed)
+        if config.train.compile:
+            _compile(self.stage)
         self.runner = self._make_runner(dtype)
 
     def _make_runner(self, dtype: torch.dtype) -> Runner:
@@ -131,7 +134,7 @@ class Engine:
         return loss, tokens
 
     def evaluate(self, batch: "Batch") -> tuple[float, int]:
-        """Summed loss and number of the tokens that count in a global batch; gradients and randomness stay as they are."""
+        """Summed loss and number of tokens that count in a global batch; gradients and randomness stay as they are."""
         loss = self.runner.evaluate(self._work(batch, None)).double()
         totals = torch.stack([loss, (batch.labels != IGNORED).sum().to(loss)])
         if not (self.mesh.is_last_stage and self.mesh.tp.is_first):
@@ -171,3 +174,10 @@ class Engine:
         device = self.mesh.device
         moved = (batch.tokens.to(device), batch.labels.to(device))
         return Work(*moved, None if keys is None else keys.to(device))
+
+
+def _compile(stage: Stage) -> None:
+    """Have each layer compiled at its first use; equal layers share their code."""
+    torch.compiler.reset()  # nothing of an earlier engine of this process
+    for name in stage.layer_names:
+        stage.get_submodule(name).compile()
