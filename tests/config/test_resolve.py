@@ -140,7 +140,7 @@ def test_batch_sizes_that_disagree(sizes: Sizes, dp: int, expected: str) -> None
     [
         ({"model": {"num_attention_heads": 7}}, "model.num_attention_heads is 7 but must divide model.hidden_size 256; use 8."),
         ({"parallel": {"tp": 3}}, "parallel.tp is 3 but must divide model.num_attention_heads 8; use 2."),
-        ({"parallel": {"tp": 2}, "train": {"compile": True}}, "train.compile is true but the collectives inside a layer cannot be compiled and parallel.tp is 2; use false or tp 1."),
+        ({"parallel": {"tp": 2}, "train": {"compile": True}}, "train.compile is True but the collectives inside a layer cannot be compiled and parallel.tp is 2; use false or tp 1."),
         ({"parallel": {"tp": 8}, "model": {"ffn_hidden_size": 1001}}, "model.ffn_hidden_size is 1001 but must be a multiple of parallel.tp 8; use 1000."),
         ({"parallel": {"pp": 9}}, "parallel.pp is 9 but each stage needs a layer and model.num_layers is 8; use at most 8."),
         ({"model": {"vocab_size": 999}}, "model.vocab_size is 999 but the tokenizer of the data has 1000 tokens; use 1000."),
