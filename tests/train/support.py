@@ -4,12 +4,13 @@ import contextlib
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
+from tokenizers import Tokenizer
 
 from threefold.config import Config, resolve
 from threefold.data.files import TokenFiles
@@ -32,14 +33,18 @@ TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 
 def write_tokens(folder: Path, documents: list[str]) -> Path:
     """Token files of these documents, with a byte-level tokenizer of at most 300 tokens."""
-    folder.mkdir(parents=True)
     tokenizer = train_tokenizer(iter(documents), 300)
-    eod = tokenizer.token_to_id(END_OF_DOCUMENT)
-    encoded = [[*tokenizer.encode(document).ids, eod] for document in documents]
+    encoded = [tokenizer.encode(document).ids for document in documents]
+    return write_ids(folder, encoded, tokenizer, tokenizer.token_to_id(END_OF_DOCUMENT))
+
+
+def write_ids(folder: Path, documents: Sequence[Sequence[int]], tokenizer: Tokenizer, eod: int) -> Path:
+    """Token files of documents that are tokens already, without their ends."""
+    folder.mkdir(parents=True)
     vocab_size = tokenizer.get_vocab_size()
     dtype = dtype_for(vocab_size)
-    starts = np.cumsum([0, *map(len, encoded)])
-    np.concatenate(encoded).astype(DTYPES[dtype]).tofile(folder / TOKENS_FILE)
+    starts = np.cumsum([0, *(len(document) + 1 for document in documents)])
+    np.concatenate([[*document, eod] for document in documents]).astype(DTYPES[dtype]).tofile(folder / TOKENS_FILE)
     starts.astype(DOCUMENT_DTYPE).tofile(folder / DOCUMENTS_FILE)
     text = tokenizer.to_str()
     (folder / TOKENIZER_FILE).write_text(text, encoding="utf-8")
@@ -95,10 +100,6 @@ def train_rank(run: Run, run_dir: Path, resume: bool = False) -> str:
     with contextlib.redirect_stdout(printed):
         train(run.config, run_dir, resume)
     return printed.getvalue()
-
-
-def rank() -> int:
-    return dist.get_rank()
 
 
 def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:

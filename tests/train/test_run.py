@@ -59,9 +59,7 @@ def test_only_one_rank_prints(finished: tuple[Path, list[str]]) -> None:
 def test_the_curves_are_drawn(finished: tuple[Path, list[str]]) -> None:
     assert (finished[0] / "loss.png").read_bytes().startswith(b"\x89PNG")
     (file,) = (finished[0] / "tensorboard").iterdir()
-    seen = {
-        (value.tag, event.step) for event in EventFileLoader(str(file)).Load() for value in event.summary.value
-    }
+    seen = {(value.tag, event.step) for event in EventFileLoader(str(file)).Load() for value in event.summary.value}
     assert {("loss/train", step) for step in range(1, 7)} | {("loss/validation", 4)} <= seen
 
 

@@ -1,0 +1,125 @@
+"""Evaluation against an average taken by hand, and what it leaves untouched."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch.nn import functional as F
+
+from tests.train.support import Run, write_ids
+from threefold.config import Config
+from threefold.data.files import TokenFiles
+from threefold.data.samples import PackedSamples
+from threefold.data.split import document_runs
+from threefold.launch.pool import WorkerPool
+from threefold.models.gpt import GPT
+from threefold.models.gpt_split import gpt_plan
+from threefold.parallel.apply import draw_
+from threefold.parallel.layout import Layout
+from threefold.parallel.mesh import Mesh
+from threefold.train.engine import Engine
+from threefold.train.evaluate import evaluate
+from threefold.train.run import open_loader
+
+
+def engine_of(config: Config) -> Engine:
+    parallel = config.parallel
+    mesh = Mesh(Layout(parallel.dp, parallel.tp, parallel.pp))
+    return Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
+
+
+def offline(run: Run, batches: int) -> tuple[float, int]:
+    """Mean loss and tokens of the first held-out samples, one at a time through the unsplit model."""
+    config = run.config
+    model = GPT(config.model).double()
+    plan = gpt_plan(config.model, config.data.sequence_length)
+    for name, parameter in model.named_parameters():
+        draw_(parameter, parameter, name, plan, config.train.seed)
+    files = TokenFiles.open(run.data)
+    samples = PackedSamples.open(files, "valid", config.data.split, config.data.sequence_length)
+    count = min(len(samples), batches * config.train.global_batch_size)
+    windows = torch.from_numpy(samples.read(np.arange(count)))
+    losses = []
+    for window in windows:
+        with torch.no_grad():
+            each = F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="none")
+        losses.append(each[window[:-1] != files.eod])
+    joined = torch.cat(losses)
+    return joined.mean().item(), joined.numel()
+
+
+def evaluated(run: Run, batches: int) -> tuple[float, int]:
+    config = run.config
+    engine = engine_of(config)
+    loader = open_loader(config, TokenFiles.open(run.data), engine.mesh.dp)
+    record = evaluate(engine, loader, batches, 0)
+    loader.close()
+    return record.loss, record.tokens
+
+
+@pytest.mark.parametrize("batches", [2, 10_000])  # the latter takes the whole part, whose last batch is not full
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 1, 1), (4, 1, 1), (2, 2, 2)])
+def test_it_equals_an_offline_average(
+    pool: WorkerPool, small_run: Run, dp: int, tp: int, pp: int, batches: int
+) -> None:
+    run = small_run.but(dp=dp, tp=tp, pp=pp, dtype="fp64", set=(("train.eval_every", 1),))
+    ((expected, tokens),) = pool.run(1, offline, run, batches)
+    found = pool.run(run.world_size, evaluated, run, batches)
+    assert len(set(found)) == 1
+    assert found[0][0] == pytest.approx(expected, rel=1e-12)
+    assert found[0][1] == tokens
+
+
+def with_and_without(run: Run) -> tuple[bool, bool, bool, list[float]]:
+    """Whether an evaluation between two steps changes gradients, weights or random numbers; the steps' losses."""
+    config = run.config
+    engine = engine_of(config)
+    loader = open_loader(config, TokenFiles.open(run.data), engine.mesh.dp)
+    losses = [engine.train_step(loader.batch(0), 0).loss]
+    loss, tokens = engine.compute_gradients(loader.batch(1), 1)
+    gradients = [entry.gradient.clone() for entry in engine.optimizer.entries]
+    weights = [entry.leaf.detach().clone() for entry in engine.optimizer.entries]
+    state = torch.get_rng_state()
+    evaluate(engine, loader, 3, 1)
+    same_gradients = all(
+        torch.equal(before, entry.gradient) for before, entry in zip(gradients, engine.optimizer.entries, strict=True)
+    )
+    same_weights = all(
+        torch.equal(before, entry.leaf) for before, entry in zip(weights, engine.optimizer.entries, strict=True)
+    )
+    same_random = torch.equal(state, torch.get_rng_state())
+    losses.append(engine.update(loss, tokens, 1).loss)
+    losses.append(engine.train_step(loader.batch(2), 2).loss)
+    loader.close()
+    return same_gradients, same_weights, same_random, losses
+
+
+def plain_steps(run: Run) -> list[float]:
+    engine = engine_of(run.config)
+    loader = open_loader(run.config, TokenFiles.open(run.data), engine.mesh.dp)
+    losses = [engine.train_step(loader.batch(step), step).loss for step in range(3)]
+    loader.close()
+    return losses
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_it_leaves_gradients_and_randomness_alone(pool: WorkerPool, small_run: Run, pp: int) -> None:
+    run = small_run.but(tp=2, pp=pp, dropout=0.2, set=(("train.eval_every", 1),))
+    found = pool.run(run.world_size, with_and_without, run)
+    plain = pool.run(run.world_size, plain_steps, run)
+    assert found == [(True, True, True, losses) for losses in plain]
+    assert all(losses == plain[0] for losses in plain), "the loss differs between ranks"
+
+
+def test_nothing_to_count(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """Documents that are empty hold nothing that could be predicted."""
+    split = "2,99"
+    training = {number for first, end in document_runs(101, split, "train") for number in range(first, end)}
+    documents = [[1] * 400 if number in training else [] for number in range(101)]
+    tokenizer = Tokenizer(models.WordLevel({"end": 0, "w": 1}, unk_token="w"))
+    data = write_ids(tmp_path / "tokens", documents, tokenizer, 0)
+    run = small_run.but(data=data, set=(("train.eval_every", 1), ("data.split", split)))
+    with pytest.raises(Exception, match="No token of the validation batches counts"):
+        pool.run(1, evaluated, run, 3)
