@@ -1,6 +1,7 @@
 """A training run as one rank lives it."""
 
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -10,10 +11,13 @@ from threefold.config import Config
 from threefold.data.files import TokenFiles
 from threefold.data.loader import Loader, Share
 from threefold.data.samples import PackedSamples
+from threefold.host import keep_freed_memory
 from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Axis, Mesh
+from threefold.parallel.pipeline.partition import partition_by_cost
+from threefold.parallel.split import ModelPlan
 from threefold.train import log, metrics, plot, tensorboard
 from threefold.train.agreement import DataAgreement
 from threefold.train.console import LiveLine, Summary, on_terminal, say
@@ -35,6 +39,7 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
         UserError: on every rank, what the user can mend: bad data, nothing to resume, divergence, a full disk.
     """
     parallel = config.parallel
+    keep_freed_memory()
     mesh = Mesh(Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp), _device(config))
     resumption = find_resumption(run_dir, config) if resume else None
     mesh.world.barrier()  # all have looked before any changes what is there
@@ -82,7 +87,8 @@ def reporting_hooks(config: Config, run_dir: Path) -> list[Hook]:
 
 def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in GPT(config.model).parameters())
+        model = GPT(config.model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     train = config.train
     samples, read = len(loader.train), train.max_steps * train.global_batch_size
     say(
@@ -90,6 +96,19 @@ def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
         f"{train.max_steps:,} steps of {train.global_batch_size:,} samples of {config.data.sequence_length:,} tokens, "
         f"which reads the {samples:,} training samples {read / samples:.2g} times."
     )
+    if mesh.pp.size > 1:
+        _announce_stages(model, gpt_plan(config.model, config.data.sequence_length), mesh.pp.size)
+
+
+def _announce_stages(model: GPT, plan: ModelPlan, stages: int) -> None:
+    """One line for each pipeline stage: its layers and their parameters, a tied weight counted where it is stored."""
+    counted: set[torch.nn.Parameter] = set()
+    for number, (first, end) in enumerate(pairwise(partition_by_cost(plan.costs, stages))):
+        names = plan.layers[first:end]
+        held = {parameter for name in names for parameter in model.get_submodule(name).parameters()} - counted
+        counted |= held
+        layers = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        say(f"Stage {number}: {layers}, {sum(parameter.numel() for parameter in held):,} parameters.")
 
 
 def _device(config: Config) -> torch.device:
