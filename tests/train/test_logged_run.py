@@ -71,7 +71,6 @@ def test_the_logged_run(tmp_path: Path) -> None:
     config = config_of_the_original(random_tokens(tmp_path / "tokens"))
     spawn(rank_main, (config, tmp_path / "run"), 8, run_dir=tmp_path / "run", start_method="spawn")
     log = (tmp_path / "run" / "train.log").read_text()
-    print(log)
     rates = re.findall(r"learning rate: (\S+)", log)
     losses = [float(loss) for loss in re.findall(r" loss: (\S+),", log)]
     # The original printed the rate that its next step would use.
