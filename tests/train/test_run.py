@@ -93,12 +93,11 @@ def test_workers_started_from_python_have_the_same_losses(pool: WorkerPool, smal
     assert losses_of(tmp_path / "spawn") == losses_of(tmp_path / "pool")
 
 
-@pytest.mark.slow
 def test_torchrun_has_the_same_losses(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     run = small_run.but(dp=2)
     pool.run(2, train_rank, run, tmp_path / "pool")
     (tmp_path / "run.yaml").write_text(run.config.to_yaml())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "threefold", "train", str(tmp_path / "run.yaml"), "--run-dir", str(tmp_path / "torchrun")]
     subprocess.run([*torchrun, *command], check=True, capture_output=True, timeout=300)
     assert losses_of(tmp_path / "torchrun") == losses_of(tmp_path / "pool")
