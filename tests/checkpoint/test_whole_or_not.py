@@ -17,7 +17,7 @@ from threefold.launch.pool import WorkerError, WorkerPool
 
 
 def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None:
-    """Train two steps, go on, and kill the process of `rank` at the first file operation `event` on a path that ends in `place`."""
+    """Train two steps, go on, and kill the process of `rank` at the first `event` on a path that ends in `place`."""
     import torch.distributed as dist
 
     def watch(name: str, arguments: tuple[Any, ...]) -> None:
