@@ -9,13 +9,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.train.support import Run, train_rank
-from threefold.checkpoint.tensors import load_tensors_alone, save_tensors
+from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, save_tensors
 from threefold.errors import UserError
 from threefold.launch.pool import WorkerPool
 from threefold.models.gpt import GPT
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Mesh
-from threefold.parallel.parameter import split_parameter
+from threefold.parallel.parameter import local, split_parameter
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -75,6 +75,13 @@ def save_rows(rows: int, folder: Path) -> None:
     save_tensors({"table": split_parameter(table(rows), mesh.tp, 0)}, folder)
 
 
+def load_rows(rows: int, folder: Path) -> Tensor:
+    mesh = Mesh(Layout(tp=dist.get_world_size()))
+    parameter = split_parameter(torch.zeros(rows, 2), mesh.tp, 0)
+    load_tensors({"table": parameter}, folder)
+    return local(parameter).detach()
+
+
 def table(rows: int) -> Tensor:
     return torch.arange(rows * 2.0).view(rows, 2)
 
@@ -83,3 +90,5 @@ def test_a_rank_may_hold_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     """Nine rows over four ranks are 3, 3, 3 and none."""
     pool.run(4, save_rows, 9, tmp_path)
     assert torch.equal(stored(tmp_path)["table"], table(9))
+    for ranks in (2, 4):
+        assert torch.equal(torch.cat(pool.run(ranks, load_rows, 9, tmp_path)), table(9))

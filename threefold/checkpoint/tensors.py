@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from threefold.errors import UserError
 
@@ -33,7 +32,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     writer = dcp.FileSystemWriter(folder, sync_files=True)
     try:
         with _quiet():
-            dcp.save(_held(tensors), storage_writer=writer)
+            dcp.save(_detached(tensors), storage_writer=writer)
     except CheckpointException as error:
         raise OSError(_reason(error)) from error
 
@@ -59,18 +58,13 @@ def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
 def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool) -> None:
     try:
         with _quiet():
-            dcp.load(_held(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
+            dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
     except CheckpointException as error:
         raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error
 
 
-def _held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of which this rank has a part: torch's writer does not take empty shards for shards."""
-    return {name: tensor.detach() for name, tensor in tensors.items() if _local(tensor).numel()}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _reason(error: CheckpointException) -> str:

@@ -1,6 +1,5 @@
 """An engine's state as named global tensors, and a run's checkpoints made of it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -17,27 +16,17 @@ MODEL = "model."
 OPTIMIZER = "optimizer."
 
 
-def held_tensors(engine: Engine) -> dict[str, Tensor]:
+def engine_tensors(engine: Engine) -> dict[str, Tensor]:
     """Weights at their full width and the optimizer's memory, under the names of the whole model, sharing memory.
 
-    Another stage may hold a tied weight of this one too, under the same name.
+    A tied weight that two stages hold is the same under the same name on both, so it is stored once.
     """
-    return {name: tensor for _, name, tensor in _tensors(engine)}
-
-
-def owned_tensors(engine: Engine) -> dict[str, Tensor]:
-    """As `held_tensors`, but each of the whole model's tensors on one stage only."""
-    return {name: tensor for weight, name, tensor in _tensors(engine) if engine.tied.owns(weight)}
-
-
-def _tensors(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
-    """Name of a weight, name of a tensor that belongs to it, and that tensor."""
     entries = {entry.name: entry for entry in engine.optimizer.entries}
-    for weight, entry in entries.items():
-        yield weight, MODEL + weight, entry.stored(entry.master.detach())
-    for weight, state, value in engine.optimizer.states():
+    tensors = {MODEL + name: entry.stored(entry.master.detach()) for name, entry in entries.items()}
+    for name, state, value in engine.optimizer.states():
         # Scalars such as the number of updates are whole on every rank.
-        yield weight, f"{OPTIMIZER}{weight}.{state}", entries[weight].stored(value) if value.dim() else value
+        tensors[f"{OPTIMIZER}{name}.{state}"] = entries[name].stored(value) if value.dim() else value
+    return tensors
 
 
 class Checkpoints:
@@ -64,7 +53,7 @@ class Checkpoints:
             UserError: on every rank, when it cannot be written.
         """
         world, keep = self.engine.mesh.world, self.config.checkpoint.keep
-        tensors = owned_tensors(self.engine)
+        tensors = engine_tensors(self.engine)
         return save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, world, keep)
 
     def restore(self, checkpoint: Checkpoint) -> int:
@@ -73,7 +62,7 @@ class Checkpoints:
         Raises:
             UserError: on every rank, when it cannot be read.
         """
-        load_tensors(held_tensors(self.engine), checkpoint.path)
+        load_tensors(engine_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.publish()
         return checkpoint.step
 
