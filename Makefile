@@ -3,12 +3,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint docs clean
+.PHONY: demo test test-slow lint benchmark docs clean
 
 # Train a small GPT on real English on 8 processes of this machine and let it write.
 demo: .venv/ready
 	test -d demo/text || $(BIN)/threefold data sample demo/text
-	test -d demo/tokens || $(BIN)/threefold data prepare demo/text --out demo/tokens
+	test -d demo/tokens || $(BIN)/threefold data prepare demo/text --out demo/tokens --vocab-size 4096
 	rm -rf demo/run
 	$(BIN)/threefold train examples/demo.yaml --run-dir demo/run
 	$(BIN)/threefold generate demo/run --prompt "The function returns" --prompt "If the file" --max-new-tokens 60
@@ -25,6 +25,14 @@ lint: .venv/ready
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Ratios against what a user would pick instead; wants an idle machine, takes about ten minutes.
+benchmark: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[benchmark]'
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/single_process.py
+	$(BIN)/python benchmarks/layouts.py
+	$(BIN)/python benchmarks/start.py
 
 # The reference of the settings, from the schema.
 docs: .venv/ready

@@ -28,7 +28,7 @@ def main() -> None:
     contestants = [_contestant(arguments.dtype, layout) for layout in ["1,1,1", *arguments.layout]]
     seconds = contest(contestants, arguments.rounds, arguments.steps)
     console = Console()
-    console.print(f"{shape.describe()}, {arguments.dtype}\n{hardware_line()}", highlight=False)
+    console.print(f"{shape.describe()}, {arguments.dtype}\n{hardware_line()}", highlight=False, soft_wrap=True)
     console.print(_table(seconds))
 
 

@@ -37,7 +37,7 @@ def main() -> None:
     ]
     seconds = contest(contestants, arguments.rounds, arguments.steps)
     console = Console()
-    console.print(f"{shape.describe()}\n{hardware_line()}", highlight=False)
+    console.print(f"{shape.describe()}\n{hardware_line()}", highlight=False, soft_wrap=True)
     console.print(_table(seconds))
 
 

@@ -51,6 +51,11 @@ def test_layout(pool, expected, layout: tuple[int, int, int], dtype: str) -> Non
     check(pool, expected, Case(layers=7, dropout=0.2, dtype=dtype).with_layout(*layout))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_layout_without_dropout_accumulation_or_masks(pool, expected, layout: tuple[int, int, int]) -> None:
+    check(pool, expected, Case(layers=7, dtype="fp64", uneven=False, accumulation=1).with_layout(*layout))
+
+
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 2)], ids=name)
 @pytest.mark.parametrize(
     "changes",
