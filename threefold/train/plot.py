@@ -30,11 +30,10 @@ class LossCurve(Hook):
 
 
 def smoothed(values: list[float], span: int) -> list[float]:
-    """Exponential moving average over about `span` values, free of the bias towards its start."""
-    keep = 1 - 2 / (span + 1)
-    sums = accumulate(values, lambda total, value: keep * total + value, initial=0.0)
-    weights = accumulate(values, lambda total, _: keep * total + 1, initial=0.0)
-    return [total / weight for total, weight in zip(list(sums)[1:], list(weights)[1:], strict=True)]
+    """Means over `span` neighbours centred on each value, fewer towards the ends, so that the curve does not lag."""
+    sums, last = [0.0, *accumulate(values)], len(values) - 1
+    reaches = [min(span // 2, place, last - place) for place in range(len(values))]
+    return [(sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1) for place, reach in enumerate(reaches)]
 
 
 def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str) -> None:
@@ -60,9 +59,9 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
     axes = figure.add_subplot()
     if steps:
         axes.plot(numbers, losses, color=_TRAIN, alpha=0.3, linewidth=1, label="training, each step")
-        span = max(1, len(losses) // 20)
+        span = len(losses) // 40 * 2 + 1
         if span > 1:
-            label = f"training, smoothed over {span} steps"
+            label = f"training, mean over {span} steps"
             axes.plot(numbers, smoothed(losses, span), color=_TRAIN, linewidth=2, label=label)
     if evaluations:
         last = evaluations[-1]
