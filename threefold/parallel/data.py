@@ -5,6 +5,7 @@ bucket is summed once, as soon as the last micro-batch has passed its parameters
 Distributed", VLDB 2020.)
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -53,7 +54,8 @@ class GradientBuckets:
                 self._views[leaf] = view
                 if leaf.dtype == dtype:
                     leaf.grad = view
-                leaf.register_post_accumulate_grad_hook(partial(self._arrived, bucket, view))
+                # Weak, since Python's collector does not see the cycle from a leaf through its hook back to the leaf.
+                leaf.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(bucket)))
         self._micro_batches = 1
 
     def __getitem__(self, leaf: Tensor) -> Tensor:
@@ -85,9 +87,10 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.flat.mul_(factor)
 
-    def _arrived(self, bucket: _Bucket, view: Tensor, leaf: Tensor) -> None:
-        if leaf.grad is not view:  # a narrower gradient: add it up in the wide buffer and drop it
-            view.add_(_dense(leaf))
+    def _arrived(self, bucket: _Bucket, leaf: Tensor) -> None:
+        view = self._views[leaf]
+        if leaf.grad is not None and leaf.grad is not view:  # narrower: add it up in the wide buffer and drop it
+            view.add_(leaf.grad)
             leaf.grad = None
         bucket.waiting -= 1
         if bucket.waiting == 0:
@@ -98,9 +101,10 @@ class GradientBuckets:
         bucket.work = self._axis.start_all_reduce_(bucket.flat)
 
 
-def _dense(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return leaf.grad
+def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Bucket]", leaf: Tensor) -> None:
+    owner, part = buckets(), bucket()
+    if owner is not None and part is not None:
+        owner._arrived(part, leaf)
 
 
 def _parts(leaves: list[Tensor], itemsize: int, limit: int) -> Iterable[list[Tensor]]:

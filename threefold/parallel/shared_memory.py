@@ -19,6 +19,7 @@ import platform
 import shutil
 import struct
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,6 +90,7 @@ class SharedMemoryGroup:
         self._capacity = len(memory) // (2 * self.size)
         self._inboxes = inboxes
         self._outboxes = outboxes
+        self._closed = weakref.finalize(self, _close, [*inboxes.values(), *outboxes.values()])
         self._parity = 0
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
 
@@ -106,8 +108,7 @@ class SharedMemoryGroup:
 
     def close(self) -> None:
         """Close the pipes and let go of the memory. Peers that wait for this rank then raise `PeerLostError`."""
-        for descriptor in (*self._inboxes.values(), *self._outboxes.values()):
-            os.close(descriptor)
+        self._closed()
         self._inboxes, self._outboxes, self._views = {}, {}, {}
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -247,6 +248,11 @@ class SharedMemoryGroup:
         """(start, count) of the pieces `flat` goes in."""
         total = flat.numel()
         return [(start, min(longest, total - start)) for start in range(0, total, longest)]
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _flat(tensor: Tensor) -> Tensor:
