@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from threefold.kernels import causal_attention, linear
+from threefold.kernels import causal_attention, embedding, linear
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -75,3 +75,28 @@ def test_a_token_never_sees_a_later_one() -> None:
     changed = qkv.clone()
     changed[:, 12:] += 1
     assert torch.equal(causal_attention(qkv)[:, :12], causal_attention(changed)[:, :12])
+
+
+def test_the_gradient_of_a_frequent_token_does_not_stagnate() -> None:
+    table = torch.zeros(8, 4, dtype=torch.bfloat16, requires_grad=True)
+    embedding(torch.zeros(4096, dtype=torch.int64), table).sum().backward()
+    assert table.grad is not None
+    assert table.grad[0].tolist() == [4096.0] * 4
+    assert table.grad[1:].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embedding(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[1, 4, 4], [0, 1, 4]])
+    tables = [leaf(6, 5, dtype=dtype) for _ in range(2)]
+    grad = leaf(2, 3, 5, dtype=dtype, seed=3).detach()
+    out = [function(ids, table) for function, table in zip((embedding, F.embedding), tables, strict=True)]
+    for each in out:
+        each.backward(grad)
+    assert torch.equal(*out)
+    close(tables[0].grad, tables[1].grad, 1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_linear_obeys_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(torch.ones(2, 3), torch.ones(4, 3)).dtype == torch.bfloat16

@@ -23,6 +23,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """`F.embedding`: rows of `table` [V, H] at int64 `ids` [...] → [..., H]."""
+    if table.device.type == "cpu" and table.itemsize < 4:
+        rows: Tensor = _WideEmbedding.apply(ids, table)
+        return rows
+    return F.embedding(ids, table)
+
+
 def causal_attention(qkv: Tensor) -> Tensor:
     """Causal self-attention of the heads in `qkv` [B, S, heads, 3, d] → [B, S, heads · d]."""
     if _plain_attention_is_faster(qkv):
@@ -37,6 +45,7 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
         and x.device.type == "cpu"
         and x.numel() > 0 < weight.numel()
         and torch.backends.mkldnn.is_available()
+        and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )
 
@@ -57,6 +66,28 @@ def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
     """`a` [m, k] times the transpose of `b` [n, k], through oneDNN, which takes transposed views as they are."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
     return out
+
+
+class _WideEmbedding(torch.autograd.Function):
+    """A look-up whose gradient is added up in fp32 and rounded once.
+
+    Torch adds it up row by row in the table's dtype on a CPU: in bf16 the row of a token that comes up often stops
+    growing at 256 times a single gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.dtype = table.shape, table.dtype
+        return F.embedding(ids, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (ids,) = ctx.saved_tensors
+        rows = torch.zeros(ctx.shape, dtype=torch.float32)
+        rows.index_add_(0, ids.flatten(), grad.reshape(-1, ctx.shape[1]).float())
+        return None, rows.to(ctx.dtype)
 
 
 class _OneDnnLinear(torch.autograd.Function):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from threefold.config import Config, resolve
+from threefold.labels import IGNORED
 from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.apply import draw_
-from threefold.parallel.loss import IGNORED
 
 
 def config(**model: object) -> Config:

@@ -21,7 +21,7 @@ class Tutorial(nn.Module):
 
     def __init__(self, mesh: Mesh, first: np.ndarray, second: np.ndarray, third: float) -> None:
         super().__init__()
-        self.embedding = VocabParallelEmbedding(20, 10, mesh.tp)
+        self.embedding = VocabParallelEmbedding(20, 10, mesh.tp, name="embedding")
         torch.nn.init.constant_(local(self.embedding.weight).detach(), 0.5)
         self.up = ColumnParallelLinear.from_linear(linear(first), mesh.tp, gather_output=False)
         self.down = RowParallelLinear.from_linear(linear(second), mesh.tp, input_is_parallel=True)

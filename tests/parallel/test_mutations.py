@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, Trace, departures, in_layout
+from threefold.labels import IGNORED
 from threefold.parallel import apply, collectives, data, loss, tensor
 from threefold.parallel.mesh import Axis
 from threefold.parallel.pipeline import runner, stage, tied
@@ -58,7 +59,7 @@ def weights_seeded_by_rank() -> list[Patch]:
 
 def mean_of_means() -> list[Patch]:
     def count(self: engine.Engine, labels: Tensor) -> int:
-        return int((labels != loss.IGNORED).sum()) * self.mesh.dp.size
+        return int((labels != IGNORED).sum()) * self.mesh.dp.size
 
     return [replace(engine.Engine, "_count", count)]
 

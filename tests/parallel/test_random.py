@@ -129,3 +129,8 @@ def test_streams_go_on_where_a_checkpoint_left_them_and_leave_torchs_own_alone()
     resumed.load_state_dict(saved)
     assert torch.equal(draw(resumed, "global"), expected)
     assert torch.equal(torch.get_rng_state(), outside)
+
+
+def test_nearly_everything_can_be_dropped() -> None:
+    keys = sample_keys(0, 0, torch.arange(2))
+    assert not keep_mask(keys, 1, torch.Size([2, 8, 8]), 1 - 1e-12).any()

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,24 @@ def test_a_killed_peer_ends_the_others(tmp_path):
     ]
 
 
+def test_a_rank_that_does_not_come_is_named(pool):
+    assert pool.run(2, _late) == ["rank 0 has waited 0.5 s in all_reduce_ for rank 1", ""]
+
+
 # -- what the ranks do -------------------------------------------------------------------------------------------------
+
+
+def _late() -> str:
+    impatient = dist.new_group(timeout=timedelta(seconds=0.5))
+    shared = SharedMemoryGroup.try_create(impatient)
+    message = ""
+    if dist.get_rank() == 0:
+        try:
+            shared.all_reduce_(torch.ones(3))
+        except TimeoutError as error:
+            message = str(error)
+    dist.barrier()
+    return message
 
 
 def _check(fingerprints: list[list[bytes]]) -> None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from threefold.labels import IGNORED
 from threefold.parallel.layout import Layout
-from threefold.parallel.loss import IGNORED, ParallelCrossEntropy
+from threefold.parallel.loss import ParallelCrossEntropy
 from threefold.parallel.mesh import Event, Mesh
 from threefold.parallel.parameter import gradient, local, whole
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -100,7 +101,7 @@ def test_row_parallel_linear(pool, size: int, bias: bool, scatter: bool) -> None
 
 def test_row_parallel_linear_explains_gather_output() -> None:
     with pytest.raises(TypeError, match="use input_is_parallel"):
-        RowParallelLinear(4, 4, None, gather_output=True)  # type: ignore[arg-type]
+        RowParallelLinear(4, 4, None, name="", gather_output=True)  # type: ignore[arg-type]
 
 
 def against_embedding(vocab: int, pad_to: int) -> int:
@@ -131,7 +132,7 @@ def test_vocab_parallel_embedding(pool, size: int, vocab: int, pad_to: int) -> N
 
 
 def own_rows() -> tuple[Tensor, tuple[int, int]]:
-    layer = VocabParallelEmbedding(7, 3, Mesh(Layout(tp=torch.distributed.get_world_size())).tp)
+    layer = VocabParallelEmbedding(7, 3, Mesh(Layout(tp=torch.distributed.get_world_size())).tp, name="e")
     return layer.own_rows(torch.arange(7)).detach(), (layer.start, layer.end)
 
 
@@ -144,8 +145,8 @@ def test_foreign_ids_give_zero_rows(pool) -> None:
 
 def chain() -> tuple[list[Event], list[Event]]:
     mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
-    up = ColumnParallelLinear(6, 16, mesh.tp, gather_output=False)
-    down = RowParallelLinear(16, 6, mesh.tp, input_is_parallel=True)
+    up = ColumnParallelLinear(6, 16, mesh.tp, name="up", gather_output=False)
+    down = RowParallelLinear(16, 6, mesh.tp, name="down", input_is_parallel=True)
     x = torch.randn(2, 6, requires_grad=True)
     with mesh.recorder.recording() as forward:
         out = down(F.gelu(up(x)))
@@ -198,3 +199,35 @@ def test_parallel_cross_entropy_of_narrow_logits_is_wide(pool) -> None:
     for found in pool.run(2, against_cross_entropy, 12, 1.0, torch.bfloat16):
         assert found["loss"][0].dtype == torch.float32
         assert found["grad"][0].dtype == torch.bfloat16
+
+
+def unknown_values(what: str) -> str:
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    try:
+        if what == "label":
+            ParallelCrossEntropy(10, mesh.tp)(torch.zeros(1, 5), torch.tensor([99]))
+        else:
+            VocabParallelEmbedding(10, 4, mesh.tp, name="e")(torch.tensor([99]))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("what", "message"), [("label", "in the vocabulary of 10"), ("id", "the table of 10 rows")])
+def test_what_no_rank_holds_is_an_error(pool, what: str, message: str) -> None:
+    assert all(message in found for found in pool.run(2, unknown_values, what))
+
+
+def own_weights() -> tuple[Tensor, Tensor, Tensor]:
+    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
+    layers = [ColumnParallelLinear(6, 5, axis, name=name) for name in ("a", "b", "a")]
+    first, second, again = (whole(layer.weight.detach()) for layer in layers)
+    return first, second, again
+
+
+def test_initial_weights_follow_the_name_not_the_split(pool) -> None:
+    alone = pool.run(1, own_weights)[0]
+    for first, second, again in pool.run(3, own_weights):
+        assert torch.equal(first, again)
+        assert not torch.isclose(first, second).any()
+        assert torch.equal(first, alone[0])

@@ -10,11 +10,11 @@ from torch.distributed.tensor import Shard
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.data.loader import Batch
+from threefold.labels import IGNORED
 from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.apply import draw_
 from threefold.parallel.layout import Layout
-from threefold.parallel.loss import IGNORED
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.random import sample_keys
 from threefold.train.engine import Engine

@@ -33,6 +33,7 @@ def rate(update: int, decay: str, **given: object) -> float:
             {"stable_steps": 60},
             {0: 0.0, 1: LR / W, W: LR, 40: LR, 70: LR, 90: (LR + FLOOR) / 2, END: FLOOR, 9999: FLOOR},
         ),
+        ("wsd", {"stable_steps": END - W}, {W: LR, END - 1: LR, END: FLOOR}),  # no step is left to decay in
         ("cosine", {"warmup_steps": 0}, {1: LR, END: FLOOR}),
         ("linear", {"min_lr": 0.0}, {60: LR / 2, END: 0.0}),
     ],

@@ -49,7 +49,6 @@ def save_checkpoint(
             shutil.rmtree(path)
         partial.rename(path)
         sync_folder(path.parent)
-        prune(run_dir, keep)
 
     try:
         _on_first(world, begin)
@@ -59,6 +58,12 @@ def save_checkpoint(
         raise UserError(
             f"The checkpoint {path} cannot be written ({error}); {_free(path):.1f} GB of its disk are free, and "
             "those before it are as they were."
+        ) from error
+    try:
+        _on_first(world, lambda: prune(run_dir, keep))
+    except OSError as error:
+        raise UserError(
+            f"An old checkpoint beside {path} cannot be deleted ({error}); set checkpoint.keep to 0."
         ) from error
     return path
 

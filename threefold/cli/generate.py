@@ -20,8 +20,15 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
 ) -> None:
     """Write on from each prompt with the newest checkpoint of RUN, in one process."""
-    from threefold.train.generate import generate as texts
+    from threefold.train.generate import Sampling, Writer, require_text
 
-    chosen = prompts or [sys.stdin.read()]
-    for text in texts(run, chosen, max_new_tokens, temperature, top_k, top_p, seed):
-        typer.echo(text)
+    chosen = prompts or [sys.stdin.read().rstrip("\n")]
+    require_text(chosen)
+    sampling = Sampling(temperature, top_k, top_p)
+    writer = Writer.load(run)
+    for prompt in chosen:
+        pieces = writer.stream(prompt, max_new_tokens, sampling, seed)
+        typer.echo(prompt, nl=False)
+        for piece in pieces:
+            typer.echo(piece, nl=False)
+        typer.echo()

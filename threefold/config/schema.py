@@ -97,7 +97,8 @@ class ParallelConfig(Section):
     pp: int = Field(default=1, ge=1)
     """Pipeline stages; at most `model.num_layers`."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of the micro-batches in the pipeline: `1f1b` keeps at most `pp` of them alive, `gpipe` all of them."""
+    """Order of the micro-batches in the pipeline: `1f1b` keeps the activations of at most `pp` of them alive, `gpipe`
+    of all of them."""
 
 
 class TrainConfig(Section):
@@ -154,7 +155,7 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Adam's guard against division by zero."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled decay of the weight matrices; biases and norms have none."""
+    """Decay of the weight matrices, decoupled for `adamw`; biases and norms have none."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Largest global norm of the gradient; 0 for no limit."""
 

@@ -5,15 +5,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 
 from threefold.data.order import Int64Array, samples_at
 from threefold.data.samples import PackedSamples
-
-IGNORED_LABEL: Final = -100
+from threefold.labels import IGNORED
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +139,7 @@ class Loader:
         indices = number * self.share.global_batch_size + rows
         past_end = indices >= len(samples)
         batch = _make_batch(samples, np.where(past_end, 0, indices), rows)
-        batch.labels.numpy()[past_end] = IGNORED_LABEL
+        batch.labels.numpy()[past_end] = IGNORED
         return batch
 
     def _heldout_samples(self) -> PackedSamples:
@@ -155,5 +153,5 @@ def _make_batch(samples: PackedSamples, indices: Int64Array, rows: Int64Array) -
     tokens = np.ascontiguousarray(windows[:, :-1])
     labels = windows[:, 1:].copy()
     # After the end of a document the next token belongs to another one, which nothing here could predict.
-    labels[tokens == samples.files.eod] = IGNORED_LABEL
+    labels[tokens == samples.files.eod] = IGNORED
     return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(rows))

@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 from threefold.config import ModelConfig
 from threefold.kernels import causal_attention
-from threefold.models.layers import CrossEntropy, Linear
+from threefold.models.layers import CrossEntropy, Embedding, Linear
 from threefold.parallel.random import Dropout, name_sites
 
 
-class Embedding(nn.Module):
+class Input(nn.Module):
     """Token and position embeddings."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = Dropout(config.hidden_dropout)
 
     def forward(self, tokens: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -106,7 +106,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed = Embedding(config)
+        self.embed = Input(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.head = Head(config)
         if config.tie_embeddings:

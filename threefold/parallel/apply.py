@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import like, local, offset
-from threefold.parallel.pipeline.partition import partition_by_cost
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.random import fill_normal_, stream_key
 from threefold.parallel.split import ModelPlan, Normal, split_modules
@@ -16,7 +15,7 @@ from threefold.parallel.split import ModelPlan, Normal, split_modules
 def parallelize(
     make_model: Callable[[], nn.Module], plan: ModelPlan, mesh: Mesh, dtype: torch.dtype = torch.float32
 ) -> Stage:
-    """This rank's part of a model, its weights allocated but not yet set (see `initialise`).
+    """This rank's part of a model, its weights allocated but not yet set (`draw_` sets one).
 
     The model is made on the meta device, so no rank ever holds more than its own part.
 
@@ -31,18 +30,12 @@ def parallelize(
     """
     with torch.device("meta"):
         model = make_model()
-    bounds = partition_by_cost(plan.costs, mesh.pp.size)
+    bounds = plan.stage_bounds(mesh.pp.size)
     stage = Stage(model, plan, *bounds[mesh.pp.index : mesh.pp.index + 2])
     split_modules(stage, plan.split, mesh.tp)
     _tie(stage)
     _allocate(stage, mesh.device, dtype)
     return stage
-
-
-def initialise(stage: Stage, seed: int) -> None:
-    """Set every parameter to its values for `seed`: the same whole weights in every layout."""
-    for name, parameter in stage.whole_parameters():
-        draw_(local(parameter), parameter, name, stage.plan, seed)
 
 
 @torch.no_grad()

@@ -109,10 +109,12 @@ def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Buck
 
 def _parts(leaves: list[Tensor], itemsize: int, limit: int) -> Iterable[list[Tensor]]:
     part: list[Tensor] = []
+    size = 0
     for leaf in leaves:
         part.append(leaf)
-        if sum(each.numel() for each in part) * itemsize >= limit:
+        size += leaf.numel() * itemsize
+        if size >= limit:
             yield part
-            part = []
+            part, size = [], 0
     if part:
         yield part

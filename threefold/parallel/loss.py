@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threefold.labels import IGNORED
 from threefold.parallel.collectives import shard_bounds
 from threefold.parallel.mesh import Axis
-
-IGNORED = -100  # the label of a token that does not count, as in torch's own losses
 
 
 class ParallelCrossEntropy(nn.Module):
@@ -24,7 +23,7 @@ class ParallelCrossEntropy(nn.Module):
 
     def __init__(self, vocab_size: int, axis: Axis) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.vocab_size = axis, vocab_size
         self.start, self.end = shard_bounds(vocab_size, axis.size, axis.index)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -36,7 +35,12 @@ class ParallelCrossEntropy(nn.Module):
 
         Returns:
             [...], zero for tokens that do not count, the same on every rank; in fp32, or fp64 for fp64 logits.
+
+        Raises:
+            RuntimeError: a label is neither in the vocabulary nor -100 (on a GPU as a device-side assertion).
         """
+        known = (labels >= 0) & (labels < self.vocab_size) | (labels == IGNORED)
+        torch._assert_async(known.all(), f"a label is neither in the vocabulary of {self.vocab_size} nor {IGNORED}")
         flat = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), self.start, self.axis)
         return flat.view(labels.shape)
 

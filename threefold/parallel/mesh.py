@@ -127,13 +127,6 @@ class Axis:
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
 
-    def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `tensor` with that of the axis's rank `source`, in place."""
-        if self.size > 1:
-            self.recorder.add(self.name, "broadcast", tensor)
-            dist.broadcast(tensor, src=self.ranks[source], group=self.group)
-        return tensor
-
     def gather_objects(self, value: Any) -> list[Any]:
         """What each rank of the axis passed, in the order of the axis."""
         if self.size == 1:

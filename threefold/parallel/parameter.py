@@ -5,8 +5,6 @@ forward pass computes with a plain leaf that shares its memory: no operation is 
 per operation is many times that of a small layer's own on a CPU.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -97,9 +95,3 @@ def offset(parameter: Tensor) -> tuple[int, ...]:
 def is_split(parameter: Tensor) -> bool:
     """Whether the ranks of an axis hold different parts of it."""
     return isinstance(parameter, DTensor)
-
-
-def named_leaves(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter's name and its local leaf."""
-    for name, parameter in model.named_parameters():
-        yield name, local(parameter)

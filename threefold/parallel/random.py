@@ -138,7 +138,7 @@ def keep_mask(keys: Tensor, site: int, shape: torch.Size, p: float, part: Slice 
     row_keys = _mix64(keys.unsqueeze(-1) + site + row * _signed(0x9E3779B97F4A7C15, 64)).view(shape[:-1])
     # Strong mixing once per row, then a cheap 32-bit mix per element: this runs on every activation.
     column = torch.arange(starts[-1], starts[-1] + shape[-1], dtype=torch.int32, device=keys.device)
-    return _mix32(column, row_keys.unsqueeze(-1)) >= _signed(round(p * 2**32) - 2**31, 33)
+    return _mix32(column, row_keys.unsqueeze(-1)) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def _mix32(column: Tensor, row_key: Tensor) -> Tensor:

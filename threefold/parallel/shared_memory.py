@@ -16,6 +16,7 @@ import itertools
 import mmap
 import os
 import platform
+import select
 import shutil
 import struct
 import tempfile
@@ -78,10 +79,12 @@ class SharedMemoryGroup:
         memory: mmap.mmap,
         inboxes: dict[int, int],
         outboxes: dict[int, int],
+        timeout: float,
     ) -> None:
         """Wrap resources already shared; use `try_create`, which shares them.
 
-        `memory` holds two slots of equal size per rank; `inboxes` and `outboxes` are file descriptors by peer index.
+        `memory` holds two slots of equal size per rank; `inboxes` and `outboxes` are file descriptors by peer index;
+        `timeout` is in seconds.
         """
         self.ranks = ranks
         self.index = index
@@ -90,6 +93,8 @@ class SharedMemoryGroup:
         self._capacity = len(memory) // (2 * self.size)
         self._inboxes = inboxes
         self._outboxes = outboxes
+        self._pollers = {peer: _poller(descriptor) for peer, descriptor in inboxes.items()}
+        self._timeout = timeout
         self._closed = weakref.finalize(self, _close, [*inboxes.values(), *outboxes.values()])
         self._parity = 0
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
@@ -218,7 +223,7 @@ class SharedMemoryGroup:
             except BrokenPipeError:
                 raise self._lost(peer, operation) from None
         for peer, descriptor in self._inboxes.items():
-            received = os.read(descriptor, len(signal))
+            received = self._receive(peer, descriptor, operation)
             if received != signal:
                 if not received:
                     raise self._lost(peer, operation)
@@ -227,6 +232,12 @@ class SharedMemoryGroup:
                     f"while rank {self.ranks[peer]} called {_describe(received)}"
                 )
         self._parity ^= 1
+
+    def _receive(self, peer: int, descriptor: int, operation: str) -> bytes:
+        if not self._pollers[peer].poll(self._timeout * 1000):
+            waited = f"rank {self.ranks[self.index]} has waited {self._timeout:g} s in {operation}"
+            raise TimeoutError(f"{waited} for rank {self.ranks[peer]}")
+        return os.read(descriptor, _SIGNAL.size)
 
     def _lost(self, peer: int, operation: str) -> PeerLostError:
         return PeerLostError(f"rank {self.ranks[peer]} ended while rank {self.ranks[self.index]} was in {operation}")
@@ -248,6 +259,12 @@ class SharedMemoryGroup:
         """(start, count) of the pieces `flat` goes in."""
         total = flat.numel()
         return [(start, min(longest, total - start)) for start in range(0, total, longest)]
+
+
+def _poller(descriptor: int) -> select.poll:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return poller
 
 
 def _close(descriptors: list[int]) -> None:
@@ -327,7 +344,9 @@ def _join(
         if memory is None or inboxes is None or outboxes is None:
             return None
         opened.pop_all()
-        return kind(ranks, index, memory, inboxes, outboxes)
+        # What the group's own collectives wait at most.
+        timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        return kind(ranks, index, memory, inboxes, outboxes, timeout)
 
 
 def _host() -> tuple[str, str]:

@@ -14,6 +14,7 @@ from torch import nn
 from threefold.parallel.collectives import shard_bounds
 from threefold.parallel.loss import ParallelCrossEntropy
 from threefold.parallel.mesh import Axis
+from threefold.parallel.pipeline.partition import partition_by_cost
 from threefold.parallel.random import Dropout, Slice
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
@@ -114,6 +115,10 @@ class ModelPlan:
     costs: tuple[float, ...]
     initial: Callable[[str], Initial]
     ties: Mapping[str, str] = field(default_factory=dict)
+
+    def stage_bounds(self, stages: int) -> list[int]:
+        """First layer of each pipeline stage, and the number of layers."""
+        return partition_by_cost(self.costs, stages)
 
     def whole_name(self, name: str) -> str:
         """The one name that a parameter has everywhere."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.kernels import linear
+from threefold.kernels import embedding, linear
 from threefold.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to, shard_bounds
 from threefold.parallel.mesh import Axis
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
@@ -23,7 +23,7 @@ class _SplitLayer(nn.Module):
     weight: nn.Parameter
     axis: Axis
 
-    def reset_parameters(self, seed: int = 0, std: float = 0.02, name: str = "weight") -> None:
+    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
         """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size."""
         with torch.no_grad():
             key = stream_key(seed, name)
@@ -43,36 +43,47 @@ class VocabParallelEmbedding(_SplitLayer):
         num_embeddings: rows V of the whole table; need not be divisible by the axis.
         embedding_dim: columns H.
         axis: the mesh axis to split over.
+        name, seed: key the initial weights; give every layer of a model its own name.
         pad_to: rows are padded with zeros to a multiple of this before use; storage and results do not change.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, axis: Axis, pad_to: int = 1) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, axis: Axis, *, name: str, seed: int = 0, pad_to: int = 1
+    ) -> None:
         super().__init__()
         self.axis, self.pad_to = axis, pad_to
         self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
         self.weight = empty_parameter((num_embeddings, embedding_dim), axis, dim=0)
-        self.reset_parameters()
+        self.reset_parameters(name, seed)
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, axis: Axis) -> Self:
         """The same table, split."""
         with torch.device("meta"):
-            layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis)
+            layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis, name="")
         layer.weight = split_parameter(embedding.weight, axis, dim=0)
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look `ids` [...] up: [..., H], the same on every rank."""
+        """Look `ids` [...] up: [..., H], the same on every rank.
+
+        Raises:
+            RuntimeError, IndexError: an id is in no rank's rows (on a GPU as a device-side assertion).
+        """
         return reduce_from(self.own_rows(ids), self.axis)
 
     def own_rows(self, ids: Tensor) -> Tensor:
         """This rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
         table = _pad_rows(local(self.weight), self.pad_to)
         if self.axis.size == 1:
-            return F.embedding(ids, table)
+            return embedding(ids, table)
+        torch._assert_async(
+            ((ids >= 0) & (ids < self.weight.shape[0])).all(),
+            f"an id is not in the table of {self.weight.shape[0]} rows",
+        )
         foreign = (ids < self.start) | (ids >= self.end)
-        rows = F.embedding((ids - self.start).masked_fill(foreign, 0), table)
-        return rows.masked_fill(foreign.unsqueeze(-1), 0)
+        looked_up = embedding((ids - self.start).masked_fill(foreign, 0), table)
+        return looked_up.masked_fill(foreign.unsqueeze(-1), 0)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, rows {self.start}:{self.end}"
@@ -85,6 +96,7 @@ class ColumnParallelLinear(_SplitLayer):
         in_features: size of the input's last dim.
         out_features: whole size of the output's last dim; need not be divisible by the axis.
         axis: the mesh axis to split over.
+        name, seed: key the initial weights; give every layer of a model its own name.
         bias: add a (split) bias.
         gather_output: return the whole output on every rank; otherwise this rank's part.
         pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
@@ -98,6 +110,8 @@ class ColumnParallelLinear(_SplitLayer):
         out_features: int,
         axis: Axis,
         *,
+        name: str,
+        seed: int = 0,
         bias: bool = True,
         gather_output: bool = True,
         pad_to: int = 1,
@@ -106,17 +120,17 @@ class ColumnParallelLinear(_SplitLayer):
         self.axis, self.gather_output, self.pad_to = axis, gather_output, pad_to
         self.weight = empty_parameter((out_features, in_features), axis, dim=0)
         self.register_parameter("bias", empty_parameter((out_features,), axis, dim=0) if bias else None)
-        self.reset_parameters()
+        self.reset_parameters(name, seed)
 
-    def reset_parameters(self, seed: int = 0, std: float = 0.02, name: str = "weight") -> None:
-        super().reset_parameters(seed, std, name)
+    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
+        super().reset_parameters(name, seed, std)
         _zero_(self.bias)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, axis: Axis, *, gather_output: bool = True) -> Self:
         """The same weight and bias, split."""
         with torch.device("meta"):
-            layer = cls(module.in_features, module.out_features, axis, gather_output=gather_output)
+            layer = cls(module.in_features, module.out_features, axis, name="", gather_output=gather_output)
         layer.weight = split_parameter(module.weight, axis, dim=0)
         layer.bias = None if module.bias is None else split_parameter(module.bias, axis, dim=0)
         return layer
@@ -143,6 +157,7 @@ class RowParallelLinear(_SplitLayer):
         in_features: whole size of the input's last dim; need not be divisible by the axis.
         out_features: size of the output's last dim.
         axis: the mesh axis to split over.
+        name, seed: key the initial weights; give every layer of a model its own name.
         bias: add a bias, once, after the sum.
         input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it
             is whole on every rank, and this rank takes its part.
@@ -156,6 +171,8 @@ class RowParallelLinear(_SplitLayer):
         out_features: int,
         axis: Axis,
         *,
+        name: str,
+        seed: int = 0,
         bias: bool = True,
         input_is_parallel: bool = False,
         **unknown: Any,
@@ -171,17 +188,17 @@ class RowParallelLinear(_SplitLayer):
         self.axis, self.input_is_parallel = axis, input_is_parallel
         self.weight = empty_parameter((out_features, in_features), axis, dim=1)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
-        self.reset_parameters()
+        self.reset_parameters(name, seed)
 
-    def reset_parameters(self, seed: int = 0, std: float = 0.02, name: str = "weight") -> None:
-        super().reset_parameters(seed, std, name)
+    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
+        super().reset_parameters(name, seed, std)
         _zero_(self.bias)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, axis: Axis, *, input_is_parallel: bool = False) -> Self:
         """The same weight and bias, the weight split."""
         with torch.device("meta"):
-            layer = cls(module.in_features, module.out_features, axis, input_is_parallel=input_is_parallel)
+            layer = cls(module.in_features, module.out_features, axis, name="", input_is_parallel=input_is_parallel)
         layer.weight = split_parameter(module.weight, axis, dim=1)
         layer.bias = module.bias
         return layer

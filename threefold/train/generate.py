@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -102,15 +103,19 @@ class Writer:
         tokenizer = Tokenizer.from_file(str(checkpoint.path / TOKENIZER))
         return cls(model.eval(), tokenizer, checkpoint.facts.eod, config.data.sequence_length, checkpoint.step)
 
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether a token is too little work to share between threads."""
+        return sum(tensor.numel() for tensor in self.model.parameters()) < _WORTH_THREADS
+
     def stream(self, prompt: str, max_new_tokens: int, sampling: Sampling, seed: int) -> Iterator[str]:
         """What follows a prompt, in pieces of text as they come; ends early where the document does.
 
         Raises:
             UserError: the prompt is empty, or `max_new_tokens` is below 1.
         """
+        require_text([prompt])
         tokens = self.tokenizer.encode(prompt, add_special_tokens=False).ids
-        if not tokens:
-            raise UserError("--prompt is empty; give at least one character to go on from.")
         if max_new_tokens < 1:
             raise UserError(f"--max-new-tokens is {max_new_tokens} but must be at least 1.")
         generator = torch.Generator().manual_seed(seed)
@@ -129,10 +134,11 @@ class Writer:
 
     @torch.no_grad()
     def _next_logits(self, tokens: list[int]) -> Tensor:
-        x = self.model.embed(torch.tensor([tokens[-self.context :]]))
-        for block in self.model.blocks:
-            x = block(x)
-        logits = self.model.head(x[:, -1])[0]
+        with _threads(1 if self.is_small else torch.get_num_threads()):
+            x = self.model.embed(torch.tensor([tokens[-self.context :]]))
+            for block in self.model.blocks:
+                x = block(x)
+            logits = self.model.head(x[:, -1])[0]
         # The embedding may have more rows than the tokenizer has tokens.
         return logits[: id_count(self.tokenizer)]
 
@@ -162,13 +168,20 @@ def generate(
         UserError: no complete checkpoint, an empty prompt, or a value out of range.
     """
     sampling = Sampling(temperature, top_k, top_p)
+    require_text(prompts)
+    writer = Writer.load(run)
+    for prompt in prompts:
+        yield prompt + "".join(writer.stream(prompt, max_new_tokens, sampling, seed))
+
+
+def require_text(prompts: list[str]) -> None:
+    """Check that there is something to go on from in each prompt.
+
+    Raises:
+        UserError: one is empty.
+    """
     if not all(prompts):
         raise UserError("--prompt is empty; give at least one character to go on from.")
-    writer = Writer.load(run)
-    small = sum(tensor.numel() for tensor in writer.model.parameters()) < _WORTH_THREADS
-    with _threads(1 if small else torch.get_num_threads()):
-        for prompt in prompts:
-            yield prompt + "".join(writer.stream(prompt, max_new_tokens, sampling, seed))
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Axis, Mesh
-from threefold.parallel.pipeline.partition import partition_by_cost
 from threefold.parallel.split import ModelPlan
 from threefold.train import log, metrics, plot, tensorboard
 from threefold.train.agreement import DataAgreement
@@ -103,7 +102,7 @@ def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
 def _announce_stages(model: GPT, plan: ModelPlan, stages: int) -> None:
     """One line for each pipeline stage: its layers and their parameters, a tied weight counted where it is stored."""
     counted: set[torch.nn.Parameter] = set()
-    for number, (first, end) in enumerate(pairwise(partition_by_cost(plan.costs, stages))):
+    for number, (first, end) in enumerate(pairwise(plan.stage_bounds(stages))):
         names = plan.layers[first:end]
         held = {parameter for name in names for parameter in model.get_submodule(name).parameters()} - counted
         counted |= held

@@ -19,6 +19,8 @@ def learning_rate(update: int, config: OptimizerConfig) -> float:
     start = config.warmup_steps + (config.stable_steps if config.decay == "wsd" else 0)
     if update >= config.decay_steps:
         return config.min_lr
-    done = max(0.0, (update - start) / (config.decay_steps - start))
+    if update <= start:
+        return config.lr
+    done = (update - start) / (config.decay_steps - start)
     left = (1 + cos(pi * done)) / 2 if config.decay == "cosine" else 1 - done
     return config.min_lr + (config.lr - config.min_lr) * left

@@ -26,7 +26,13 @@ class Work:
     keys: Tensor | None = None
 
     def split(self, parts: int) -> list["Work"]:
-        """Micro-batches of equal size."""
+        """Micro-batches of equal size.
+
+        Raises:
+            ValueError: the samples do not divide by `parts`.
+        """
+        if len(self.tokens) % parts:
+            raise ValueError(f"{len(self.tokens)} samples do not divide into {parts} micro-batches")
         keys = [None] * parts if self.keys is None else self.keys.chunk(parts)
         return [Work(*each) for each in zip(self.tokens.chunk(parts), self.labels.chunk(parts), keys, strict=True)]
 

@@ -40,7 +40,8 @@ class Stage(nn.Module):
             keys: int64 [B], the samples' dropout keys.
 
         Returns:
-            activations [B, S, H]; on the last stage the summed loss, or logits where `labels` is None.
+            activations [B, S, H]; on the last stage the summed loss, or where `labels` is None this tensor rank's
+            columns of the logits.
         """
         layers = [self.get_submodule(name) for name in self.layer_names]
         for layer in layers[:-1]:
