@@ -85,9 +85,10 @@ class _WideEmbedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (ids,) = ctx.saved_tensors
-        rows = torch.zeros(ctx.shape, dtype=torch.float32)
-        rows.index_add_(0, ids.flatten(), grad.reshape(-1, ctx.shape[1]).float())
-        return None, rows.to(ctx.dtype)
+        used, place = ids.flatten().unique(return_inverse=True)
+        sums = torch.zeros(len(used), ctx.shape[1], dtype=torch.float32)
+        sums.index_add_(0, place, grad.reshape(-1, ctx.shape[1]).float())
+        return None, torch.zeros(ctx.shape, dtype=ctx.dtype).index_copy_(0, used, sums.to(ctx.dtype))
 
 
 class _OneDnnLinear(torch.autograd.Function):
