@@ -5,7 +5,8 @@
 
 `transformers` is set up as its users would: scaled-dot-product attention, no dropout, fused AdamW, micro-batches
 accumulated, clipped; bf16 as autocast over fp32 weights. Threefold's bf16 computes with bf16 weights, keeps fp32
-masters and adds gradients up in fp32. Each runs in a process of its own, and they take turns.
+masters and adds gradients up in fp32. `compiled` is Threefold with `train.compile: true`, whose first step takes some
+twenty seconds longer. Each runs in a process of its own, and they take turns.
 """
 
 import argparse
@@ -33,6 +34,7 @@ def main() -> None:
         for contestant in (
             Contestant(f"transformers {dtype}", transformers_step, (dtype,), launched=False),
             Contestant(f"Threefold {dtype}", shape.threefold_step, (shape.config(dtype),)),
+            Contestant(f"compiled {dtype}", shape.threefold_step, (shape.config(dtype, compile=True),)),
         )
     ]
     seconds = contest(contestants, arguments.rounds, arguments.steps)
@@ -79,12 +81,13 @@ def transformers_step(dtype: str) -> Callable[[int], None]:
 
 def _table(seconds: dict[str, list[float]]) -> Table:
     table = Table(title="One process", title_justify="left")
-    for heading in ("", "transformers tokens/s", "Threefold tokens/s", "ratio", "goal"):
+    for heading in ("", "transformers tokens/s", "Threefold tokens/s", "ratio", "compiled tokens/s", "ratio", "goal"):
         table.add_column(heading, justify="right")
     for dtype, goal in GOALS.items():
-        theirs, ours = seconds[f"transformers {dtype}"], seconds[f"Threefold {dtype}"]
-        speeds = [f"{shape.TOKENS_PER_STEP / statistics.median(values):,.0f}" for values in (theirs, ours)]
-        table.add_row(dtype, *speeds, f"{ratio(ours, theirs):.2f}", f"{goal}")
+        theirs, ours, compiled = (seconds[f"{name} {dtype}"] for name in ("transformers", "Threefold", "compiled"))
+        speeds = [f"{shape.TOKENS_PER_STEP / statistics.median(values):,.0f}" for values in (theirs, ours, compiled)]
+        ratios = [f"{ratio(values, theirs):.2f}" for values in (ours, compiled)]
+        table.add_row(dtype, *speeds[:2], ratios[0], speeds[2], ratios[1], f"{goal}")
     return table
 
 

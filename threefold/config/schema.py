@@ -122,7 +122,8 @@ class TrainConfig(Section):
     eval_batches: int = Field(default=10, ge=1)
     """Global batches in an evaluation."""
     compile: bool = False
-    """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU; needs `parallel.tp` 1."""
+    """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU and, in bf16, on a CPU; needs
+    `parallel.tp` 1."""
 
 
 class PrecisionConfig(Section):
