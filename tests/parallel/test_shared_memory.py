@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.parallel import shared_memory
-from threefold.parallel.shared_memory import PeerLostError, SharedMemoryGroup
+from threefold.parallel import shared_memory_setup
+from threefold.parallel.shared_memory import DEFAULT_CAPACITY, PeerLostError, SharedMemoryGroup
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -177,10 +177,10 @@ def _one_of_each(group: SharedMemoryGroup, parts: list[Tensor]) -> list[bytes]:
 
 
 def _large_sums() -> list[bytes]:
-    group = _group(shared_memory.DEFAULT_CAPACITY)
+    group = _group(DEFAULT_CAPACITY)
     results = []
     for dtype in FLOATS:
-        elements = shared_memory.DEFAULT_CAPACITY // dtype.itemsize
+        elements = DEFAULT_CAPACITY // dtype.itemsize
         for count in (elements // 2 + 1, elements + elements // 2 + 1):
             parts = [
                 torch.randn(count, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(group.size)
@@ -267,7 +267,7 @@ def _unusable_arguments() -> None:
 
 def _with_room(parents: list[str]) -> SharedMemoryGroup | None:
     """A group on a host whose file systems hold files only under `parents`."""
-    before = shared_memory._reserve
+    before = shared_memory_setup._reserve
     places = []
 
     def reserve(descriptor: int, length: int) -> None:
@@ -276,11 +276,11 @@ def _with_room(parents: list[str]) -> SharedMemoryGroup | None:
             raise OSError("no space left")
         before(descriptor, length)
 
-    shared_memory._reserve = reserve
+    shared_memory_setup._reserve = reserve
     try:
         return SharedMemoryGroup.try_create(dist.group.WORLD, PAGE)
     finally:
-        shared_memory._reserve = before
+        shared_memory_setup._reserve = before
 
 
 def _without_room_in_memory() -> float:
@@ -296,12 +296,12 @@ def _without_room() -> SharedMemoryGroup | None:
 
 
 def _on_two_hosts() -> SharedMemoryGroup | None:
-    before = shared_memory._host
-    shared_memory._host = lambda: ("host", f"boot {dist.get_rank()}")
+    before = shared_memory_setup._host
+    shared_memory_setup._host = lambda: ("host", f"boot {dist.get_rank()}")
     try:
         return SharedMemoryGroup.try_create(dist.group.WORLD, PAGE)
     finally:
-        shared_memory._host = before
+        shared_memory_setup._host = before
 
 
 def _names_while_open() -> list[str]:

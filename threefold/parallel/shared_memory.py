@@ -11,23 +11,19 @@ end-of-file when the writer dies. Measured with four pairs of processes on two c
 semaphores all take about ten microseconds for an exchange; only pipes and sockets notice a dead peer.
 """
 
-import contextlib
 import itertools
-import mmap
 import os
-import platform
 import select
-import shutil
 import struct
-import tempfile
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from threefold.parallel.shared_memory_setup import Shared, share
 
 T = TypeVar("T")
 
@@ -72,30 +68,18 @@ class SharedMemoryGroup:
     Attributes: `size` ranks; `index`, the place of this process among them; `ranks`, their global ranks.
     """
 
-    def __init__(
-        self,
-        ranks: list[int],
-        index: int,
-        memory: mmap.mmap,
-        inboxes: dict[int, int],
-        outboxes: dict[int, int],
-        timeout: float,
-    ) -> None:
-        """Wrap resources already shared; use `try_create`, which shares them.
-
-        `memory` holds two slots of equal size per rank; `inboxes` and `outboxes` are file descriptors by peer index;
-        `timeout` is in seconds.
-        """
-        self.ranks = ranks
-        self.index = index
-        self.size = len(ranks)
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._capacity = len(memory) // (2 * self.size)
-        self._inboxes = inboxes
-        self._outboxes = outboxes
-        self._pollers = {peer: _poller(descriptor) for peer, descriptor in inboxes.items()}
-        self._timeout = timeout
-        self._closed = weakref.finalize(self, _close, [*inboxes.values(), *outboxes.values()])
+    def __init__(self, shared: Shared) -> None:
+        """Wrap what is shared already; use `try_create`, which shares it."""
+        self.ranks = shared.ranks
+        self.index = shared.index
+        self.size = len(shared.ranks)
+        self._bytes = torch.frombuffer(shared.memory, dtype=torch.uint8)
+        self._capacity = len(shared.memory) // (2 * self.size)
+        self._inboxes = shared.inboxes
+        self._outboxes = shared.outboxes
+        self._pollers = {peer: _poller(descriptor) for peer, descriptor in shared.inboxes.items()}
+        self._timeout = shared.timeout
+        self._closed = weakref.finalize(self, _close, [*shared.inboxes.values(), *shared.outboxes.values()])
         self._parity = 0
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
 
@@ -109,7 +93,8 @@ class SharedMemoryGroup:
 
         Returns None when the ranks are not all on one host, or the host has no room for the memory.
         """
-        return _create(cls, group, capacity)
+        shared = share(group, capacity)
+        return cls(shared) if shared else None
 
     def close(self) -> None:
         """Close the pipes and let go of the memory. Peers that wait for this rank then raise `PeerLostError`."""
@@ -305,100 +290,3 @@ def _describe(signal: bytes) -> str:
     operation, dtype, source, count = _SIGNAL.unpack(signal)
     origin = f" from index {source}" if _OPERATIONS[operation] == "broadcast_" else ""
     return f"{_OPERATIONS[operation]} of {count} elements of {_DTYPES[dtype]}{origin}"
-
-
-# -- setting up --------------------------------------------------------------------------------------------------------
-
-
-def _create(kind: type[SharedMemoryGroup], group: dist.ProcessGroup, capacity: int) -> SharedMemoryGroup | None:
-    if len(set(_everybodys(_host(), group))) > 1:
-        return None
-    ranks, index = dist.get_process_group_ranks(group), dist.get_rank(group)
-    folder = _make_folder(len(ranks), capacity) if index == 0 else None
-    try:
-        shared = _everybodys(folder, group)[0]
-        return _join(kind, group, shared, ranks, index) if shared else None
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)  # what is open stays; nothing is left if all of us are killed now
-
-
-def _join(
-    kind: type[SharedMemoryGroup], group: dist.ProcessGroup, folder: Path, ranks: list[int], index: int
-) -> SharedMemoryGroup | None:
-    peers = [(index + step) % len(ranks) for step in range(1, len(ranks))]
-    with contextlib.ExitStack() as opened:  # closes the pipes again unless every rank gets to the end
-
-        def open_pipes(paths: dict[int, Path], mode: int) -> dict[int, int]:
-            descriptors = {}
-            for peer, path in paths.items():
-                descriptors[peer] = os.open(path, mode | os.O_NONBLOCK)  # opening must not wait for the other end
-                opened.callback(os.close, descriptors[peer])
-                os.set_blocking(descriptors[peer], True)
-            return descriptors
-
-        memory = _together(group, lambda: _map_memory(folder))
-        inboxes = _together(group, lambda: open_pipes({p: folder / f"{p}-{index}" for p in peers}, os.O_RDONLY))
-        # A pipe can be opened for writing once its reader is there, and all readers are after the line above.
-        outboxes = _together(group, lambda: open_pipes({p: folder / f"{index}-{p}" for p in peers}, os.O_WRONLY))
-        if memory is None or inboxes is None or outboxes is None:
-            return None
-        opened.pop_all()
-        # What the group's own collectives wait at most.
-        timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        return kind(ranks, index, memory, inboxes, outboxes, timeout)
-
-
-def _host() -> tuple[str, str]:
-    """What tells this host from others, also where they share a file system or a name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return platform.node(), boot.read_text() if boot.exists() else ""
-
-
-def _make_folder(size: int, capacity: int) -> Path | None:
-    """A new folder with the memory and pipes of `size` ranks, in memory where possible; None if there is no room."""
-    slot = -(-max(capacity, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    for parent in ("/dev/shm", tempfile.gettempdir()):
-        folder = None
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="threefold-", dir=parent))
-            with open(folder / "memory", "wb") as file:
-                _reserve(file.fileno(), 2 * size * slot)
-            for source in range(size):
-                for target in range(size):
-                    if source != target:
-                        os.mkfifo(folder / f"{source}-{target}")
-            return folder
-        except OSError:
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
-    return None
-
-
-def _reserve(descriptor: int, length: int) -> None:
-    """Give the file `length` bytes that are really there: touching a page too many would kill the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, length)
-    else:
-        os.write(descriptor, bytes(length))
-
-
-def _map_memory(folder: Path) -> mmap.mmap:
-    with open(folder / "memory", "r+b") as file:
-        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-
-
-def _together(group: dist.ProcessGroup, action: Callable[[], T]) -> T | None:
-    """Run `action` on every rank; its result if it raised OSError on none of them, else None on all."""
-    try:
-        result: T | None = action()
-    except OSError:
-        result = None
-    return result if all(_everybodys(result is not None, group)) else None
-
-
-def _everybodys(value: T, group: dist.ProcessGroup) -> list[T]:
-    """`value` of every rank of the group, in rank order."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
