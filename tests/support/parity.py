@@ -141,11 +141,10 @@ def one_process(case: Case) -> Trace:
     decayed = [p for p in parameters.values() if p.dim() >= 2]
     others = [p for p in parameters.values() if p.dim() < 2]
     settings = config.optimizer
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if case.optimizer == "adamw":
-        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
     else:
-        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.SGD(groups)
     trace = Trace(initial={name: p.detach().clone() for name, p in parameters.items()})
     for step in range(case.steps):

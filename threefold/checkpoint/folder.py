@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from threefold.data.staging import sync
 from threefold.errors import UserError
 
 FOLDER: Final = "checkpoints"
@@ -102,7 +103,7 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     manifest = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(facts), "files": sizes}
     write_durably(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-    sync_folder(folder)
+    sync(folder)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -111,15 +112,6 @@ def write_durably(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in `folder` on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_if_whole(path: Path) -> Facts | None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from threefold.checkpoint.folder import PARTIAL, Facts, path_of, prune, sync_folder, write_durably, write_manifest
+from threefold.checkpoint.folder import PARTIAL, Facts, path_of, prune, write_durably, write_manifest
 from threefold.checkpoint.tensors import save_tensors
+from threefold.data.staging import sync
 from threefold.errors import UserError
 from threefold.parallel.mesh import Axis
 
@@ -48,7 +49,7 @@ def save_checkpoint(
         if path.exists():  # one that was not whole, else the run would have gone on from it
             shutil.rmtree(path)
         partial.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
 
     try:
         _on_first(world, begin)

@@ -62,8 +62,8 @@ def _claim(lock: int, partial: Path) -> None:
 def _commit(partial: Path, final: Path) -> None:
     (partial / _LOCK).unlink()
     for path in partial.iterdir():
-        _sync(path)
-    _sync(partial)
+        sync(path)
+    sync(partial)
     replaced = final.with_name(final.name + ".replaced")
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -74,11 +74,12 @@ def _commit(partial: Path, final: Path) -> None:
         with suppress(FileNotFoundError):
             replaced.rename(final)
         raise
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put a file's content, or the names in a folder, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -56,7 +56,6 @@ class GradientBuckets:
                     leaf.grad = view
                 # Weak, since Python's collector does not see the cycle from a leaf through its hook back to the leaf.
                 leaf.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(bucket)))
-        self._micro_batches = 1
 
     def __getitem__(self, leaf: Tensor) -> Tensor:
         """The gradient of `leaf`, in the buckets' dtype."""

@@ -89,7 +89,20 @@ class VocabParallelEmbedding(_SplitLayer):
         return f"{tuple(self.weight.shape)}, rows {self.start}:{self.end}"
 
 
-class ColumnParallelLinear(_SplitLayer):
+class _SplitLinear(_SplitLayer):
+    """A linear layer with a split weight, and a bias or none."""
+
+    bias: nn.Parameter | None
+
+    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
+        """Draw the weight as `_SplitLayer` does, and set the bias to zero."""
+        super().reset_parameters(name, seed, std)
+        if self.bias is not None:
+            with torch.no_grad():
+                local(self.bias).zero_()
+
+
+class ColumnParallelLinear(_SplitLinear):
     """`nn.Linear` with the output features split over an axis.
 
     Args:
@@ -101,8 +114,6 @@ class ColumnParallelLinear(_SplitLayer):
         gather_output: return the whole output on every rank; otherwise this rank's part.
         pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
     """
-
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -121,10 +132,6 @@ class ColumnParallelLinear(_SplitLayer):
         self.weight = empty_parameter((out_features, in_features), axis, dim=0)
         self.register_parameter("bias", empty_parameter((out_features,), axis, dim=0) if bias else None)
         self.reset_parameters(name, seed)
-
-    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
-        super().reset_parameters(name, seed, std)
-        _zero_(self.bias)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, axis: Axis, *, gather_output: bool = True) -> Self:
@@ -150,7 +157,7 @@ class ColumnParallelLinear(_SplitLayer):
         return f"{tuple(self.weight.shape)}, gather_output={self.gather_output}"
 
 
-class RowParallelLinear(_SplitLayer):
+class RowParallelLinear(_SplitLinear):
     """`nn.Linear` with the input features split over an axis.
 
     Args:
@@ -162,8 +169,6 @@ class RowParallelLinear(_SplitLayer):
         input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it
             is whole on every rank, and this rank takes its part.
     """
-
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -190,10 +195,6 @@ class RowParallelLinear(_SplitLayer):
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
         self.reset_parameters(name, seed)
 
-    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
-        super().reset_parameters(name, seed, std)
-        _zero_(self.bias)
-
     @classmethod
     def from_linear(cls, module: nn.Linear, axis: Axis, *, input_is_parallel: bool = False) -> Self:
         """The same weight and bias, the weight split."""
@@ -212,9 +213,3 @@ class RowParallelLinear(_SplitLayer):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, input_is_parallel={self.input_is_parallel}"
-
-
-def _zero_(bias: Tensor | None) -> None:
-    if bias is not None:
-        with torch.no_grad():
-            local(bias).zero_()

@@ -1,12 +1,14 @@
 """One training step, the same for every layout: micro-batches, gradient sync, clip, update."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
 
 from threefold.config import Config
+from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.labels import IGNORED
 from threefold.parallel.apply import parallelize
@@ -20,11 +22,6 @@ from threefold.parallel.random import sample_keys
 from threefold.parallel.split import ModelPlan
 from threefold.train.optimizer import Optimizer, master_dtype
 from threefold.train.schedule import learning_rate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from threefold.data.loader import Batch
 
 _NORM_PIECE = 1 << 14  # elements
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -61,7 +58,7 @@ class Engine:
         config: resolved.
     """
 
-    def __init__(self, make_model: "Callable[[], nn.Module]", plan: ModelPlan, mesh: Mesh, config: Config) -> None:
+    def __init__(self, make_model: Callable[[], nn.Module], plan: ModelPlan, mesh: Mesh, config: Config) -> None:
         self.mesh, self.config, self.plan = mesh, config, plan
         dtype = DTYPES[config.precision.dtype]
         self.stage = parallelize(make_model, plan, mesh, dtype)
@@ -83,7 +80,7 @@ class Engine:
         schedule = self.config.parallel.schedule
         return PipelineRunner(self.stage, self.mesh, schedule, train.gradient_accumulation_steps, activation, dtype)
 
-    def train_step(self, batch: "Batch", step: int) -> StepResult:
+    def train_step(self, batch: Batch, step: int) -> StepResult:
         """One update from a global batch.
 
         Args:
@@ -104,7 +101,7 @@ class Engine:
             step: 0 for the first.
         """
         loss, norm = self._loss_and_norm(local_loss)
-        if not torch.isfinite(torch.tensor([loss, norm])).all():
+        if not (isfinite(loss) and isfinite(norm)):
             raise UserError(
                 f"Training diverged at step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
                 f"lower optimizer.lr ({self.config.optimizer.lr:g}), to {self.config.optimizer.lr / 2:g} say."
@@ -116,7 +113,7 @@ class Engine:
         self.optimizer.step(lr)
         return StepResult(loss, norm, lr, tokens)
 
-    def compute_gradients(self, batch: "Batch", step: int) -> tuple[Tensor, int]:
+    def compute_gradients(self, batch: Batch, step: int) -> tuple[Tensor, int]:
         """Fill the gradients with those of the global batch's mean loss.
 
         Returns:
@@ -133,7 +130,7 @@ class Engine:
         self.tied.sum_({entry.name: entry.gradient for entry in self.optimizer.entries})
         return loss, tokens
 
-    def evaluate(self, batch: "Batch") -> tuple[float, int]:
+    def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Summed loss and number of tokens that count in a global batch; gradients and randomness stay as they are."""
         loss = self.runner.evaluate(self._work(batch, None)).double()
         totals = torch.stack([loss, (batch.labels != IGNORED).sum().to(loss)])
@@ -168,7 +165,7 @@ class Engine:
         model = self.config.model
         return model.hidden_dropout > 0 or model.attention_dropout > 0
 
-    def _work(self, batch: "Batch", keys: Tensor | None) -> Work:
+    def _work(self, batch: Batch, keys: Tensor | None) -> Work:
         device = self.mesh.device
         moved = (batch.tokens.to(device), batch.labels.to(device))
         return Work(*moved, None if keys is None else keys.to(device))

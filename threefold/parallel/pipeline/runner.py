@@ -1,7 +1,9 @@
 """Running the micro-batches of a step: one loop without a pipeline, torch's schedules with one."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,32 +152,24 @@ class PipelineRunner(Runner):
         )
 
     def forward_backward(self, work: Work, scale: float) -> Tensor:
+        return self._loss(self._train.step, work, scale)
+
+    @torch.no_grad()
+    def evaluate(self, work: Work) -> Tensor:
+        return self._loss(self._eval.eval, replace(work, keys=None), 1.0)
+
+    def _loss(self, run: Callable[..., Any], work: Work, scale: float) -> Tensor:
         losses: list[Tensor] = []
-        self._train.step(
+        run(
             *([work.tokens] if self.mesh.is_first_stage else []),
             target=work.labels if self.mesh.is_last_stage else None,
             losses=losses,
             return_outputs=False,
             loss_kwargs={"scale": scale},
-            **self._extras(work),
+            labels=work.labels,
+            **({} if work.keys is None else {"keys": work.keys}),
         )
         return torch.stack([loss.detach() for loss in losses]).sum() if self.mesh.is_last_stage else self._zero
-
-    @torch.no_grad()
-    def evaluate(self, work: Work) -> Tensor:
-        losses: list[Tensor] = []
-        self._eval.eval(
-            *([work.tokens] if self.mesh.is_first_stage else []),
-            target=work.labels if self.mesh.is_last_stage else None,
-            losses=losses,
-            return_outputs=False,
-            loss_kwargs={"scale": 1.0},
-            labels=work.labels,
-        )
-        return torch.stack(losses).sum() if self.mesh.is_last_stage else self._zero
-
-    def _extras(self, work: Work) -> dict[str, Tensor]:
-        return {"labels": work.labels} | ({} if work.keys is None else {"keys": work.keys})
 
 
 def _scaled(loss: Tensor, _labels: Tensor, *, scale: float) -> Tensor:
