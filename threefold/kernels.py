@@ -31,11 +31,11 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-def causal_attention(qkv: Tensor) -> Tensor:
-    """Causal self-attention of the heads in `qkv` [B, S, heads, 3, d] → [B, S, heads · d]."""
-    if _plain_attention_is_faster(qkv):
-        return _plain_attention(qkv)
-    q, k, v = qkv.transpose(1, 2).unbind(3)
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal self-attention: `q`, `k`, `v` [B, S, heads, d] → [B, S, heads · d]."""
+    if _plain_attention_is_faster(q):
+        return _plain_attention(q, k, v)
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
@@ -50,14 +50,14 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _plain_attention_is_faster(qkv: Tensor) -> bool:
-    return qkv.dtype == torch.bfloat16 and qkv.device.type == "cpu" and qkv.shape[1] <= _LONGEST_MATERIALISED
+def _plain_attention_is_faster(q: Tensor) -> bool:
+    return q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.shape[1] <= _LONGEST_MATERIALISED
 
 
-def _plain_attention(qkv: Tensor) -> Tensor:
-    batch, length, heads, _, width = qkv.shape
-    q, k, v = qkv.permute(3, 0, 2, 1, 4).reshape(3, batch * heads, length, width).unbind(0)
-    future = torch.full((length, length), -torch.inf, dtype=qkv.dtype).triu_(1)
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    batch, length, heads, width = q.shape
+    q, k, v = (each.transpose(1, 2).reshape(batch * heads, length, width) for each in (q, k, v))
+    future = torch.full((length, length), -torch.inf, dtype=q.dtype).triu_(1)
     out = torch.baddbmm(future, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
     return out.view(batch, heads, length, width).transpose(1, 2).flatten(2)
 

@@ -8,6 +8,7 @@ from threefold.labels import IGNORED
 from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.apply import draw_
+from threefold.parallel.samples import Samples
 
 
 def config(**model: object) -> Config:
@@ -76,6 +77,6 @@ def test_dropout_needs_keys_and_differs_by_layer() -> None:
     assert len(sites) == 1 + 2 * 3
     tokens, keys = torch.zeros(2, 16, dtype=torch.int64), torch.tensor([5, 6])
     assert torch.equal(model(tokens), model(tokens))
-    assert torch.equal(model(tokens, keys=keys), model(tokens, keys=keys))
-    dropped = model(tokens, keys=keys)
+    assert torch.equal(model(tokens, samples=Samples(keys)), model(tokens, samples=Samples(keys)))
+    dropped = model(tokens, samples=Samples(keys))
     assert not torch.equal(dropped[0], dropped[1])

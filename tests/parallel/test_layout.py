@@ -7,14 +7,18 @@ from threefold.errors import UserError
 from threefold.parallel.layout import AXES, Layout
 from threefold.parallel.mesh import Mesh
 
-FACTORINGS = [Layout(dp, tp, 8 // dp // tp) for dp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if dp * tp <= 8]
+SIZES = (1, 2, 4, 8)
+FACTORINGS = [
+    Layout(dp, tp, 8 // (dp * tp * cp), cp) for dp in SIZES for tp in SIZES for cp in SIZES if dp * tp * cp <= 8
+]
 
 
 @pytest.mark.parametrize("layout", FACTORINGS, ids=str)
 def test_rank_is_row_major(layout: Layout) -> None:
     for rank in range(8):
-        dp, pp, tp = layout.coordinates(rank)
-        assert rank == (dp * layout.pp + pp) * layout.tp + tp == layout.rank_of(dp=dp, pp=pp, tp=tp)
+        dp, pp, cp, tp = layout.coordinates(rank)
+        assert rank == ((dp * layout.pp + pp) * layout.cp + cp) * layout.tp + tp
+        assert rank == layout.rank_of(dp=dp, pp=pp, cp=cp, tp=tp)
 
 
 @pytest.mark.parametrize("layout", FACTORINGS, ids=str)

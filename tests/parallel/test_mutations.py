@@ -18,7 +18,7 @@ from threefold.labels import IGNORED
 from threefold.parallel import apply, collectives, data, loss, tensor
 from threefold.parallel.mesh import Axis
 from threefold.parallel.pipeline import runner, stage, tied
-from threefold.parallel.split import SplitDropout
+from threefold.parallel.split import AttentionCore
 from threefold.train import engine, optimizer
 
 Patch = tuple[Any, str, Any]
@@ -91,10 +91,10 @@ def last_micro_batch_dropped() -> list[Patch]:
 def layer_dropped() -> list[Patch]:
     forward = stage.Stage.forward
 
-    def skip_one(self: stage.Stage, x: Tensor, labels: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    def skip_one(self: stage.Stage, x: Tensor, labels: Any = None, samples: Any = ()) -> Tensor:
         names = tuple(name for name in self.layer_names if name != "blocks.1")
         with patch.object(stage.Stage, "layer_names", names):
-            return forward(self, x, labels, keys)
+            return forward(self, x, labels, samples)
 
     return [replace(stage.Stage, "forward", skip_one)]
 
@@ -108,7 +108,7 @@ def tied_weight_counted_twice_in_the_norm() -> list[Patch]:
 
 
 def tied_weight_untied_by_splitting() -> list[Patch]:
-    return [replace(apply, "_tie", lambda stage: None)]
+    return [replace(apply, "_tie", lambda stages, plan: None)]
 
 
 def replicated_parameters_counted_tp_times_in_the_norm() -> list[Patch]:
@@ -140,7 +140,7 @@ def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
 
 
 def same_mask_on_every_head_shard() -> list[Patch]:
-    return [replace(SplitDropout, "apply", lambda self, module, axis: module)]
+    return [replace(AttentionCore, "apply", lambda self, module, region: module)]
 
 
 def different_masks_in_the_replicated_region() -> list[Patch]:

@@ -13,8 +13,9 @@ from threefold.errors import UserError
 from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.pipeline.partition import partition_by_class, partition_by_cost, partition_uniform
+from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import shared_between
 from threefold.parallel.split import ModelPlan, Normal, Replicated, split_modules
 
@@ -93,7 +94,7 @@ def test_every_layer_is_on_exactly_one_stage(pp: int) -> None:
         model = GPT(case.config.model)
         stages = [Stage(model, plan, *bounds[stage : stage + 2]) for stage in range(pp)]
     assert [name for stage in stages for name in stage.layer_names] == list(plan.layers)
-    owned = [name for stage in stages for name, _ in stage.whole_parameters() if name not in stage.borrowed_names()]
+    owned = {name for stage in stages for name, _ in whole_parameters([stage])}
     assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
     assert all(stage.layer_names for stage in stages)
 
@@ -102,16 +103,17 @@ def test_a_parameter_that_the_table_forgets_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     plan = ModelPlan({"0": Replicated()}, ("0", "1"), (1.0, 1.0), lambda name: Normal(1.0))
     with pytest.raises(ValueError, match=r"says nothing about the parameter '1\.weight'"):
-        split_modules(model, plan.split, axis=None)  # type: ignore[arg-type]
+        split_modules(model, plan.split, region=None)  # type: ignore[arg-type]
 
 
 def test_tied_weights_know_the_stages_that_share_them() -> None:
     plan = gpt_plan(Case(layers=4).config.model, 8)
-    assert shared_between(plan, [0, 6]) == {}
-    assert shared_between(plan, [0, 3, 6]) == {"embed.tokens.weight": [0, 1]}
-    assert shared_between(plan, [0, 2, 4, 6]) == {"embed.tokens.weight": [0, 2]}
+    assert shared_between(plan, StageMap((0, 6), (0,))) == {}
+    assert shared_between(plan, StageMap((0, 3, 6), (0, 1))) == {"embed.tokens.weight": [0, 1]}
+    assert shared_between(plan, StageMap((0, 2, 4, 6), (0, 1, 2))) == {"embed.tokens.weight": [0, 2]}
+    assert shared_between(plan, StageMap((0, 1, 3, 4, 6), (0, 1, 1, 0))) == {}
     untied = gpt_plan(Case(layers=4, tie=False).config.model, 8)
-    assert shared_between(untied, [0, 3, 6]) == {}
+    assert shared_between(untied, StageMap((0, 3, 6), (0, 1))) == {}
 
 
 def alive_at_most(case: Case) -> int:

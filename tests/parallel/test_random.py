@@ -82,7 +82,7 @@ def test_a_split_mask_is_a_part_of_the_whole(dim: int, size: int) -> None:
     shape = [3, 6, 40, 50]
     whole = keep_mask(keys, 9, torch.Size(shape), 0.25)
     shape[dim] = size - 2
-    part = keep_mask(keys, 9, torch.Size(shape), 0.25, Slice(dim, 2, size))
+    part = keep_mask(keys, 9, torch.Size(shape), 0.25, {dim: Slice(2, size)})
     assert torch.equal(part, whole.narrow(dim, 2, size - 2))
 
 

@@ -17,6 +17,7 @@ from threefold.parallel.apply import draw_
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.random import sample_keys
+from threefold.parallel.samples import Samples
 from threefold.train.engine import Engine
 from threefold.train.schedule import learning_rate
 
@@ -30,6 +31,7 @@ class Case:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     schedule: str = "1f1b"
     dtype: str = "fp32"
     layers: int = 3
@@ -47,23 +49,24 @@ class Case:
     steps: int = 3
     clip: float = 0.5
     compile: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()  # further ones, ("section.key", value), that change no result
 
     def with_layout(self, dp: int, tp: int, pp: int, **changes: Any) -> "Case":
-        return replace(self, dp=dp, tp=tp, pp=pp, **changes)
+        return replace(self, **{"dp": dp, "tp": tp, "pp": pp, **changes})
 
     @property
     def unsplit(self) -> "Case":
         """What one process has to compute for it: the same for every layout, schedule and accumulation."""
-        return replace(self, dp=1, tp=1, pp=1, schedule="1f1b", accumulation=1, compile=False)
+        return replace(self, dp=1, tp=1, pp=1, cp=1, schedule="1f1b", accumulation=1, compile=False, settings=())
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def config(self) -> Config:
         hidden = self.heads * self.head_dim
-        given = {
+        given: dict[str, dict[str, Any]] = {
             "model": {
                 "num_layers": self.layers,
                 "hidden_size": hidden,
@@ -77,7 +80,7 @@ class Case:
                 "tie_embeddings": self.tie,
             },
             "data": {"path": "unused", "sequence_length": self.sequence},
-            "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp, "schedule": self.schedule},
+            "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "schedule": self.schedule},
             "train": {
                 "max_steps": 100,
                 "global_batch_size": self.batch,
@@ -96,6 +99,9 @@ class Case:
                 "clip_grad_norm": self.clip,
             },
         }
+        for key, value in self.settings:
+            section, name = key.split(".")
+            given[section][name] = value
         return resolve(Config.model_validate(given), self.vocab)
 
 
@@ -151,7 +157,7 @@ def one_process(case: Case) -> Trace:
         tokens, labels = global_batch(case, step)
         keys = sample_keys(config.train.seed, step, torch.arange(case.batch)) if case.dropout else None
         optimizer.zero_grad()
-        loss = model(tokens, labels, keys) / (labels != IGNORED).sum()
+        loss = model(tokens, labels, Samples(keys)) / (labels != IGNORED).sum()
         loss.backward()
         trace.gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
         trace.losses.append(loss.item())
@@ -167,7 +173,7 @@ def one_process(case: Case) -> Trace:
 
 def make_engine(case: Case) -> Engine:
     config = case.config
-    mesh = Mesh(Layout(case.dp, case.tp, case.pp))
+    mesh = Mesh(Layout(case.dp, case.tp, case.pp, case.cp))
     return Engine(lambda: GPT(config.model), gpt_plan(config.model, case.sequence), mesh, config)
 
 

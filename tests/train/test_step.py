@@ -17,7 +17,7 @@ def syncs_of_a_step(case: Case) -> tuple[Counter[tuple[str, str]], int, list[flo
     losses = [engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0).loss]
     with engine.mesh.recorder.recording() as events:
         losses.append(engine.train_step(shard_of(case, 1, engine.mesh.dp.index), 1).loss)
-    return Counter((event.axis, event.operation) for event in events), len(engine.buckets), losses
+    return Counter((event.axis, event.operation) for event in events), len(engine.gradients), losses
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -1,5 +1,8 @@
 """Rules between settings, each one sentence when broken."""
 
+from math import lcm
+
+from threefold.config.compatibility import check_together
 from threefold.config.problem import nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
 
@@ -14,6 +17,7 @@ def check(config: Config, vocab_size: int) -> None:
     _check_data(config)
     _check_layout(config)
     _check_optimizer(config)
+    check_together(config)
     if config.precision.dtype == "fp64" and config.train.device == "cuda":
         raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
 
@@ -52,9 +56,21 @@ def _check_layout(config: Config) -> None:
     if parallel.pp > model.num_layers:
         rule = f"each stage needs a layer and model.num_layers is {model.num_layers}; use at most {model.num_layers}"
         raise problem(config, "parallel.pp", rule)
-    if config.train.compile and parallel.tp > 1:
-        rule = f"the collectives inside a layer cannot be compiled and parallel.tp is {parallel.tp}; use false or tp 1"
-        raise problem(config, "train.compile", rule)
+    _check_sequence(config)
+
+
+def _check_sequence(config: Config) -> None:
+    length, parallel = config.data.sequence_length, config.parallel
+    if parallel.sequence_parallel and parallel.tp == 1:
+        rule = "the tensor-parallel ranks share the sequence and parallel.tp is 1; use false or tp 2"
+        raise problem(config, "parallel.sequence_parallel", rule)
+    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+    shares = parallel.cp * parallel.tp if parallel.sequence_parallel else parallel.cp
+    unit = lcm(chunks, shares)
+    if length % unit:
+        key = "parallel.cp" if length % chunks else "parallel.sequence_parallel"
+        rule = f"the ranks share each sequence in {unit} equal parts; use data.sequence_length"
+        raise problem(config, key, f"{rule} {nearest_multiple(length, unit)} instead of {length}")
 
 
 def _check_optimizer(config: Config) -> None:

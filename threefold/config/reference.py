@@ -1,7 +1,8 @@
 """The reference of all settings as Markdown, from the schema itself."""
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Lt
 from pydantic.fields import FieldInfo
@@ -60,6 +61,8 @@ def _value(field: FieldInfo) -> str:
     kind = field.annotation
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    if get_origin(kind) in (Union, UnionType):
+        return "text, or list of whole numbers"
     if get_origin(kind) is tuple:
         return "list of two numbers"
     signs = [(*_SIGNS[type(rule)], rule) for rule in field.metadata if type(rule) in _SIGNS]

@@ -45,6 +45,8 @@ def _derived(config: Config, vocab_size: int) -> dict[str, Any]:
         "model.vocab_size": vocab_size,
         "model.max_position_embeddings": sequence,
         "data.sequence_length": sequence,
+        "parallel.stage_chunks": 1 if config.parallel.schedule in ("1f1b", "gpipe") else 2,
+        "parallel.zero_shards": config.parallel.dp,
         "optimizer.min_lr": float(f"{optimizer.lr / 10:.12g}"),  # no 5.9999999999999995e-05
         "optimizer.warmup_steps": warmup,
         "optimizer.decay_steps": decay_steps,

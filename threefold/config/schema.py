@@ -4,7 +4,7 @@ Settings that default to None are filled by `threefold.config.resolve`, so that 
 resolved config; everything after resolving may rely on it.
 """
 
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
@@ -15,6 +15,9 @@ from threefold.config.presets import PRESETS, PresetName
 def _derived(**limits: Any) -> Any:
     """A setting that `resolve` fills when it is not given."""
     return Field(default=None, **limits)
+
+
+Schedule = Literal["1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 
 
 class Section(BaseModel):
@@ -95,10 +98,28 @@ class ParallelConfig(Section):
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel shards of each layer."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline stages; at most `model.num_layers`."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Pipeline ranks; at most `model.num_layers`."""
+    cp: int = Field(default=1, ge=1)
+    """Context-parallel parts of each sequence; `data.sequence_length` is a multiple of 2 · `cp`."""
+    schedule: Schedule = "1f1b"
     """Order of the micro-batches in the pipeline: `1f1b` keeps the activations of at most `pp` of them alive, `gpipe`
-    of all of them."""
+    of all of them. `interleaved`, `looped-bfs` and `zero-bubble` give each rank `stage_chunks` stages; `zbv` and
+    `dualpipev` give it two, the first and the last on one rank. `zero-bubble`, `zbv` and `dualpipev` fill the idle time
+    with the gradients of the weights."""
+    stage_chunks: int = _derived(ge=1)
+    """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, else 2."""
+    partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
+    """How layers are shared among the pipeline stages: `cost` balances what they compute, `uniform` their number,
+    `class:NAME` those of one class, such as `class:Block`; or the first layer of each stage but the first, such as
+    `[3, 6, 9]`."""
+    sequence_parallel: bool = False
+    """Whether the tensor-parallel ranks also share the activations between the split layers, along the sequence."""
+    zero: int = Field(default=0, ge=0, le=3)
+    """What the data-parallel ranks share instead of holding it whole: 1 the optimizer's state, 2 the gradients too, 3
+    the weights too."""
+    zero_shards: int = _derived(ge=1)
+    """Data-parallel replicas that share one copy where `zero` is not 0; the others hold further copies. Default: `dp`,
+    one copy."""
 
 
 class TrainConfig(Section):

@@ -93,7 +93,7 @@ def prepare_training(config: Config, run_dir: Path, *, resume: bool = False) -> 
 
 def _layout(config: Config) -> Layout:
     parallel = config.parallel
-    return Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
+    return Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp)
 
 
 def _store(config: Config, run_dir: Path) -> None:

@@ -1,18 +1,19 @@
 """GPT-2 (Radford et al., 2019; sizes up to GPT-3, Brown et al., arXiv 2005.14165), written for one device.
 
 Nothing here knows of ranks. `gpt_split.py` beside this file says how each weight is cut when the model is spread over a
-mesh. The `keys` that the layers pass along are one 64-bit number per sample, from which dropout masks follow; without
-them nothing is dropped.
+mesh. The `samples` that the layers pass along hold one 64-bit number per sample, from which dropout masks follow;
+without them nothing is dropped.
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.config import ModelConfig
-from threefold.kernels import causal_attention
 from threefold.models.layers import CrossEntropy, Embedding, Linear
+from threefold.parallel.attention import CausalAttention
 from threefold.parallel.random import Dropout, name_sites
+from threefold.parallel.samples import NOTHING, Samples
+from threefold.parallel.sequence import PositionEmbedding
 
 
 class Input(nn.Module):
@@ -21,13 +22,13 @@ class Input(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, tokens: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, samples: Samples = NOTHING) -> Tensor:
         """int64 [B, S] → [B, S, H]."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return self.dropout(x, keys)
+        x = self.tokens(tokens)
+        return self.dropout(x + self.positions(x), samples.keys)
 
 
 class Attention(nn.Module):
@@ -38,18 +39,12 @@ class Attention(nn.Module):
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = Linear(config.hidden_size, config.hidden_size)
-        self.dropout = Dropout(config.attention_dropout)
+        self.core = CausalAttention(config.attention_dropout)
 
-    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
-        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # [B, S, heads, 3, d]
-        return self.proj(self._drop_and_attend(qkv, keys) if self.dropout.draws(keys) else causal_attention(qkv))
-
-    def _drop_and_attend(self, qkv: Tensor, keys: Tensor | None) -> Tensor:
-        q, k, v = qkv.transpose(1, 2).unbind(3)  # each [B, heads, S, d]
-        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        weights = (q @ k.mT * self.head_dim**-0.5).masked_fill(future, -torch.inf).softmax(-1)
-        return (self.dropout(weights, keys) @ v).transpose(1, 2).flatten(2)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(3)  # each [B, S, heads, d]
+        return self.proj(self.core(q, k, v, samples))
 
 
 class MLP(nn.Module):
@@ -76,10 +71,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.ModuleDict({name: Dropout(config.hidden_dropout) for name in ("attn", "mlp")})
 
-    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
-        x = x + self.dropout["attn"](self.attn(self.attn_norm(x), keys), keys)
-        return x + self.dropout["mlp"](self.mlp(self.mlp_norm(x)), keys)
+        x = x + self.dropout["attn"](self.attn(self.attn_norm(x), samples), samples.keys)
+        return x + self.dropout["mlp"](self.mlp(self.mlp_norm(x)), samples.keys)
 
 
 class Head(nn.Module):
@@ -113,18 +108,18 @@ class GPT(nn.Module):
             self.head.output.weight = self.embed.tokens.weight
         name_sites(self)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: Samples = NOTHING) -> Tensor:
         """Logits, or the summed loss.
 
         Args:
             tokens: int64 [B, S].
             labels: int64 [B, S], -100 where a token does not count; None for logits.
-            keys: int64 [B], the samples' dropout keys; None to drop nothing.
+            samples: their dropout keys, if anything is to be dropped.
 
         Returns:
             logits [B, S, V], or a scalar: the sum over the tokens that count.
         """
-        x = self.embed(tokens, keys)
+        x = self.embed(tokens, samples)
         for block in self.blocks:
-            x = block(x, keys)
+            x = block(x, samples)
         return self.head(x, labels)

@@ -4,15 +4,16 @@ from fnmatch import fnmatchcase
 
 from threefold.config import ModelConfig
 from threefold.parallel.split import (
+    AttentionCore,
     Column,
     Constant,
     Initial,
     ModelPlan,
     Normal,
+    OverSequence,
     Replicated,
     Row,
     Split,
-    SplitDropout,
     Vocab,
     VocabLoss,
 )
@@ -28,14 +29,16 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
     layers, hidden = config.num_layers, config.hidden_size
     split: dict[str, Split] = {
         "embed.tokens": Vocab(),
-        "embed.positions": Replicated(),
+        "embed.positions": OverSequence(),
+        "embed.dropout": OverSequence(),
         "blocks.*.attn_norm": Replicated(),
         "blocks.*.attn.qkv": Column(),
-        "blocks.*.attn.dropout": SplitDropout(dim=1, whole=config.num_attention_heads),
+        "blocks.*.attn.core": AttentionCore(config.num_attention_heads),
         "blocks.*.attn.proj": Row(),
         "blocks.*.mlp_norm": Replicated(),
         "blocks.*.mlp.up": Column(),
         "blocks.*.mlp.down": Row(),
+        "blocks.*.dropout.*": OverSequence(),
         "head.norm": Replicated(),
         "head.output": Column(),
         "head.loss": VocabLoss(config.vocab_size),

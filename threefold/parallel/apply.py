@@ -1,41 +1,61 @@
 """From a single-device model to this rank's part of it: cut into stages, split layers, fill with the keyed weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import like, local, offset
+from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.random import fill_normal_, stream_key
+from threefold.parallel.sequence import Region
 from threefold.parallel.split import ModelPlan, Normal, split_modules
 
 
-def parallelize(
-    make_model: Callable[[], nn.Module], plan: ModelPlan, mesh: Mesh, dtype: torch.dtype = torch.float32
-) -> Stage:
-    """This rank's part of a model, its weights allocated but not yet set (`draw_` sets one).
+@dataclass(frozen=True)
+class Division:
+    """How a model is divided among ranks.
+
+    Attributes:
+        mesh: this rank's place.
+        stages: the pipeline's stages.
+        sequence_parallel: whether activations between split layers are cut along the sequence over tp.
+        dtype: what the parameters compute in.
+    """
+
+    mesh: Mesh
+    stages: StageMap
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def region(self) -> Region:
+        """What the splits of single layers are told."""
+        return Region(self.mesh.tp, self.mesh.cp, self.sequence_parallel)
+
+
+def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: Division) -> list[Stage]:
+    """This rank's part of a model, stage by stage, its weights allocated but not yet set (`draw_` sets one).
 
     The model is made on the meta device, so no rank ever holds more than its own part.
 
     Args:
         make_model: makes the whole, single-device model.
         plan: the model's layers and how each weight is cut.
-        mesh: this rank's place.
-        dtype: what the parameters compute in.
-
-    Raises:
-        UserError: there are more stages than layers.
+        division: which part this rank has.
     """
     with torch.device("meta"):
         model = make_model()
-    bounds = plan.stage_bounds(mesh.pp.size)
-    stage = Stage(model, plan, *bounds[mesh.pp.index : mesh.pp.index + 2])
-    split_modules(stage, plan.split, mesh.tp)
-    _tie(stage)
-    _allocate(stage, mesh.device, dtype)
-    return stage
+    numbers = division.stages.held_by(division.mesh.pp.index)
+    stages = [Stage(model, plan, *division.stages.layers(number)) for number in numbers]
+    for stage in stages:
+        split_modules(stage, plan.split, division.region)
+    _tie(stages, plan)
+    _allocate(nn.ModuleList(stages), division.mesh.device, division.dtype)
+    return stages
 
 
 @torch.no_grad()
@@ -56,13 +76,13 @@ def draw_(into: Tensor, parameter: Tensor, name: str, plan: ModelPlan, seed: int
     return into.fill_(initial.value)
 
 
-def _tie(stage: Stage) -> None:
-    """Share tied weights again where a stage holds both uses: splitting made a parameter of each."""
-    held = dict(stage.named_parameters(remove_duplicate=False))
-    for borrower, owner in stage.plan.ties.items():
+def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
+    """Share tied weights again where a rank holds both uses: splitting made a parameter of each."""
+    held = {name: stage for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+    for borrower, owner in plan.ties.items():
         if borrower in held and owner in held:
             module, _, attribute = borrower.rpartition(".")
-            setattr(stage.get_submodule(module), attribute, held[owner])
+            setattr(held[borrower].get_submodule(module), attribute, held[owner].get_parameter(owner))
 
 
 def _allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

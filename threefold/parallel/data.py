@@ -6,6 +6,7 @@ Distributed", VLDB 2020.)
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -31,8 +32,28 @@ class _Bucket:
         self.started = False
 
 
-class GradientBuckets:
-    """The gradients of a rank's parameters, summed over an axis.
+class Gradients(ABC):
+    """The gradients of a rank's parameters, from the first micro-batch of a step to its update."""
+
+    @abstractmethod
+    def __getitem__(self, leaf: Tensor) -> Tensor:
+        """The gradient of `leaf`, in the dtype that gradients are added up in; complete after `finish`."""
+
+    @abstractmethod
+    def begin(self, micro_batches: int) -> None:
+        """Clear the gradients; the coming step adds `micro_batches` of them to each parameter."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over the replicas."""
+
+    @abstractmethod
+    def scale_(self, factor: float) -> None:
+        """Multiply every gradient."""
+
+
+class GradientBuckets(Gradients):
+    """Gradients that every replica holds, summed over an axis.
 
     Args:
         leaves: the tensors that autograd gives gradients to.
@@ -58,7 +79,6 @@ class GradientBuckets:
                 leaf.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(bucket)))
 
     def __getitem__(self, leaf: Tensor) -> Tensor:
-        """The gradient of `leaf`, in the buckets' dtype."""
         return self._views[leaf]
 
     def __len__(self) -> int:
@@ -66,14 +86,12 @@ class GradientBuckets:
         return len(self._buckets)
 
     def begin(self, micro_batches: int) -> None:
-        """Clear the gradients; the coming step adds `micro_batches` of them to each parameter."""
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.waiting = micro_batches * len(bucket.leaves)
             bucket.started, bucket.work = False, None
 
     def finish(self) -> None:
-        """Wait until every gradient is the sum over the axis."""
         for bucket in self._buckets:
             if not bucket.started:  # a parameter that got no gradient on this rank may have got one elsewhere
                 self._start(bucket)
@@ -82,7 +100,6 @@ class GradientBuckets:
                 bucket.work.wait()
 
     def scale_(self, factor: float) -> None:
-        """Multiply every gradient."""
         for bucket in self._buckets:
             bucket.flat.mul_(factor)
 

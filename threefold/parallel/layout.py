@@ -1,9 +1,10 @@
 """Where each rank sits: pure arithmetic, no processes.
 
-The axes are ordered from the slowest to the fastest varying, row-major: rank = (dp·PP + pp)·TP + tp. Tensor-parallel
-neighbours are therefore adjacent ranks, which launchers put on one host.
+The axes are ordered from the slowest to the fastest varying, row-major: rank = ((dp·PP + pp)·CP + cp)·TP + tp.
+Tensor-parallel neighbours are therefore adjacent ranks, which launchers put on one host.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from threefold.errors import UserError
 
-AXES = ("dp", "pp", "tp")
+AXES = ("dp", "pp", "cp", "tp")
 
 
 class Coordinates(NamedTuple):
@@ -19,6 +20,7 @@ class Coordinates(NamedTuple):
 
     dp: int
     pp: int
+    cp: int
     tp: int
 
 
@@ -30,6 +32,7 @@ class Layout:
         dp: data-parallel replicas.
         tp: shards of each weight.
         pp: pipeline stages.
+        cp: parts of each sequence (context parallelism).
 
     Raises:
         UserError: an axis is smaller than 1.
@@ -38,6 +41,7 @@ class Layout:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -65,35 +69,39 @@ class Layout:
         """
         if world_size == self.world_size:
             return
-        fixed = self.tp * self.pp
-        named = f"dp {self.dp} · tp {self.tp} · pp {self.pp}"
+        fixed = self.tp * self.pp * self.cp
         if world_size % fixed:
             nearest = max(1, round(world_size / fixed)) * fixed
+            product = "tp · pp" if self.cp == 1 else "tp · pp · cp"
             raise UserError(
-                f"The world has {world_size} ranks, not a multiple of tp · pp = {fixed}; start {nearest} ranks."
+                f"The world has {world_size} ranks, not a multiple of {product} = {fixed}; start {nearest} ranks."
             )
         raise UserError(
-            f"The layout {named} needs {self.world_size} ranks but the world has {world_size}; "
+            f"The layout {self} needs {self.world_size} ranks but the world has {world_size}; "
             f"set parallel.dp to {world_size // fixed} or start {self.world_size} ranks."
         )
 
     def coordinates(self, rank: int) -> Coordinates:
         """Position of `rank` on each axis."""
         rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
         dp, pp = divmod(rest, self.pp)
-        return Coordinates(dp, pp, tp)
+        return Coordinates(dp, pp, cp, tp)
 
-    def rank_of(self, dp: int = 0, pp: int = 0, tp: int = 0) -> int:
+    def rank_of(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """The rank at these coordinates."""
-        return (dp * self.pp + pp) * self.tp + tp
+        return ((dp * self.pp + pp) * self.cp + cp) * self.tp + tp
 
-    def groups(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ along `axis` alone, each in the order of that axis."""
-        others = [name for name in AXES if name != axis]
-        return [
-            [self.rank_of(**dict(zip(others, place, strict=True)), **{axis: index}) for index in range(self.size(axis))]
-            for place in product(*(range(self.size(name)) for name in others))
-        ]
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The groups of ranks that differ along `axes` alone, each in the order of those axes (row-major)."""
+        inner = [name for name in AXES if name in axes]
+        others = [name for name in AXES if name not in axes]
+        return [[self.rank_of(**outer, **place) for place in self._places(inner)] for outer in self._places(others)]
+
+    def _places(self, axes: Sequence[str]) -> list[dict[str, int]]:
+        """Every combination of coordinates along `axes`, row-major."""
+        sizes = (range(self.size(name)) for name in axes)
+        return [dict(zip(axes, place, strict=True)) for place in product(*sizes)]
 
     def __str__(self) -> str:
-        return f"dp {self.dp} · tp {self.tp} · pp {self.pp}"
+        return f"dp {self.dp} · tp {self.tp} · pp {self.pp}" + (f" · cp {self.cp}" if self.cp > 1 else "")

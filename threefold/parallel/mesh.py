@@ -52,7 +52,7 @@ class Axis:
     """The group of ranks that differ from this one along one axis, and what they can do together.
 
     Attributes:
-        name: `dp`, `pp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
+        name: `dp`, `pp`, `cp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's place among them.
         device_mesh: the one-dimensional mesh that `DTensor`s of this axis live on; None for groups that are no axis.
@@ -163,6 +163,11 @@ class Mesh:
         layout: ranks along each axis.
         device: where this rank computes.
 
+    Attributes:
+        dp, pp, cp, tp: the axes.
+        replicas: dp and cp together, over which gradients are summed.
+        world: all ranks.
+
     Raises:
         UserError: the world's size is not the layout's.
     """
@@ -179,7 +184,8 @@ class Mesh:
         self.device_mesh = init_device_mesh(self.device.type, layout.shape, mesh_dim_names=AXES)
         everyone = tuple(range(layout.world_size))
         self.world = self._axis("world", everyone, dist.group.WORLD)
-        self.dp, self.pp, self.tp = (self._mesh_axis(name) for name in AXES)
+        self.dp, self.pp, self.cp, self.tp = (self._mesh_axis(name) for name in AXES)
+        self.replicas = self._replicas()
 
     @property
     def is_first_stage(self) -> bool:
@@ -200,6 +206,16 @@ class Mesh:
             if self.rank in ranks:
                 mine = self._axis(name, tuple(ranks), group)
         return mine
+
+    def _replicas(self) -> Axis:
+        """The ranks that hold the same weights and see other tokens: dp and cp together."""
+        if self.cp.size == 1:
+            return self.dp
+        if self.dp.size == 1:
+            return self.cp
+        axis = self.new_axis("dp·cp", self.layout.groups("dp", "cp"))
+        assert axis is not None  # each rank is in one of them
+        return axis
 
     def _mesh_axis(self, name: str) -> Axis:
         ranks = next(group for group in self.layout.groups(name) if self.rank in group)

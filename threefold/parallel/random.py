@@ -9,10 +9,11 @@ et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014); the 32-b
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import pi, prod
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,9 @@ def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], of
     """
     if local.numel() == 0 or local.is_meta:
         return local
-    rows = _positions(local.shape[:1], whole[:1], offset[:1], local.device) * prod(whole[1:])
-    inner = _positions(local.shape[1:], whole[1:], offset[1:], local.device)
+    parts = [Slice(start, size) for start, size in zip(offset, whole, strict=True)]
+    rows = _positions(local.shape[:1], parts[:1], local.device) * prod(whole[1:])
+    inner = _positions(local.shape[1:], parts[1:], local.device)
     at_once = max(1, _CHUNK // inner.numel())
     # By blocks of rows, so that the indices need no memory of the tensor's size.
     for part, first in zip(local.split(at_once), rows.split(at_once), strict=True):
@@ -74,11 +76,40 @@ def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], of
     return local
 
 
-def _positions(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
-    """Row-major positions (int64, flat) that a slice's elements have in the whole tensor."""
+class Part(Protocol):
+    """Which indices of a dim of a whole tensor a rank holds."""
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        """Their places (int64 [size]) in the whole dim, for a local dim of `size`."""
+        ...
+
+    def whole(self, size: int) -> int:
+        """Size of the whole dim."""
+        ...
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A run of indices: from `start`, of `length` in all (None: as many as are held)."""
+
+    start: int = 0
+    length: int | None = None
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        return torch.arange(self.start, self.start + size, device=device)
+
+    def whole(self, size: int) -> int:
+        return size if self.length is None else self.length
+
+
+_ALL = Slice()
+
+
+def _positions(shape: Sequence[int], parts: Sequence[Part], device: torch.device) -> Tensor:
+    """Row-major positions (int64, flat) that a local tensor's elements have in the whole one, by their `parts`."""
     index = torch.zeros(1, dtype=torch.int64, device=device)
-    for size, length, start in zip(shape, whole, offset, strict=True):
-        index = (index.unsqueeze(-1) * length + torch.arange(start, start + size, device=device)).flatten()
+    for size, part in zip(shape, parts, strict=True):
+        index = (index.unsqueeze(-1) * part.whole(size) + part.indices(size, device)).flatten()
     return index
 
 
@@ -107,16 +138,7 @@ def sample_keys(seed: int, step: int, rows: Tensor) -> Tensor:
     return _mix64(rows.to(torch.int64) * _signed(0x9E3779B97F4A7C15, 64) + stream_key("dropout", seed, step))
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Which part of a whole activation a rank holds: along `dim`, from `start`, of `whole` elements in all."""
-
-    dim: int
-    start: int
-    whole: int
-
-
-def keep_mask(keys: Tensor, site: int, shape: torch.Size, p: float, part: Slice | None = None) -> Tensor:
+def keep_mask(keys: Tensor, site: int, shape: torch.Size, p: float, parts: Mapping[int, Part] | None = None) -> Tensor:
     """Which elements of an activation survive dropout.
 
     A function of each sample's key, of the site and of the element's position in the whole activation of that sample.
@@ -126,18 +148,16 @@ def keep_mask(keys: Tensor, site: int, shape: torch.Size, p: float, part: Slice 
         site: the layer's stream, from `stream_key`.
         shape: the local activation's shape [B, …, n].
         p: probability of dropping an element.
-        part: which part of the whole activation this is; None where it is whole.
+        parts: dim → which part of it this is; dims that are not named are whole.
 
     Returns:
         bool, of `shape`.
     """
-    starts, wholes = [0] * len(shape), list(shape)
-    if part is not None:
-        starts[part.dim], wholes[part.dim] = part.start, part.whole
-    row = _positions(shape[1:-1], wholes[1:-1], starts[1:-1], keys.device)
+    held = [(parts or {}).get(dim, _ALL) for dim in range(len(shape))]
+    row = _positions(shape[1:-1], held[1:-1], keys.device)
     row_keys = _mix64(keys.unsqueeze(-1) + site + row * _signed(0x9E3779B97F4A7C15, 64)).view(shape[:-1])
     # Strong mixing once per row, then a cheap 32-bit mix per element: this runs on every activation.
-    column = torch.arange(starts[-1], starts[-1] + shape[-1], dtype=torch.int32, device=keys.device)
+    column = held[-1].indices(shape[-1], keys.device).to(torch.int32)
     return _mix32(column, row_keys.unsqueeze(-1)) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
@@ -168,14 +188,15 @@ class Dropout(nn.Module):
 
     Attributes:
         site: stream of this layer; `name_sites` gives every layer of a model its own.
-        part: which part of the whole activation this rank holds (set when a model is split); None where it is whole.
+        parts: dim → which part of the whole activation this rank holds (set when a model is split); empty where it is
+            whole.
     """
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
         self.site = 0
-        self.part: Slice | None = None
+        self.parts: dict[int, Part] = {}
 
     def draws(self, keys: Tensor | None) -> bool:
         """Whether anything is dropped: only in training, with keys and a positive probability."""
@@ -185,7 +206,7 @@ class Dropout(nn.Module):
         """Drop elements of `x` [B, …] by the samples' keys [B]; returns `x` itself where nothing is dropped."""
         if keys is None or not self.draws(keys):
             return x
-        keep = keep_mask(keys, self.site, x.shape, self.p, self.part)
+        keep = keep_mask(keys, self.site, x.shape, self.p, self.parts)
         return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
 
     def extra_repr(self) -> str:

@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from torch import nn
 
+from threefold.parallel.attention import CausalAttention
 from threefold.parallel.collectives import shard_bounds
 from threefold.parallel.loss import ParallelCrossEntropy
-from threefold.parallel.mesh import Axis
 from threefold.parallel.pipeline.partition import partition_by_cost
 from threefold.parallel.random import Dropout, Slice
+from threefold.parallel.sequence import PositionEmbedding, Region
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -25,24 +26,24 @@ Kind = TypeVar("Kind", bound=nn.Module)
 class Column:
     """A linear layer whose output features are split; the next layer takes its part."""
 
-    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        return ColumnParallelLinear.from_linear(_expect(module, nn.Linear), axis, gather_output=False)
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        return ColumnParallelLinear.from_linear(_expect(module, nn.Linear), region.tp, gather_output=False)
 
 
 @dataclass(frozen=True)
 class Row:
     """A linear layer whose input features are split, and arrive split; its output is whole."""
 
-    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        return RowParallelLinear.from_linear(_expect(module, nn.Linear), axis, input_is_parallel=True)
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        return RowParallelLinear.from_linear(_expect(module, nn.Linear), region.tp, input_is_parallel=True)
 
 
 @dataclass(frozen=True)
 class Vocab:
     """An embedding table whose rows are split."""
 
-    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        return VocabParallelEmbedding.from_embedding(_expect(module, nn.Embedding), axis)
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        return VocabParallelEmbedding.from_embedding(_expect(module, nn.Embedding), region.tp)
 
 
 @dataclass(frozen=True)
@@ -51,33 +52,45 @@ class VocabLoss:
 
     vocab_size: int
 
-    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        return ParallelCrossEntropy(self.vocab_size, axis)
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        return ParallelCrossEntropy(self.vocab_size, region.tp)
 
 
 @dataclass(frozen=True)
-class SplitDropout:
-    """A dropout inside a split region: the activation's `dim`, `whole` elements in all, is split over the axis."""
+class AttentionCore:
+    """A `CausalAttention` of `heads` heads in all: each rank of the tensor axis has some, and all of its sequence."""
 
-    dim: int
-    whole: int
+    heads: int
 
-    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        dropout = _expect(module, Dropout)
-        start, _ = shard_bounds(self.whole, axis.size, axis.index)
-        dropout.part = Slice(self.dim, start, self.whole)
-        return dropout
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        core = _expect(module, CausalAttention)
+        start, _ = shard_bounds(self.heads, region.tp.size, region.tp.index)
+        core.dropout.parts = {1: Slice(start, self.heads)}  # of the weights [B, heads, queries, keys]
+        return core
+
+
+@dataclass(frozen=True)
+class OverSequence:
+    """A `Dropout` or `PositionEmbedding` on activations [B, S, …] that may be cut along the sequence."""
+
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        if isinstance(module, Dropout):
+            module.parts = {1: region.cut}
+        else:
+            _expect(module, PositionEmbedding).part = region.cut if region.cut.shares > 1 else Slice()
+        return module
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank of the axis holds the whole module and computes the same with it."""
+    """Every rank holds the whole module and computes the same with it, or with its own part of the sequence."""
 
-    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
         return module
 
 
-Split = Column | Row | Vocab | VocabLoss | SplitDropout | Replicated
+Split = Column | Row | Vocab | VocabLoss | AttentionCore | OverSequence | Replicated
+_OVER_TENSOR_AXIS = (Column, Row, Vocab, VocabLoss)
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,7 @@ class ModelPlan:
     Attributes:
         split: module name (with `*` for numbers) → how the tensor axis cuts it. Every parameter lies in one of them.
         layers: names of the modules that the model runs through, in order. All but the last are called as
-            `layer(x, keys)`, the last as `layer(x, labels)`.
+            `layer(x, samples)`, the last as `layer(x, labels)`.
         costs: what each of them costs to run, in any unit; the pipeline's stages are balanced by it.
         initial: parameter name → its initial values.
         ties: parameter name → the name of the parameter whose weight it shares, and under which it is stored.
@@ -125,8 +138,8 @@ class ModelPlan:
         return self.ties.get(name, name)
 
 
-def split_modules(model: nn.Module, table: Mapping[str, Split], axis: Axis) -> None:
-    """Replace each module that the table names by its version for `axis`, in place.
+def split_modules(model: nn.Module, table: Mapping[str, Split], region: Region) -> None:
+    """Replace each module that the table names by its version for `region`, in place.
 
     Raises:
         ValueError: a parameter lies in no module of the table, so nobody said how it is to be cut.
@@ -143,11 +156,13 @@ def split_modules(model: nn.Module, table: Mapping[str, Split], axis: Axis) -> N
             raise ValueError(
                 f"the split table says nothing about the parameter {name!r}; give it Replicated() at least"
             )
-    if axis.size == 1:
+    if not region.divides:
         return
     for name, split in named:
+        if isinstance(split, _OVER_TENSOR_AXIS) and region.tp.size == 1:
+            continue
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, split.apply(model.get_submodule(name), axis))
+        setattr(model.get_submodule(parent), attribute, split.apply(model.get_submodule(name), region))
 
 
 def _expect(module: nn.Module, kind: type[Kind]) -> Kind:

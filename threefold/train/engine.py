@@ -1,6 +1,6 @@
 """One training step, the same for every layout: micro-batches, gradient sync, clip, update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -11,14 +11,16 @@ from threefold.config import Config
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.labels import IGNORED
-from threefold.parallel.apply import parallelize
-from threefold.parallel.data import GradientBuckets
+from threefold.parallel.apply import Division, parallelize
+from threefold.parallel.data import GradientBuckets, Gradients
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import is_split, local
+from threefold.parallel.pipeline.placement import StageMap, stage_ranks
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner, Work
-from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
 from threefold.parallel.random import sample_keys
+from threefold.parallel.samples import Samples
 from threefold.parallel.split import ModelPlan
 from threefold.train.optimizer import Optimizer, master_dtype
 from threefold.train.schedule import learning_rate
@@ -61,24 +63,27 @@ class Engine:
     def __init__(self, make_model: Callable[[], nn.Module], plan: ModelPlan, mesh: Mesh, config: Config) -> None:
         self.mesh, self.config, self.plan = mesh, config, plan
         dtype = DTYPES[config.precision.dtype]
-        self.stage = parallelize(make_model, plan, mesh, dtype)
-        self.tied = TiedWeights(plan, plan.stage_bounds(mesh.pp.size), mesh)
-        self.buckets = GradientBuckets(
-            [local(parameter) for _, parameter in self.stage.whole_parameters()], mesh.dp, master_dtype(dtype)
+        self.division = Division(mesh, stage_map(plan, config), config.parallel.sequence_parallel, dtype)
+        self.stages = parallelize(make_model, plan, self.division)
+        self.tied = TiedWeights(plan, self.division.stages, mesh)
+        parameters = list(whole_parameters(self.stages))
+        self.gradients: Gradients = GradientBuckets(
+            [local(parameter) for _, parameter in parameters], mesh.replicas, master_dtype(dtype)
         )
-        self.optimizer = Optimizer(self.stage, self.buckets, config.optimizer)
-        self.optimizer.initialise(self.stage, config.train.seed)
+        self.optimizer = Optimizer(parameters, self.gradients, config.optimizer)
+        self.optimizer.initialise(plan, config.train.seed)
         if config.train.compile:
-            _compile(self.stage)
-        self.runner = self._make_runner(dtype)
+            _compile(self.stages)
+        self.runner = self._make_runner()
 
-    def _make_runner(self, dtype: torch.dtype) -> Runner:
-        train = self.config.train
+    def _make_runner(self) -> Runner:
+        train, division = self.config.train, self.division
         if self.mesh.pp.size == 1:
-            return LoopRunner(self.stage, train.gradient_accumulation_steps)
-        activation = (train.micro_batch_size, self.config.data.sequence_length, self.config.model.hidden_size)
+            return LoopRunner(self.stages[0], train.gradient_accumulation_steps)
+        positions = self.config.data.sequence_length // division.region.cut.shares
+        activation = (train.micro_batch_size, positions, self.config.model.hidden_size)
         schedule = self.config.parallel.schedule
-        return PipelineRunner(self.stage, self.mesh, schedule, train.gradient_accumulation_steps, activation, dtype)
+        return PipelineRunner(self.stages, division, schedule, train.gradient_accumulation_steps, activation)
 
     def train_step(self, batch: Batch, step: int) -> StepResult:
         """One update from a global batch.
@@ -108,7 +113,7 @@ class Engine:
             )
         limit = self.config.optimizer.clip_grad_norm
         if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
-            self.buckets.scale_(coefficient)
+            self.gradients.scale_(coefficient)
         lr = learning_rate(step + 1, self.config.optimizer)
         self.optimizer.step(lr)
         return StepResult(loss, norm, lr, tokens)
@@ -124,17 +129,30 @@ class Engine:
         if tokens == 0:
             raise UserError(f"No token of the batch of step {step + 1} counts for the loss; look at data.path.")
         keys = sample_keys(self.config.train.seed, step, batch.rows) if self._drops() else None
-        self.buckets.begin(self.config.train.gradient_accumulation_steps)
+        self.gradients.begin(self.config.train.gradient_accumulation_steps)
         loss = self.runner.forward_backward(self._work(batch, keys), 1 / tokens)
-        self.buckets.finish()
+        self.gradients.finish()
+        self._sum_over_sequence_shares()
         self.tied.sum_({entry.name: entry.gradient for entry in self.optimizer.entries})
         return loss, tokens
 
+    def _sum_over_sequence_shares(self) -> None:
+        """Complete the gradients of weights that every tensor rank holds whole, but used on its own positions alone."""
+        if not self.division.sequence_parallel or self.mesh.tp.size == 1:
+            return
+        shared = [entry.gradient for entry in self.optimizer.entries if not is_split(entry.parameter)]
+        if shared:
+            total = self.mesh.tp.all_reduce_(torch.cat([gradient.flatten() for gradient in shared]))
+            sizes = [gradient.numel() for gradient in shared]
+            parts = [part.view_as(to) for part, to in zip(total.split(sizes), shared, strict=True)]
+            torch._foreach_copy_(shared, parts)
+
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Summed loss and number of tokens that count in a global batch; gradients and randomness stay as they are."""
-        loss = self.runner.evaluate(self._work(batch, None)).double()
-        totals = torch.stack([loss, (batch.labels != IGNORED).sum().to(loss)])
-        if not (self.mesh.is_last_stage and self.mesh.tp.is_first):
+        work = self._work(batch, None)
+        loss = self.runner.evaluate(work).double()
+        totals = torch.stack([loss, (work.labels != IGNORED).sum().to(loss)])
+        if not (self.runner.has_loss and self.mesh.tp.is_first):
             totals.zero_()
         summed, count = self.mesh.world.all_reduce_(totals).tolist()
         return summed, int(count)
@@ -144,7 +162,7 @@ class Engine:
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
             totals[0] = loss
-        if self.mesh.dp.is_first:  # the replicas' gradients are equal by now
+        if self.mesh.replicas.is_first:  # the replicas' gradients are equal by now
             totals[1] = self._squared_norm()
         mean, squared = self.mesh.world.all_reduce_(totals).tolist()
         return mean, squared**0.5
@@ -159,6 +177,7 @@ class Engine:
         return squared_norm(mine) if mine else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     def _count(self, labels: Tensor) -> int:
+        """Tokens of the global batch that count, from the labels of this replica's rows."""
         return int(self.mesh.dp.all_reduce_((labels != IGNORED).sum()))
 
     def _drops(self) -> bool:
@@ -166,9 +185,14 @@ class Engine:
         return model.hidden_dropout > 0 or model.attention_dropout > 0
 
     def _work(self, batch: Batch, keys: Tensor | None) -> Work:
+        """The batch as this rank works on it: its own positions of every sequence, on its device."""
         device = self.mesh.device
-        moved = (batch.tokens.to(device), batch.labels.to(device))
-        return Work(*moved, None if keys is None else keys.to(device))
+        tokens, labels = batch.tokens.to(device), batch.labels.to(device)
+        cut = self.division.region.cut.across_context
+        if cut.shares > 1:
+            held = cut.indices(tokens.shape[1] // cut.shares, device)
+            tokens, labels = tokens[:, held], labels[:, held]
+        return Work(tokens, labels, Samples(None if keys is None else keys.to(device)))
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
@@ -181,10 +205,24 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
 
 
-def _compile(stage: Stage) -> None:
+def stage_map(plan: ModelPlan, config: Config) -> StageMap:
+    """Where a config puts the layers of a model.
+
+    Raises:
+        UserError: there are more stages than layers.
+    """
+    parallel = config.parallel
+    if parallel.pp == 1:
+        return StageMap((0, len(plan.layers)), (0,))
+    ranks = stage_ranks(parallel.schedule, parallel.pp, 1)
+    return StageMap(tuple(plan.stage_bounds(len(ranks))), ranks)
+
+
+def _compile(stages: Sequence[Stage]) -> None:
     """Have each layer compiled at its first use."""
     torch.compiler.reset()  # nothing of an earlier engine of this process
+    layers = [stage.get_submodule(name) for stage in stages for name in stage.layer_names]
     # Each dropout has a stream of its own, for which its layer is compiled anew.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(stage.layer_names))
-    for name in stage.layer_names:
-        stage.get_submodule(name).compile()
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(layers))
+    for layer in layers:
+        layer.compile()

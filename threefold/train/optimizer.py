@@ -1,6 +1,6 @@
 """The update: torch's fused optimizers over plain local tensors, with wide master weights where the model is narrow."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from threefold.config import OptimizerConfig
 from threefold.parallel.apply import draw_
-from threefold.parallel.data import GradientBuckets
+from threefold.parallel.data import Gradients
 from threefold.parallel.parameter import like, local
-from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.split import ModelPlan
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,14 +27,19 @@ class Entry:
         parameter: as the stage stores it.
         leaf: what the model computes with (the local shard).
         master: what is updated, of the leaf's shape; the leaf itself where the model is wide enough.
-        gradient: in the master's dtype.
+        gradients: where its gradient is.
     """
 
     name: str
     parameter: Tensor
     leaf: Tensor
     master: Tensor
-    gradient: Tensor
+    gradients: Gradients
+
+    @property
+    def gradient(self) -> Tensor:
+        """In the master's dtype, of its shape."""
+        return self.gradients[self.leaf]
 
     def stored(self, shard: Tensor) -> Tensor:
         """A tensor of the local shape as a global one, the way the parameter is stored."""
@@ -42,21 +47,19 @@ class Entry:
 
 
 class Optimizer:
-    """Updates a stage's parameters from the gradients in its buckets.
+    """Updates a rank's parameters.
 
     Weights of two dims or more decay; biases and norms do not (by kind, never by name).
 
     Args:
-        stage: the stage, its weights set.
-        buckets: its gradients.
+        parameters: each with its name in the whole model.
+        gradients: theirs.
         config: which optimizer, and its constants.
     """
 
-    def __init__(self, stage: Stage, buckets: GradientBuckets, config: OptimizerConfig) -> None:
-        self.entries = [_entry(name, parameter, buckets) for name, parameter in stage.whole_parameters()]
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]], gradients: Gradients, config: OptimizerConfig) -> None:
+        self.entries = [_entry(name, parameter, gradients) for name, parameter in parameters]
         self._narrow = [entry for entry in self.entries if entry.master is not entry.leaf]
-        for entry in self._narrow:
-            entry.master.grad = entry.gradient
         self._torch = _make(self.entries, config)
 
     @torch.no_grad()
@@ -64,6 +67,8 @@ class Optimizer:
         """One update with learning rate `lr`."""
         for group in self._torch.param_groups:
             group["lr"] = lr
+        for entry in self.entries:
+            entry.master.grad = entry.gradient
         self._torch.step()
         self.publish()
 
@@ -73,10 +78,10 @@ class Optimizer:
         if self._narrow:
             torch._foreach_copy_([entry.leaf.detach() for entry in self._narrow], [e.master for e in self._narrow])
 
-    def initialise(self, stage: Stage, seed: int) -> None:
+    def initialise(self, plan: ModelPlan, seed: int) -> None:
         """Set masters and model to the initial weights of `seed`, the masters at their full width."""
         for entry in self.entries:
-            draw_(entry.master, entry.parameter, entry.name, stage.plan, seed)
+            draw_(entry.master, entry.parameter, entry.name, plan, seed)
         self.publish()
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -86,11 +91,11 @@ class Optimizer:
                 yield entry.name, state, value
 
 
-def _entry(name: str, parameter: Tensor, buckets: GradientBuckets) -> Entry:
+def _entry(name: str, parameter: Tensor, gradients: Gradients) -> Entry:
     leaf = local(parameter)
     wide = master_dtype(leaf.dtype)
     master = leaf if leaf.dtype == wide else leaf.detach().to(wide).requires_grad_()
-    return Entry(name, parameter, leaf, master, buckets[leaf])
+    return Entry(name, parameter, leaf, master, gradients)
 
 
 def _make(entries: list[Entry], config: OptimizerConfig) -> torch.optim.Optimizer:

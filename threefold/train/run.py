@@ -39,7 +39,7 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
     """
     parallel = config.parallel
     keep_freed_memory()
-    mesh = Mesh(Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp), _device(config))
+    mesh = Mesh(Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp), _device(config))
     resumption = find_resumption(run_dir, config) if resume else None
     mesh.world.barrier()  # all have looked before any changes what is there
     files = TokenFiles.open(Path(config.data.path))
@@ -52,7 +52,7 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
             _announce(config, mesh, loader)
             for line in (f"Going on from {resumption.checkpoint.path}.", *resumption.warnings) if resumption else ():
                 say(line)
-            hooks += reporting_hooks(config, run_dir)
+            hooks += reporting_hooks(config, run_dir, mesh.layout.world_size)
         Trainer(engine, loader, config, hooks, checkpoints.save).fit(start)
 
 
@@ -68,11 +68,10 @@ def open_loader(config: Config, files: TokenFiles, replicas: Axis) -> Loader:
     return Loader(PackedSamples.open(files, "train", split, length), heldout, share, config.train.seed)
 
 
-def reporting_hooks(config: Config, run_dir: Path) -> list[Hook]:
+def reporting_hooks(config: Config, run_dir: Path, ranks: int) -> list[Hook]:
     """What the one rank that prints and writes has beside the hooks of all."""
     run_dir.mkdir(parents=True, exist_ok=True)
     metrics_path, plot_path = run_dir / metrics.FILE, run_dir / plot.FILE
-    ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
     live = on_terminal()
     hooks: list[Hook] = [
         metrics.MetricsFile(metrics_path),

@@ -1,17 +1,18 @@
 """Running the micro-batches of a step: one loop without a pipeline, torch's schedules with one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 
-from threefold.parallel.mesh import Mesh
+from threefold.parallel.apply import Division
 from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.samples import NOTHING, Samples
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,13 @@ class Work:
     """A replica's samples of one step.
 
     Attributes:
-        tokens, labels: int64 [B, S].
-        keys: int64 [B] dropout keys, or None.
+        tokens, labels: int64 [B, S], this rank's positions of each sequence.
+        samples: dropout keys and documents.
     """
 
     tokens: Tensor
     labels: Tensor
-    keys: Tensor | None = None
+    samples: Samples = NOTHING
 
     def split(self, parts: int) -> list["Work"]:
         """Micro-batches of equal size.
@@ -35,12 +36,19 @@ class Work:
         """
         if len(self.tokens) % parts:
             raise ValueError(f"{len(self.tokens)} samples do not divide into {parts} micro-batches")
-        keys = [None] * parts if self.keys is None else self.keys.chunk(parts)
-        return [Work(*each) for each in zip(self.tokens.chunk(parts), self.labels.chunk(parts), keys, strict=True)]
+        facts = [[None] * parts if fact is None else fact.chunk(parts) for fact in self.samples]
+        samples = [Samples(*each) for each in zip(*facts, strict=True)]
+        return [Work(*each) for each in zip(self.tokens.chunk(parts), self.labels.chunk(parts), samples, strict=True)]
 
 
 class Runner(ABC):
-    """Runs a replica's micro-batches through its stages."""
+    """Runs a replica's micro-batches through its stages.
+
+    Attributes:
+        has_loss: whether this rank has the last stage, which computes the loss.
+    """
+
+    has_loss: bool
 
     @abstractmethod
     def forward_backward(self, work: Work, scale: float) -> Tensor:
@@ -51,12 +59,12 @@ class Runner(ABC):
             scale: what each summed loss is multiplied by (one over the number of tokens that count).
 
         Returns:
-            the scaled loss of all micro-batches together on the last stage, zero on the others (fp32 or fp64 scalar).
+            the scaled loss of all micro-batches together where `has_loss`, zero elsewhere (fp32 or fp64 scalar).
         """
 
     @abstractmethod
     def evaluate(self, work: Work) -> Tensor:
-        """The summed loss of all micro-batches, without gradients: on the last stage, zero on the others."""
+        """The summed loss of all micro-batches, without gradients, where `has_loss`; zero elsewhere."""
 
 
 class LoopRunner(Runner):
@@ -67,20 +75,22 @@ class LoopRunner(Runner):
         micro_batches: how many the samples are cut into.
     """
 
+    has_loss = True
+
     def __init__(self, stage: Stage, micro_batches: int) -> None:
         self.stage, self.micro_batches = stage, micro_batches
 
     def forward_backward(self, work: Work, scale: float) -> Tensor:
         losses = []
         for micro in work.split(self.micro_batches):
-            loss = self.stage(micro.tokens, micro.labels, micro.keys) * scale
+            loss = self.stage(micro.tokens, micro.labels, micro.samples) * scale
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     @torch.no_grad()
     def evaluate(self, work: Work) -> Tensor:
-        losses = [self.stage(micro.tokens, micro.labels) for micro in work.split(self.micro_batches)]
+        losses = [self.stage(micro.tokens, micro.labels, micro.samples) for micro in work.split(self.micro_batches)]
         return torch.stack(losses).sum()
 
 
@@ -98,35 +108,46 @@ class _Schedule1F1BAnyCount(Schedule1F1B):
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": _Schedule1F1BAnyCount, "gpipe": ScheduleGPipe}
 
 
+class _Chunk(nn.Module):
+    """A stage as torch's schedules call it: they cut tensors among the micro-batches, so facts come one by one."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, **facts: Tensor) -> Tensor:
+        out: Tensor = self.stage(x, labels, Samples(**facts))
+        return out
+
+
 class PipelineRunner(Runner):
     """Several stages, run by one of `torch.distributed.pipelining`'s schedules.
 
     The activations' shape is declared, so that stages never exchange metadata.
 
     Args:
-        stage: this rank's layers.
-        mesh: this rank's place.
-        schedule: `1f1b` or `gpipe`.
+        stages: this rank's.
+        division: says where the others are.
+        schedule: its name in `parallel.schedule`.
         micro_batches: how many the samples are cut into.
         activation: shape [b, S, H] of one micro-batch's activations between stages.
-        dtype: theirs.
     """
 
     def __init__(
         self,
-        stage: Stage,
-        mesh: Mesh,
+        stages: Sequence[Stage],
+        division: Division,
         schedule: str,
         micro_batches: int,
         activation: tuple[int, int, int],
-        dtype: torch.dtype,
     ) -> None:
-        self.mesh, self.schedule_name, self.micro_batches = mesh, schedule, micro_batches
-        self.activation, self.dtype = activation, dtype
-        self._zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=mesh.device)
-        self._train = self._make_schedule(stage)
+        self.mesh, self.schedule_name, self.micro_batches = division.mesh, schedule, micro_batches
+        self.activation, self.dtype = activation, division.dtype
+        self.has_loss = stages[-1].is_last
+        self._zero = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.mesh.device)
+        self._train = self._make_schedule(stages[0])
         # A stage of its own: torch's remembers buffers and shapes of the last pass, with or without gradients.
-        self._eval = self._make_schedule(stage)
+        self._eval = self._make_schedule(stages[0])
 
     @property
     def pipe(self) -> PipelineStage:
@@ -139,7 +160,7 @@ class PipelineRunner(Runner):
         hidden = torch.empty(self.activation, dtype=self.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=self._zero.dtype, device="meta", requires_grad=True)
         pipe = PipelineStage(
-            stage,
+            _Chunk(stage),
             mesh.pp.index,
             mesh.pp.size,
             mesh.device,
@@ -156,7 +177,7 @@ class PipelineRunner(Runner):
 
     @torch.no_grad()
     def evaluate(self, work: Work) -> Tensor:
-        return self._loss(self._eval.eval, replace(work, keys=None), 1.0)
+        return self._loss(self._eval.eval, work, 1.0)
 
     def _loss(self, run: Callable[..., Any], work: Work, scale: float) -> Tensor:
         losses: list[Tensor] = []
@@ -167,7 +188,7 @@ class PipelineRunner(Runner):
             return_outputs=False,
             loss_kwargs={"scale": scale},
             labels=work.labels,
-            **({} if work.keys is None else {"keys": work.keys}),
+            **{name: fact for name, fact in work.samples._asdict().items() if fact is not None},
         )
         return torch.stack([loss.detach() for loss in losses]).sum() if self.mesh.is_last_stage else self._zero
 

@@ -1,9 +1,10 @@
 """A stage: a run of the model's layers, each under the name it has in the whole model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from threefold.parallel.samples import NOTHING, Samples
 from threefold.parallel.split import ModelPlan
 
 
@@ -31,13 +32,13 @@ class Stage(nn.Module):
     def layer_names(self) -> tuple[str, ...]:
         return self.plan.layers[self.first : self.end]
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, samples: Samples = NOTHING) -> Tensor:
         """Run the stage's layers.
 
         Args:
             x: tokens int64 [B, S] on the first stage, activations [B, S, H] on the others.
             labels: int64 [B, S], used by the last stage.
-            keys: int64 [B], the samples' dropout keys.
+            samples: their dropout keys and documents.
 
         Returns:
             activations [B, S, H]; on the last stage the summed loss, or where `labels` is None this tensor rank's
@@ -45,18 +46,18 @@ class Stage(nn.Module):
         """
         layers = [self.get_submodule(name) for name in self.layer_names]
         for layer in layers[:-1]:
-            x = layer(x, keys)
-        return layers[-1](x, labels) if self.is_last else layers[-1](x, keys)
+            x = layer(x, samples)
+        return layers[-1](x, labels) if self.is_last else layers[-1](x, samples)
 
-    def whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each distinct parameter with the one name it has in the whole model."""
-        for name, parameter in self.named_parameters():
-            yield self.plan.whole_name(name), parameter
 
-    def borrowed_names(self) -> set[str]:
-        """Names of tied weights that this stage uses but that another stage owns."""
-        own = {name for name, _ in self.named_parameters()}
-        return {self.plan.whole_name(name) for name in own} - own
+def whole_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each distinct parameter of a rank's stages with the one name that it has in the whole model."""
+    seen: set[nn.Parameter] = set()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield stage.plan.whole_name(name), parameter
 
 
 def _place(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Axis, Mesh
+from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.split import ModelPlan
 
 
@@ -17,14 +18,14 @@ class TiedWeights:
 
     Args:
         plan: names the ties.
-        bounds: first layer of each stage, and the number of layers.
+        stages: the pipeline's stages.
         mesh: this rank's place.
     """
 
-    def __init__(self, plan: ModelPlan, bounds: Sequence[int], mesh: Mesh) -> None:
+    def __init__(self, plan: ModelPlan, stages: StageMap, mesh: Mesh) -> None:
         self._axes: dict[str, Axis] = {}
-        for owner, stages in shared_between(plan, bounds).items():
-            axis = mesh.new_axis("tie", _groups(stages, mesh.layout))
+        for owner, ranks in shared_between(plan, stages).items():
+            axis = mesh.new_axis("tie", _groups(ranks, mesh.layout))
             if axis is not None:
                 self._axes[owner] = axis
 
@@ -41,22 +42,22 @@ class TiedWeights:
             axis.all_reduce_(gradients[name])
 
 
-def shared_between(plan: ModelPlan, bounds: Sequence[int]) -> dict[str, list[int]]:
-    """Name of each tied weight that more than one stage uses → those stages, its owner's first."""
-    stages: dict[str, list[int]] = {}
+def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, list[int]]:
+    """Name of each tied weight that more than one pp rank uses → those ranks, its owner's first."""
+    ranks: dict[str, list[int]] = {}
     for borrower, owner in plan.ties.items():
-        used = stages.setdefault(owner, [_stage_of(owner, plan, bounds)])
-        stage = _stage_of(borrower, plan, bounds)
-        if stage not in used:
-            used.append(stage)
-    return {owner: used for owner, used in stages.items() if len(used) > 1}
+        used = ranks.setdefault(owner, [_rank_of(owner, plan, stages)])
+        rank = _rank_of(borrower, plan, stages)
+        if rank not in used:
+            used.append(rank)
+    return {owner: used for owner, used in ranks.items() if len(used) > 1}
 
 
-def _stage_of(parameter: str, plan: ModelPlan, bounds: Sequence[int]) -> int:
+def _rank_of(parameter: str, plan: ModelPlan, stages: StageMap) -> int:
     layer = next(place for place, name in enumerate(plan.layers) if parameter.startswith(name + "."))
-    return next(stage for stage in range(len(bounds) - 1) if bounds[stage] <= layer < bounds[stage + 1])
+    return stages.ranks[stages.stage_of(layer)]
 
 
-def _groups(stages: Sequence[int], layout: Layout) -> list[list[int]]:
-    places = product(range(layout.dp), range(layout.tp))
-    return [[layout.rank_of(dp=dp, pp=stage, tp=tp) for stage in stages] for dp, tp in places]
+def _groups(ranks: Sequence[int], layout: Layout) -> list[list[int]]:
+    places = product(range(layout.dp), range(layout.cp), range(layout.tp))
+    return [[layout.rank_of(dp=dp, pp=pp, cp=cp, tp=tp) for pp in ranks] for dp, cp, tp in places]

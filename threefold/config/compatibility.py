@@ -1,0 +1,50 @@
+"""Which features go together, as data: the checks of a config and the table in the docs are made of the same rules.
+
+A pair of features that no rule names works, and the test suite proves that it does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from threefold.config.problem import problem
+from threefold.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two features that do not go together.
+
+    Attributes:
+        first, second: their names in the table (`features.py` has them all).
+        key: the setting that the error is about, `section.name`.
+        broken: whether a resolved config breaks the rule.
+        reason: what follows 'but' in the error: why not, and what to use instead; `{config}` fields are filled in.
+    """
+
+    first: str
+    second: str
+    key: str
+    broken: Callable[[Config], bool]
+    reason: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "compile",
+        "tp",
+        "train.compile",
+        lambda config: config.train.compile and config.parallel.tp > 1,
+        "the collectives inside a layer cannot be compiled and parallel.tp is {config.parallel.tp}; use false or tp 1",
+    ),
+)
+
+
+def check_together(config: Config) -> None:
+    """Check that the features that a resolved config asks for go together.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    for rule in RULES:
+        if rule.broken(config):
+            raise problem(config, rule.key, rule.reason.format(config=config))

@@ -1,0 +1,22 @@
+"""What layers are told of the samples beside their activations."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Samples(NamedTuple):
+    """Facts of the samples of a micro-batch, the same on every rank that works on them.
+
+    Attributes:
+        keys: int64 [B], from which dropout masks follow; None to drop nothing.
+        documents: int64 [B, S], the document of each token of the whole sequence, where attention stops at their
+            bounds; None where it does not.
+    """
+
+    keys: Tensor | None = None
+    documents: Tensor | None = None
+
+
+NOTHING = Samples()
+"""Nothing is known: nothing is dropped, and attention crosses the bounds of documents."""

@@ -1,0 +1,100 @@
+"""Which positions of a sequence a rank works on, and the layers that have to know."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from threefold.kernels import embedding
+from threefold.parallel.mesh import Axis
+from threefold.parallel.random import Part, Slice
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """The positions that one rank holds of every sequence; a `Part` of the sequence dim.
+
+    Context parallelism cuts the sequence into 2·cp chunks of which rank i takes the i-th and the i-th from the end, so
+    that causal attention is the same work for all (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts
+    what a rank has then into tp consecutive shares.
+
+    Attributes:
+        cp, cp_index: size of the context axis and this rank's place on it.
+        tp, tp_index: the same of the tensor axis where activations are cut along it, else 1 and 0.
+    """
+
+    cp: int = 1
+    cp_index: int = 0
+    tp: int = 1
+    tp_index: int = 0
+
+    @property
+    def shares(self) -> int:
+        """Ranks that a sequence is divided among."""
+        return self.cp * self.tp
+
+    @property
+    def across_context(self) -> "SequenceCut":
+        """The cut where the tensor axis holds the sequence together, as inside attention."""
+        return replace(self, tp=1, tp_index=0)
+
+    def whole(self, size: int) -> int:
+        """Length of the sequence of which a rank holds `size` positions."""
+        return size * self.shares
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        """The `size` positions held, int64 ascending within a chunk.
+
+        Raises:
+            ValueError: the sequence does not divide into 2·cp chunks.
+        """
+        held = torch.arange(self.tp_index * size, (self.tp_index + 1) * size, device=device)
+        if self.cp == 1:
+            return held
+        if size * self.tp % 2:
+            raise ValueError(f"{size * self.shares} positions do not divide into {2 * self.cp} chunks")
+        chunk = size * self.tp // 2
+        first, last = self.cp_index * chunk, (2 * self.cp - 1 - self.cp_index) * chunk
+        return torch.where(held < chunk, held + first, held - chunk + last)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where the work of a layer is divided: what a split needs to know of the mesh.
+
+    Attributes:
+        tp, cp: the axes.
+        sequence_parallel: whether activations between the split layers are cut along the sequence over tp.
+    """
+
+    tp: Axis
+    cp: Axis
+    sequence_parallel: bool = False
+
+    @property
+    def cut(self) -> SequenceCut:
+        """The part of the sequence that this rank's activations between the split layers cover."""
+        context = SequenceCut(self.cp.size, self.cp.index)
+        return replace(context, tp=self.tp.size, tp_index=self.tp.index) if self.sequence_parallel else context
+
+    @property
+    def divides(self) -> bool:
+        """Whether any layer has to be changed at all."""
+        return self.tp.size > 1 or self.cp.size > 1
+
+
+class PositionEmbedding(nn.Embedding):
+    """A learned vector for each position.
+
+    Attributes:
+        part: the positions that this rank's activations cover (set when a model is split).
+    """
+
+    part: Part = Slice()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Vectors [S, H] of the positions of `x` [B, S, H]."""
+        size = x.shape[1]
+        if isinstance(self.part, Slice):
+            return self.weight[self.part.start : self.part.start + size]
+        return embedding(self.part.indices(size, x.device), self.weight)
