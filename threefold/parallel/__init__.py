@@ -1,11 +1,19 @@
 """The mesh and everything that is split over it; its layers also serve models of your own."""
 
-from threefold.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to
+from threefold.parallel.collectives import (
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from,
+    reduce_scatter_sequence,
+    scatter_to,
+)
 from threefold.parallel.layout import Layout
 from threefold.parallel.loss import ParallelCrossEntropy
 from threefold.parallel.mesh import Axis, Mesh
 from threefold.parallel.pipeline.partition import partition_by_class, partition_by_cost, partition_uniform
 from threefold.parallel.random import Dropout, RandomStreams, sample_keys
+from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 __all__ = [
@@ -20,10 +28,13 @@ __all__ = [
     "VocabParallelEmbedding",
     "copy_to",
     "gather_from",
+    "gather_sequence",
     "partition_by_class",
     "partition_by_cost",
     "partition_uniform",
     "reduce_from",
+    "reduce_scatter_sequence",
     "sample_keys",
     "scatter_to",
+    "sum_over_shares_",
 ]

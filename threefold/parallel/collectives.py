@@ -1,7 +1,9 @@
 """The collectives that autograd passes through: each is the adjoint of another.
 
 The two of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): `copy_to` is the identity forward and an
-all-reduce backward (f), `reduce_from` the all-reduce forward and the identity backward (g).
+all-reduce backward (f), `reduce_from` the all-reduce forward and the identity backward (g). And the two of sequence
+parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2): `gather_sequence` gathers forward and reduce-scatters
+backward (g), `reduce_scatter_sequence` the other way round (g̅).
 """
 
 from typing import Any
@@ -68,6 +70,28 @@ class _ScatterTo(torch.autograd.Function):
         return ctx.axis.all_gather(grad, ctx.dim), None, None
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return axis.all_gather_equal(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.reduce_scatter(grad, ctx.dim), None, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return axis.reduce_scatter(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.all_gather_equal(grad, ctx.dim), None, None
+
+
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """Enter a region where each rank computes with its own shard: `x` itself; backward sums the ranks' gradients."""
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
@@ -86,3 +110,18 @@ def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     """This rank's part of a replicated `x` along `dim`; backward joins the ranks' gradients."""
     return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim)
+
+
+def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' equal shares joined along `dim`, for each rank to use in its own way; backward sums their gradients
+    and takes this rank's share."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis, dim)
+
+
+def reduce_scatter_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's equal share along `dim` of the sum of the ranks' `x`; backward joins the ranks' gradients.
+
+    Raises:
+        ValueError: the size of `dim` is not divisible by the axis.
+    """
+    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis, dim)

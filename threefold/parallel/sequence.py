@@ -1,5 +1,6 @@
 """Which positions of a sequence a rank works on, and the layers that have to know."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,6 +79,11 @@ class Region:
         return replace(context, tp=self.tp.size, tp_index=self.tp.index) if self.sequence_parallel else context
 
     @property
+    def sequence_dim(self) -> int | None:
+        """The dim of activations [B, S, H] that the tensor ranks share between the split layers, if they do."""
+        return 1 if self.sequence_parallel else None
+
+    @property
     def divides(self) -> bool:
         """Whether any layer has to be changed at all."""
         return self.tp.size > 1 or self.cp.size > 1
@@ -98,3 +104,19 @@ class PositionEmbedding(nn.Embedding):
         if isinstance(self.part, Slice):
             return self.weight[self.part.start : self.part.start + size]
         return embedding(self.part.indices(size, x.device), self.weight)
+
+
+def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
+    """Complete the gradients of weights that every rank of `axis` holds whole but used on its own positions alone.
+
+    Args:
+        gradients: all of one dtype, in the same order on every rank; replaced by their sums over the axis.
+        axis: the ranks that share the sequence.
+    """
+    if not gradients or axis.size == 1:
+        return
+    total = axis.all_reduce_(torch.cat([gradient.flatten() for gradient in gradients]))
+    sizes = [gradient.numel() for gradient in gradients]
+    torch._foreach_copy_(
+        list(gradients), [part.view_as(to) for part, to in zip(total.split(sizes), gradients, strict=True)]
+    )

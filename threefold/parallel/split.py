@@ -27,7 +27,10 @@ class Column:
     """A linear layer whose output features are split; the next layer takes its part."""
 
     def apply(self, module: nn.Module, region: Region) -> nn.Module:
-        return ColumnParallelLinear.from_linear(_expect(module, nn.Linear), region.tp, gather_output=False)
+        linear = _expect(module, nn.Linear)
+        return ColumnParallelLinear.from_linear(
+            linear, region.tp, gather_output=False, sequence_dim=region.sequence_dim
+        )
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,10 @@ class Row:
     """A linear layer whose input features are split, and arrive split; its output is whole."""
 
     def apply(self, module: nn.Module, region: Region) -> nn.Module:
-        return RowParallelLinear.from_linear(_expect(module, nn.Linear), region.tp, input_is_parallel=True)
+        linear = _expect(module, nn.Linear)
+        return RowParallelLinear.from_linear(
+            linear, region.tp, input_is_parallel=True, sequence_dim=region.sequence_dim
+        )
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Vocab:
     """An embedding table whose rows are split."""
 
     def apply(self, module: nn.Module, region: Region) -> nn.Module:
-        return VocabParallelEmbedding.from_embedding(_expect(module, nn.Embedding), region.tp)
+        table = _expect(module, nn.Embedding)
+        return VocabParallelEmbedding.from_embedding(table, region.tp, sequence_dim=region.sequence_dim)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,11 @@
 
 Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): a column-parallel linear followed by a row-parallel one needs
 one all-reduce in the forward and one in the backward pass.
+
+With a `sequence_dim` the activations between such pairs are shared out along that dim: sequence parallelism
+(Korthikanti et al., arXiv 2205.05198), where a gather before and a reduce-scatter after a pair take the place of each
+all-reduce. Weights that a rank uses on its share alone (norms, the row-parallel bias) then get their share of the
+gradient, and `sum_over_shares_` completes it.
 """
 
 from typing import Any, Self
@@ -11,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.kernels import embedding, linear
-from threefold.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to, shard_bounds
+from threefold.parallel.collectives import (
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from,
+    reduce_scatter_sequence,
+    scatter_to,
+    shard_bounds,
+)
 from threefold.parallel.mesh import Axis
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
 from threefold.parallel.random import fill_normal_, stream_key
@@ -30,6 +43,16 @@ class _SplitLayer(nn.Module):
             fill_normal_(local(self.weight).detach(), std, key, tuple(self.weight.shape), offset(self.weight))
 
 
+def _enter(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """What every rank computes from: `x` itself, or the shares of it joined."""
+    return copy_to(x, axis) if sequence_dim is None else gather_sequence(x, axis, sequence_dim)
+
+
+def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """The sum of what the ranks computed, or this rank's share of it."""
+    return reduce_from(x, axis) if sequence_dim is None else reduce_scatter_sequence(x, axis, sequence_dim)
+
+
 def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
     """Zero rows up to a multiple (and to one row at least): matrix units like whole tiles, and lookups need a row."""
     rows = max(1, -(-weight.shape[0] // multiple) * multiple)
@@ -45,32 +68,41 @@ class VocabParallelEmbedding(_SplitLayer):
         axis: the mesh axis to split over.
         name, seed: key the initial weights; give every layer of a model its own name.
         pad_to: rows are padded with zeros to a multiple of this before use; storage and results do not change.
+        sequence_dim: dim of the output along which each rank gets its share; None for the whole output on every rank.
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, axis: Axis, *, name: str, seed: int = 0, pad_to: int = 1
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        axis: Axis,
+        *,
+        name: str,
+        seed: int = 0,
+        pad_to: int = 1,
+        sequence_dim: int | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.pad_to = axis, pad_to
+        self.axis, self.pad_to, self.sequence_dim = axis, pad_to, sequence_dim
         self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
         self.weight = empty_parameter((num_embeddings, embedding_dim), axis, dim=0)
         self.reset_parameters(name, seed)
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, axis: Axis) -> Self:
+    def from_embedding(cls, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None = None) -> Self:
         """The same table, split."""
         with torch.device("meta"):
-            layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis, name="")
+            layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis, name="", sequence_dim=sequence_dim)
         layer.weight = split_parameter(embedding.weight, axis, dim=0)
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look `ids` [...] up: [..., H], the same on every rank.
+        """Look `ids` [...], the same on every rank, up: [..., H], the same on every rank too, or its share.
 
         Raises:
             RuntimeError, IndexError: an id is in no rank's rows (on a GPU as a device-side assertion).
         """
-        return reduce_from(self.own_rows(ids), self.axis)
+        return _leave(self.own_rows(ids), self.axis, self.sequence_dim)
 
     def own_rows(self, ids: Tensor) -> Tensor:
         """This rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
@@ -113,6 +145,7 @@ class ColumnParallelLinear(_SplitLinear):
         bias: add a (split) bias.
         gather_output: return the whole output on every rank; otherwise this rank's part.
         pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
+        sequence_dim: dim of the input of which each rank passes its share; None for the whole input on every rank.
     """
 
     def __init__(
@@ -126,26 +159,30 @@ class ColumnParallelLinear(_SplitLinear):
         bias: bool = True,
         gather_output: bool = True,
         pad_to: int = 1,
+        sequence_dim: int | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.gather_output, self.pad_to = axis, gather_output, pad_to
+        self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
         self.weight = empty_parameter((out_features, in_features), axis, dim=0)
         self.register_parameter("bias", empty_parameter((out_features,), axis, dim=0) if bias else None)
         self.reset_parameters(name, seed)
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, axis: Axis, *, gather_output: bool = True) -> Self:
+    def from_linear(
+        cls, module: nn.Linear, axis: Axis, *, gather_output: bool = True, sequence_dim: int | None = None
+    ) -> Self:
         """The same weight and bias, split."""
+        sizes = module.in_features, module.out_features
         with torch.device("meta"):
-            layer = cls(module.in_features, module.out_features, axis, name="", gather_output=gather_output)
+            layer = cls(*sizes, axis, name="", gather_output=gather_output, sequence_dim=sequence_dim)
         layer.weight = split_parameter(module.weight, axis, dim=0)
         layer.bias = None if module.bias is None else split_parameter(module.bias, axis, dim=0)
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in] → [..., out], or this rank's part of it."""
+        """`x` [..., in], the same on every rank or its share of it → [..., out], or this rank's part of it."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        x = copy_to(x, self.axis)
+        x = _enter(x, self.axis, self.sequence_dim)
         if self.pad_to == 1:
             out = linear(x, weight, bias)
         else:
@@ -168,6 +205,7 @@ class RowParallelLinear(_SplitLinear):
         bias: add a bias, once, after the sum.
         input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it
             is whole on every rank, and this rank takes its part.
+        sequence_dim: dim of the output along which each rank gets its share; None for the whole output on every rank.
     """
 
     def __init__(
@@ -180,6 +218,7 @@ class RowParallelLinear(_SplitLinear):
         seed: int = 0,
         bias: bool = True,
         input_is_parallel: bool = False,
+        sequence_dim: int | None = None,
         **unknown: Any,
     ) -> None:
         if "gather_output" in unknown:
@@ -190,25 +229,28 @@ class RowParallelLinear(_SplitLinear):
         if unknown:
             raise TypeError(f"RowParallelLinear got an unexpected argument {next(iter(unknown))!r}")
         super().__init__()
-        self.axis, self.input_is_parallel = axis, input_is_parallel
+        self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
         self.weight = empty_parameter((out_features, in_features), axis, dim=1)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
         self.reset_parameters(name, seed)
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, axis: Axis, *, input_is_parallel: bool = False) -> Self:
+    def from_linear(
+        cls, module: nn.Linear, axis: Axis, *, input_is_parallel: bool = False, sequence_dim: int | None = None
+    ) -> Self:
         """The same weight and bias, the weight split."""
+        sizes = module.in_features, module.out_features
         with torch.device("meta"):
-            layer = cls(module.in_features, module.out_features, axis, name="", input_is_parallel=input_is_parallel)
+            layer = cls(*sizes, axis, name="", input_is_parallel=input_is_parallel, sequence_dim=sequence_dim)
         layer.weight = split_parameter(module.weight, axis, dim=1)
         layer.bias = module.bias
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in], or this rank's part of it → [..., out], the same on every rank."""
+        """`x` [..., in], or this rank's part of it → [..., out], the same on every rank, or its share."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
-        out = reduce_from(linear(x, local(self.weight)), self.axis)
+        out = _leave(linear(x, local(self.weight)), self.axis, self.sequence_dim)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:

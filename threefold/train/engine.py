@@ -21,6 +21,7 @@ from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
 from threefold.parallel.random import sample_keys
 from threefold.parallel.samples import Samples
+from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.split import ModelPlan
 from threefold.train.optimizer import Optimizer, master_dtype
 from threefold.train.schedule import learning_rate
@@ -138,14 +139,9 @@ class Engine:
 
     def _sum_over_sequence_shares(self) -> None:
         """Complete the gradients of weights that every tensor rank holds whole, but used on its own positions alone."""
-        if not self.division.sequence_parallel or self.mesh.tp.size == 1:
-            return
-        shared = [entry.gradient for entry in self.optimizer.entries if not is_split(entry.parameter)]
-        if shared:
-            total = self.mesh.tp.all_reduce_(torch.cat([gradient.flatten() for gradient in shared]))
-            sizes = [gradient.numel() for gradient in shared]
-            parts = [part.view_as(to) for part, to in zip(total.split(sizes), shared, strict=True)]
-            torch._foreach_copy_(shared, parts)
+        if self.division.sequence_parallel:
+            shared = [entry.gradient for entry in self.optimizer.entries if not is_split(entry.parameter)]
+            sum_over_shares_(shared, self.mesh.tp)
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Summed loss and number of tokens that count in a global batch; gradients and randomness stay as they are."""
