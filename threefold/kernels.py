@@ -5,7 +5,9 @@ carries too, does not. Torch's fused bf16 attention takes three times as long as
 that it saves is little for short sequences.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +16,27 @@ from torch.nn import functional as F
 
 _LONGEST_MATERIALISED = 512  # tokens; above it the attention matrices are worth saving
 
+DEFERRED = "_deferred_gradients"
+"""Attribute of a weight: the `Store` that takes its gradients down for later, where there is one."""
+
+
+class Store(Protocol):
+    """Takes gradients down that are to be computed later."""
+
+    def defer(self, leaf: Tensor, gradient: Callable[[], Tensor]) -> None:
+        """Have `gradient()` added to the gradient of `leaf` later."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: `x` [..., in], `weight` [out, in], `bias` [out] → [..., out]."""
+    """`F.linear`: `x` [..., in], `weight` [out, in], `bias` [out] → [..., out].
+
+    Where a `Store` is attached to `weight` (attribute `DEFERRED`), the backward pass computes the gradient of `x` alone
+    and leaves those of `weight` and `bias` to it.
+    """
+    store: Store | None = None if torch.compiler.is_compiling() else getattr(weight, DEFERRED, None)
+    if store is not None:
+        deferred: Tensor = _DeferredLinear.apply(x, weight, bias, store)
+        return deferred
     if _onednn_serves(x, weight):
         out: Tensor = _OneDnnLinear.apply(x, weight, bias)
         return out
@@ -68,6 +88,11 @@ def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
     return out
 
 
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same by whichever way is the fastest; no gradient passes through it."""
+    return _times_transposed(a, b, bias) if _onednn_serves(a, b) else F.linear(a, b, bias)
+
+
 class _WideEmbedding(torch.autograd.Function):
     """A look-up whose gradient is added up in fp32 and rounded once.
 
@@ -110,3 +135,29 @@ class _OneDnnLinear(torch.autograd.Function):
             _times_transposed(flat.t(), x.t()) if wants_weight else None,
             flat.sum(0) if ctx.has_bias and wants_bias else None,
         )
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """A linear layer whose backward pass leaves the gradients of weight and bias to a `Store`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: Store) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        # What is saved may come back as another tensor (recomputation detaches it); the store asks for the leaf itself.
+        ctx.leaves, ctx.store = (weight, bias), store
+        return _product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        leaf, bias = ctx.leaves
+        if wants_weight:
+            ctx.store.defer(leaf, partial(_product, flat.t(), x.t()))
+        if wants_bias:
+            ctx.store.defer(bias, partial(flat.sum, 0))
+        grad_x = _product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None
+        return grad_x, None, None, None

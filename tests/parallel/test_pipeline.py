@@ -120,7 +120,7 @@ def alive_at_most(case: Case) -> int:
     """The most micro-batches whose activations this stage held at once."""
     engine = make_engine(case)
     assert isinstance(engine.runner, PipelineRunner)
-    pipe = engine.runner.pipe
+    (pipe,) = engine.runner.pipes
     seen: list[int] = []
     forward = pipe.forward_one_chunk
 
@@ -164,7 +164,7 @@ def objects_sent(case: Case) -> tuple[int, int]:
         for step in range(3):
             engine.train_step(shard_of(case, step, engine.mesh.dp.index), step)
     assert isinstance(engine.runner, PipelineRunner)
-    return len(sent), len(engine.runner.pipe._stage_meta.inputs or ())
+    return len(sent), len(engine.runner.pipes[0]._stage_meta.inputs or ())
 
 
 def test_declared_shapes_need_no_metadata_traffic(pool) -> None:

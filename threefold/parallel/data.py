@@ -40,8 +40,17 @@ class Gradients(ABC):
         """The gradient of `leaf`, in the dtype that gradients are added up in; complete after `finish`."""
 
     @abstractmethod
-    def begin(self, micro_batches: int) -> None:
-        """Clear the gradients; the coming step adds `micro_batches` of them to each parameter."""
+    def begin(self, arrivals: int | None) -> None:
+        """Clear the gradients.
+
+        Args:
+            arrivals: how many gradients autograd gives each parameter in the coming step, so that sums can start early;
+                None where that is not known, and all sums wait for `finish`.
+        """
+
+    def add_(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Add a gradient of `leaf` that did not come from autograd, before `finish`."""
+        self[leaf].add_(gradient)
 
     @abstractmethod
     def finish(self) -> None:
@@ -85,10 +94,10 @@ class GradientBuckets(Gradients):
         """Number of buckets, which is the number of collectives in a step."""
         return len(self._buckets)
 
-    def begin(self, micro_batches: int) -> None:
+    def begin(self, arrivals: int | None) -> None:
         for bucket in self._buckets:
             bucket.flat.zero_()
-            bucket.waiting = micro_batches * len(bucket.leaves)
+            bucket.waiting = -1 if arrivals is None else arrivals * len(bucket.leaves)  # from -1 it never gets to 0
             bucket.started, bucket.work = False, None
 
     def finish(self) -> None:

@@ -15,7 +15,6 @@ from threefold.parallel.apply import Division, parallelize
 from threefold.parallel.data import GradientBuckets, Gradients
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import is_split, local
-from threefold.parallel.pipeline.placement import StageMap, stage_ranks
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner, Work
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
@@ -23,6 +22,7 @@ from threefold.parallel.random import sample_keys
 from threefold.parallel.samples import Samples
 from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.split import ModelPlan
+from threefold.train.division import stage_map
 from threefold.train.optimizer import Optimizer, master_dtype
 from threefold.train.schedule import learning_rate
 
@@ -84,7 +84,9 @@ class Engine:
         positions = self.config.data.sequence_length // division.region.cut.shares
         activation = (train.micro_batch_size, positions, self.config.model.hidden_size)
         schedule = self.config.parallel.schedule
-        return PipelineRunner(self.stages, division, schedule, train.gradient_accumulation_steps, activation)
+        return PipelineRunner(
+            self.stages, division, schedule, train.gradient_accumulation_steps, activation, self.gradients.add_
+        )
 
     def train_step(self, batch: Batch, step: int) -> StepResult:
         """One update from a global batch.
@@ -130,7 +132,7 @@ class Engine:
         if tokens == 0:
             raise UserError(f"No token of the batch of step {step + 1} counts for the loss; look at data.path.")
         keys = sample_keys(self.config.train.seed, step, batch.rows) if self._drops() else None
-        self.gradients.begin(self.config.train.gradient_accumulation_steps)
+        self.gradients.begin(self.runner.arrivals)
         loss = self.runner.forward_backward(self._work(batch, keys), 1 / tokens)
         self.gradients.finish()
         self._sum_over_sequence_shares()
@@ -199,19 +201,6 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     """
     pieces = [piece for tensor in tensors for piece in tensor.flatten().split(_NORM_PIECE)]
     return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
-
-
-def stage_map(plan: ModelPlan, config: Config) -> StageMap:
-    """Where a config puts the layers of a model.
-
-    Raises:
-        UserError: there are more stages than layers.
-    """
-    parallel = config.parallel
-    if parallel.pp == 1:
-        return StageMap((0, len(plan.layers)), (0,))
-    ranks = stage_ranks(parallel.schedule, parallel.pp, 1)
-    return StageMap(tuple(plan.stage_bounds(len(ranks))), ranks)
 
 
 def _compile(stages: Sequence[Stage]) -> None:

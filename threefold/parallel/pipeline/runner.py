@@ -1,17 +1,21 @@
 """Running the micro-batches of a step: one loop without a pipeline, torch's schedules with one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
+from torch import Tensor
 
 from threefold.parallel.apply import Division
-from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.parameter import local
+from threefold.parallel.pipeline.deferred import DeferredGradients
+from threefold.parallel.pipeline.pipe import Action, Pipe, Shapes, Timed
+from threefold.parallel.pipeline.placement import SINGLE
+from threefold.parallel.pipeline.schedules import SPLITTING, actions, evaluation_schedule, training_schedule
+from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.samples import NOTHING, Samples
 
 
@@ -46,9 +50,11 @@ class Runner(ABC):
 
     Attributes:
         has_loss: whether this rank has the last stage, which computes the loss.
+        arrivals: how many gradients autograd gives each parameter in a step; None where that differs among them.
     """
 
     has_loss: bool
+    arrivals: int | None
 
     @abstractmethod
     def forward_backward(self, work: Work, scale: float) -> Tensor:
@@ -78,7 +84,7 @@ class LoopRunner(Runner):
     has_loss = True
 
     def __init__(self, stage: Stage, micro_batches: int) -> None:
-        self.stage, self.micro_batches = stage, micro_batches
+        self.stage, self.micro_batches, self.arrivals = stage, micro_batches, micro_batches
 
     def forward_backward(self, work: Work, scale: float) -> Tensor:
         losses = []
@@ -94,43 +100,18 @@ class LoopRunner(Runner):
         return torch.stack(losses).sum()
 
 
-class _Schedule1F1BAnyCount(Schedule1F1B):
-    """1F1B that also takes fewer micro-batches than stages.
-
-    Its algorithm is right for them (the warm-up is cut to the micro-batches there are); only the check in its
-    constructor refuses.
-    """
-
-    def __init__(self, stage: PipelineStage, n_microbatches: int, **options: object) -> None:
-        PipelineScheduleSingle.__init__(self, stage, n_microbatches, **options)  # type: ignore[arg-type]
-
-
-_SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": _Schedule1F1BAnyCount, "gpipe": ScheduleGPipe}
-
-
-class _Chunk(nn.Module):
-    """A stage as torch's schedules call it: they cut tensors among the micro-batches, so facts come one by one."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, **facts: Tensor) -> Tensor:
-        out: Tensor = self.stage(x, labels, Samples(**facts))
-        return out
-
-
 class PipelineRunner(Runner):
     """Several stages, run by one of `torch.distributed.pipelining`'s schedules.
 
     The activations' shape is declared, so that stages never exchange metadata.
 
     Args:
-        stages: this rank's.
+        stages: this rank's, in the pipeline's order.
         division: says where the others are.
         schedule: its name in `parallel.schedule`.
         micro_batches: how many the samples are cut into.
         activation: shape [b, S, H] of one micro-batch's activations between stages.
+        add_gradient: adds to the gradient of a leaf what did not come from autograd.
     """
 
     def __init__(
@@ -140,40 +121,56 @@ class PipelineRunner(Runner):
         schedule: str,
         micro_batches: int,
         activation: tuple[int, int, int],
+        add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
-        self.mesh, self.schedule_name, self.micro_batches = division.mesh, schedule, micro_batches
-        self.activation, self.dtype = activation, division.dtype
-        self.has_loss = stages[-1].is_last
-        self._zero = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.mesh.device)
-        self._train = self._make_schedule(stages[0])
-        # A stage of its own: torch's remembers buffers and shapes of the last pass, with or without gradients.
-        self._eval = self._make_schedule(stages[0])
-
-    @property
-    def pipe(self) -> PipelineStage:
-        """Torch's own record of the stage, for what is alive and what was sent."""
-        return self._train._stage  # type: ignore[return-value]
-
-    def _make_schedule(self, stage: Stage) -> PipelineScheduleSingle:
-        mesh = self.mesh
-        tokens = torch.empty(self.activation[:2], dtype=torch.int64, device="meta")
-        hidden = torch.empty(self.activation, dtype=self.dtype, device="meta", requires_grad=True)
-        loss = torch.empty((), dtype=self._zero.dtype, device="meta", requires_grad=True)
-        pipe = PipelineStage(
-            _Chunk(stage),
-            mesh.pp.index,
-            mesh.pp.size,
-            mesh.device,
-            input_args=tokens if mesh.is_first_stage else hidden,
-            output_args=loss if mesh.is_last_stage else hidden,
-            group=mesh.pp.group,
+        self._stages, self._division = stages, division
+        self.has_loss = any(stage.is_last for stage in stages)
+        # With several stages on a rank, a tied weight may get a gradient from each, or one that was put off.
+        self.arrivals = micro_batches if schedule in SINGLE else None
+        loss_dtype = torch.promote_types(division.dtype, torch.float32)
+        self._zero = torch.zeros((), dtype=loss_dtype, device=division.mesh.device)
+        self._shapes = Shapes(
+            torch.empty(activation[:2], dtype=torch.int64, device="meta"),
+            torch.empty(activation, dtype=division.dtype, device="meta", requires_grad=True),
+            torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True),
         )
-        return _SCHEDULES[self.schedule_name](
-            pipe, n_microbatches=self.micro_batches, loss_fn=_scaled, scale_grads=False
-        )
+        self._deferred = None
+        if schedule in SPLITTING:
+            leaves = [local(parameter) for _, parameter in whole_parameters(stages)]
+            self._deferred = DeferredGradients(leaves, add_gradient)
+        self.pipes = self._make_pipes(self._deferred)
+        self._train = training_schedule(schedule, self.pipes, micro_batches, _scaled)
+        # Stages of their own: torch's remember buffers and shapes of the last pass, with or without gradients.
+        self._eval = evaluation_schedule(self._make_pipes(), division.stages, micro_batches, _scaled)
+
+    def _make_pipes(self, deferred: DeferredGradients | None = None) -> list[Pipe]:
+        mesh, places = self._division.mesh, self._division.stages
+        later = None if deferred is None else deferred.take
+        numbers = places.held_by(mesh.pp.index)
+        return [
+            Pipe(stage, number, places, mesh, self._shapes, later)
+            for stage, number in zip(self._stages, numbers, strict=True)
+        ]
+
+    def actions(self) -> list[Action]:
+        """What the schedule has this rank compute in a step, in order."""
+        return actions(self._train)
+
+    @contextmanager
+    def timing(self) -> Iterator[list[Timed]]:
+        """Collect when each action of the block's steps ran; on a GPU this has every action waited for."""
+        log: list[Timed] = []
+        for pipe in self.pipes:
+            pipe.log = log
+        try:
+            yield log
+        finally:
+            for pipe in self.pipes:
+                pipe.log = None
 
     def forward_backward(self, work: Work, scale: float) -> Tensor:
-        return self._loss(self._train.step, work, scale)
+        with nullcontext() if self._deferred is None else self._deferred.collecting():
+            return self._loss(self._train.step, work, scale)
 
     @torch.no_grad()
     def evaluate(self, work: Work) -> Tensor:
@@ -181,16 +178,17 @@ class PipelineRunner(Runner):
 
     def _loss(self, run: Callable[..., Any], work: Work, scale: float) -> Tensor:
         losses: list[Tensor] = []
+        has_tokens = any(pipe.is_first for pipe in self.pipes)
         run(
-            *([work.tokens] if self.mesh.is_first_stage else []),
-            target=work.labels if self.mesh.is_last_stage else None,
+            *([work.tokens] if has_tokens else []),
+            target=work.labels if self.has_loss else None,
             losses=losses,
             return_outputs=False,
             loss_kwargs={"scale": scale},
             labels=work.labels,
             **{name: fact for name, fact in work.samples._asdict().items() if fact is not None},
         )
-        return torch.stack([loss.detach() for loss in losses]).sum() if self.mesh.is_last_stage else self._zero
+        return torch.stack([loss.detach() for loss in losses]).sum() if self.has_loss else self._zero
 
 
 def _scaled(loss: Tensor, _labels: Tensor, *, scale: float) -> Tensor:
