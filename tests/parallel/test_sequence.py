@@ -9,7 +9,7 @@ from threefold.errors import UserError
 from threefold.parallel.axis import Event
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Mesh
-from threefold.parallel.parameter import gradient, whole
+from threefold.parallel.parameter import gradient, local, whole
 from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.train.engine import Engine
@@ -89,6 +89,40 @@ def test_activations_between_the_layers_are_shares(pool) -> None:
     # Only the loss and the gradients of what is held whole are still summed: no activation is.
     activation = 2 * 12 * 36 * 4
     assert {event.operation for event in events if event.nbytes == activation} == {"all_gather", "reduce_scatter"}
+
+
+def kept_by_a_block(case: Case) -> int:
+    """Bytes that a block keeps between its passes, beside the weights and what attention needs inside."""
+    engine = make_engine(case)
+    block = engine.stages[0].get_submodule("blocks.0")
+    weights = {local(p).untyped_storage().data_ptr() for p in block.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage._cdata] = storage
+        return tensor
+
+    attention = block.get_submodule("attn")
+    attention.core.forward = lambda q, k, v, samples: q.flatten(2)  # type: ignore[assignment]
+    x = torch.randn(4, case.sequence // (case.tp if case.settings else 1), 36, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = block(x)
+    total = sum(storage.nbytes() for storage in kept.values())
+    out.sum().backward()
+    return total
+
+
+def test_what_a_block_keeps_for_the_backward_pass(pool) -> None:
+    """Korthikanti et al., table 2: what tensor parallelism alone leaves whole on every rank is divided too."""
+    tokens, tp = 4 * 12, 3
+    whole = 2 * (2 * 36 + 2)  # per norm and token: input, output, mean and deviation
+    features = 36 + 2 * 60  # the input of the projection, and around the GELU
+    usual = pool.run(tp, kept_by_a_block, shared(tp=tp, settings=()))[0]
+    ours = pool.run(tp, kept_by_a_block, shared(tp=tp))[0]
+    assert usual == tokens * (whole + features // tp) * 4
+    assert ours == tokens * (whole + features) // tp * 4
 
 
 def chain() -> None:

@@ -6,6 +6,7 @@ parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2): `gather_sequenc
 backward (g), `reduce_scatter_sequence` the other way round (g̅).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,6 +93,25 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return ctx.axis.all_gather_equal(grad, ctx.dim), None, None
 
 
+class _GatherAgain(torch.autograd.Function):
+    """The identity; but the joined tensor, which what made `out` has kept, holds no memory until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, joined: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        ctx.save_for_backward(x, joined)
+        joined.untyped_storage().resize_(0)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, joined = ctx.saved_tensors
+        again = ctx.axis.all_gather_equal(x, ctx.dim)
+        joined.untyped_storage().resize_(again.nbytes)
+        joined.data.copy_(again)  # not seen by autograd, as the values are those it knows
+        return grad, None, None, None, None
+
+
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """Enter a region where each rank computes with its own shard: `x` itself; backward sums the ranks' gradients."""
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
@@ -116,6 +136,21 @@ def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """The ranks' equal shares joined along `dim`, for each rank to use in its own way; backward sums their gradients
     and takes this rank's share."""
     return x if axis.size == 1 else _GatherSequence.apply(x, axis, dim)
+
+
+def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """`compute(gather_sequence(x, axis, dim))`, of which only the share `x` is kept for the backward pass.
+
+    That one gathers again (Korthikanti et al., section 4.2.2).
+
+    Args:
+        compute: may keep its argument for its backward pass, but hands out nothing that shares its memory.
+        x: this rank's share.
+        axis, dim: as in `gather_sequence`.
+    """
+    joined = gather_sequence(x, axis, dim)
+    out = compute(joined)
+    return _GatherAgain.apply(out, x, joined, axis, dim) if axis.size > 1 and out.requires_grad else out
 
 
 def reduce_scatter_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -19,7 +19,7 @@ from threefold.kernels import embedding, linear
 from threefold.parallel.collectives import (
     copy_to,
     gather_from,
-    gather_sequence,
+    over_gathered,
     reduce_from,
     reduce_scatter_sequence,
     scatter_to,
@@ -41,11 +41,6 @@ class _SplitLayer(nn.Module):
         with torch.no_grad():
             key = stream_key(seed, name)
             fill_normal_(local(self.weight).detach(), std, key, tuple(self.weight.shape), offset(self.weight))
-
-
-def _enter(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """What every rank computes from: `x` itself, or the shares of it joined."""
-    return copy_to(x, axis) if sequence_dim is None else gather_sequence(x, axis, sequence_dim)
 
 
 def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
@@ -181,14 +176,18 @@ class ColumnParallelLinear(_SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., in], the same on every rank or its share of it → [..., out], or this rank's part of it."""
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        x = _enter(x, self.axis, self.sequence_dim)
-        if self.pad_to == 1:
-            out = linear(x, weight, bias)
+        if self.sequence_dim is None:
+            out = self._own_features(copy_to(x, self.axis))
         else:
-            out = linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
-            out = out if bias is None else out + bias
+            out = over_gathered(self._own_features, x, self.axis, self.sequence_dim)
         return gather_from(out, self.axis) if self.gather_output else out
+
+    def _own_features(self, x: Tensor) -> Tensor:
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        if self.pad_to == 1:
+            return linear(x, weight, bias)
+        out = linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
+        return out if bias is None else out + bias
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, gather_output={self.gather_output}"
