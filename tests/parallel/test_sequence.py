@@ -55,6 +55,12 @@ def test_variant(pool, expected, layout: dict, changes: dict) -> None:
     check(pool, expected, shared(**{"dtype": "fp64", "dropout": 0.1, **layout, **changes}))
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "dualpipev"])
+def test_schedule(pool, expected, schedule: str) -> None:
+    """Weight gradients that are put off find the gathered activations that they need."""
+    check(pool, expected, shared(dtype="fp64", dropout=0.1, layers=4, tp=2, pp=2, schedule=schedule, accumulation=4))
+
+
 def test_ranks_agree_bit_for_bit(pool) -> None:
     """What all tensor ranks hold whole, norms and biases among it, is the same bits on them after twenty steps."""
     case = shared(steps=20, dropout=0.1, tp=4, dp=2)
