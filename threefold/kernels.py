@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 _LONGEST_MATERIALISED = 512  # tokens; above it the attention matrices are worth saving
 
@@ -51,12 +52,33 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal self-attention: `q`, `k`, `v` [B, S, heads, d] → [B, S, heads · d]."""
-    if _plain_attention_is_faster(q):
-        return _plain_attention(q, k, v)
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, apart: Tensor | None = None) -> Tensor:
+    """Attention of the last Q of K positions to all positions up to their own.
+
+    Args:
+        q: [B, Q, heads, d].
+        k, v: [B, K, heads, d], K ≥ Q.
+        apart: bool [B, Q, K], true where a query must not see a key either, though never its own; None for nowhere.
+
+    Returns:
+        [B, Q, heads · d].
+    """
+    if _plain_attention_is_faster(k):
+        return _plain_attention(q, k, v, apart)
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    if apart is not None:
+        allowed = ~(apart | later(q.shape[2], k.shape[2], q.device)).unsqueeze(1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+    elif q.shape[2] == k.shape[2]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:  # torch's own causal mask would align the first query with the first key
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
+    return out.transpose(1, 2).flatten(2)
+
+
+def later(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [queries, keys]: which keys come after each of the last `queries` positions."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
 
 
 def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
@@ -70,16 +92,19 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _plain_attention_is_faster(q: Tensor) -> bool:
-    return q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.shape[1] <= _LONGEST_MATERIALISED
+def _plain_attention_is_faster(k: Tensor) -> bool:
+    return k.dtype == torch.bfloat16 and k.device.type == "cpu" and k.shape[1] <= _LONGEST_MATERIALISED
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    batch, length, heads, width = q.shape
-    q, k, v = (each.transpose(1, 2).reshape(batch * heads, length, width) for each in (q, k, v))
-    future = torch.full((length, length), -torch.inf, dtype=q.dtype).triu_(1)
-    out = torch.baddbmm(future, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
-    return out.view(batch, heads, length, width).transpose(1, 2).flatten(2)
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, apart: Tensor | None) -> Tensor:
+    batch, queries, heads, width = q.shape
+    keys = k.shape[1]
+    q, k, v = (each.transpose(1, 2).reshape(batch * heads, -1, width) for each in (q, k, v))
+    bias = torch.full((queries, keys), -torch.inf, dtype=q.dtype).triu_(1 + keys - queries)
+    if apart is not None:
+        bias = bias.masked_fill(apart, -torch.inf).repeat_interleave(heads, 0)
+    out = torch.baddbmm(bias, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
+    return out.view(batch, heads, queries, width).transpose(1, 2).flatten(2)
 
 
 def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

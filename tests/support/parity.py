@@ -43,6 +43,8 @@ class Case:
     batch: int = 24  # divisible by each dp and accumulation
     accumulation: int = 2
     dropout: float = 0.0
+    positions: str = "learned"
+    documents: bool = False
     uneven: bool = True
     tie: bool = True
     optimizer: str = "adamw"
@@ -78,8 +80,10 @@ class Case:
                 "attention_dropout": self.dropout,
                 "initializer_range": 0.08,
                 "tie_embeddings": self.tie,
+                "position_embedding": self.positions,
+                "rope_theta": 100.0,
             },
-            "data": {"path": "unused", "sequence_length": self.sequence},
+            "data": {"path": "unused", "sequence_length": self.sequence, "separate_documents": self.documents},
             "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "schedule": self.schedule},
             "train": {
                 "max_steps": 100,
@@ -127,12 +131,23 @@ def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
+def documents_of(case: Case, step: int) -> Tensor | None:
+    """Random bounds of documents in each sample, the first and the last row being one document."""
+    if not case.documents:
+        return None
+    generator = torch.Generator().manual_seed(2000 + step)
+    begins = torch.rand(case.batch, case.sequence, generator=generator) < 0.2
+    begins[0] = begins[-1] = False
+    return begins.cumsum(1)
+
+
 def shard_of(case: Case, step: int, dp: int) -> Batch:
     """The rows of one replica."""
     tokens, labels = global_batch(case, step)
     size = case.batch // case.dp
     rows = torch.arange(dp * size, (dp + 1) * size)
-    return Batch(tokens[rows], labels[rows], rows)
+    documents = documents_of(case, step)
+    return Batch(tokens[rows], labels[rows], rows, None if documents is None else documents[rows])
 
 
 def one_process(case: Case) -> Trace:
@@ -157,7 +172,7 @@ def one_process(case: Case) -> Trace:
         tokens, labels = global_batch(case, step)
         keys = sample_keys(config.train.seed, step, torch.arange(case.batch)) if case.dropout else None
         optimizer.zero_grad()
-        loss = model(tokens, labels, Samples(keys)) / (labels != IGNORED).sum()
+        loss = model(tokens, labels, Samples(keys, documents_of(case, step))) / (labels != IGNORED).sum()
         loss.backward()
         trace.gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
         trace.losses.append(loss.item())

@@ -33,6 +33,7 @@ _SHAPES = frozenset(
         "ffn_hidden_size",
         "vocab_size",
         "max_position_embeddings",
+        "position_embedding",
         "tie_embeddings",
     )
 )

@@ -28,6 +28,11 @@ def _check_model(config: Config, vocab_size: int) -> None:
         nearest = nearest_divisor(model.num_attention_heads, model.hidden_size)
         rule = f"must divide model.hidden_size {model.hidden_size}; use {nearest}"
         raise problem(config, "model.num_attention_heads", rule)
+    width = model.hidden_size // model.num_attention_heads
+    if model.position_embedding == "rope" and width % 2:
+        rule = f"the width of a head, model.hidden_size / model.num_attention_heads = {width}, must be even for it"
+        nearest = (width + 1) * model.num_attention_heads
+        raise problem(config, "model.position_embedding", f"{rule}; use model.hidden_size {nearest}, or learned")
     if model.vocab_size < vocab_size:
         raise problem(
             config, "model.vocab_size", f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"

@@ -36,6 +36,13 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.train.compile and config.parallel.tp > 1,
         "the collectives inside a layer cannot be compiled and parallel.tp is {config.parallel.tp}; use false or tp 1",
     ),
+    Rule(
+        "compile",
+        "cp",
+        "train.compile",
+        lambda config: config.train.compile and config.parallel.cp > 1,
+        "the collectives inside a layer cannot be compiled and parallel.cp is {config.parallel.cp}; use false or cp 1",
+    ),
 )
 
 

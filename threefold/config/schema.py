@@ -65,6 +65,11 @@ class ModelConfig(Section):
     """Probability of dropping an element of the embeddings and of what each block adds to the residual stream."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an attention weight."""
+    position_embedding: Literal["learned", "rope"] = "learned"
+    """How the model knows the order of tokens: `learned`, a vector for each position, or `rope`, which turns queries
+    and keys by their position (rotary embedding); the width of a head is even for it."""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of the angles of `rope`; a larger one suits longer sequences."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
     tie_embeddings: bool = True
@@ -88,6 +93,8 @@ class DataConfig(Section):
     """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
     split: str = "949,50,1"
     """Weights of the training, validation and test parts, over documents; a part that is left out has 0."""
+    separate_documents: bool = False
+    """Whether attention stops at the bounds of the documents packed into a sample."""
 
 
 class ParallelConfig(Section):

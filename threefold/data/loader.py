@@ -22,17 +22,20 @@ class Batch:
         tokens: int64 [rows, S], the inputs.
         labels: int64 [rows, S], the next token of each; -100 where it does not count.
         rows: int64 [rows], the index of each row in the global batch.
+        documents: int64 [rows, S], the document of each token where attention stops at their bounds, else None.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     rows: torch.Tensor
+    documents: torch.Tensor | None = None
 
 
 def fingerprint(batch: Batch) -> int:
     """63-bit content hash (BLAKE2b) of a batch on the CPU: ranks of one tp or pp group must agree on it."""
     digest = hashlib.blake2b(digest_size=8)
-    for part in (batch.tokens, batch.labels, batch.rows):
+    documents = [] if batch.documents is None else [batch.documents]
+    for part in (batch.tokens, batch.labels, batch.rows, *documents):
         digest.update(str(tuple(part.shape)).encode())
         digest.update(part.contiguous().numpy().data)
     return int.from_bytes(digest.digest(), "little") >> 1
@@ -70,16 +73,25 @@ class Loader:
         heldout: the samples to evaluate on, or None if there is no evaluation.
         share: this rank's part of the global batch.
         seed: keys the order of the training samples.
+        separate_documents: whether batches tell the document of each token.
 
     Attributes:
         reader_cost: seconds that the last call of `batch` kept its caller waiting.
     """
 
-    def __init__(self, train: PackedSamples, heldout: PackedSamples | None, share: Share, seed: int) -> None:
+    def __init__(
+        self,
+        train: PackedSamples,
+        heldout: PackedSamples | None,
+        share: Share,
+        seed: int,
+        separate_documents: bool = False,
+    ) -> None:
         self.train = train
         self.heldout = heldout
         self.share = share
         self.seed = seed
+        self.separate_documents = separate_documents
         self.reader_cost = 0.0
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
         self._ahead: dict[int, Future[Batch]] = {}
@@ -129,29 +141,27 @@ class Loader:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int) -> Batch:
-        rows = self.share.rows
-        counters = step * self.share.global_batch_size + rows
-        return _make_batch(self.train, samples_at(counters, len(self.train), self.seed), rows)
+        counters = step * self.share.global_batch_size + self.share.rows
+        return self._make_batch(self.train, samples_at(counters, len(self.train), self.seed))
 
     def _read_heldout(self, number: int) -> Batch:
         samples = self._heldout_samples()
-        rows = self.share.rows
-        indices = number * self.share.global_batch_size + rows
+        indices = number * self.share.global_batch_size + self.share.rows
         past_end = indices >= len(samples)
-        batch = _make_batch(samples, np.where(past_end, 0, indices), rows)
+        batch = self._make_batch(samples, np.where(past_end, 0, indices))
         batch.labels.numpy()[past_end] = IGNORED
         return batch
+
+    def _make_batch(self, samples: PackedSamples, indices: Int64Array) -> Batch:
+        windows = samples.read(indices)
+        tokens = np.ascontiguousarray(windows[:, :-1])
+        labels = windows[:, 1:].copy()
+        # After the end of a document the next token belongs to another one, which nothing here could predict.
+        labels[tokens == samples.files.eod] = IGNORED
+        documents = torch.from_numpy(samples.documents(indices)) if self.separate_documents else None
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(self.share.rows), documents)
 
     def _heldout_samples(self) -> PackedSamples:
         if self.heldout is None:
             raise ValueError("this loader was made without held-out samples")
         return self.heldout
-
-
-def _make_batch(samples: PackedSamples, indices: Int64Array, rows: Int64Array) -> Batch:
-    windows = samples.read(indices)
-    tokens = np.ascontiguousarray(windows[:, :-1])
-    labels = windows[:, 1:].copy()
-    # After the end of a document the next token belongs to another one, which nothing here could predict.
-    labels[tokens == samples.files.eod] = IGNORED
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(rows))

@@ -60,15 +60,24 @@ class PackedSamples:
         Raises:
             UserError: a token is outside the vocabulary, so the file is damaged.
         """
-        places = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
-        runs = np.searchsorted(self.stream_starts, places, side="right") - 1
-        windows = self.files.tokens[places + self.shifts[runs]].astype(np.int64)
+        windows = self.files.tokens[self._places(indices, self.sequence_length + 1)].astype(np.int64)
         if windows.size and not 0 <= windows.min() <= windows.max() < self.files.vocab_size:
             raise UserError(
                 f"{self.files.path} holds a token outside its vocabulary of {self.files.vocab_size}, so it is damaged; "
                 "prepare the data again with `threefold data prepare`"
             )
         return windows
+
+    def documents(self, indices: Int64Array) -> Int64Array:
+        """The number of the document that each input token of the samples at `indices` belongs to: int64 [rows, S]."""
+        places = self._places(indices, self.sequence_length)
+        return np.searchsorted(self.files.documents, places, side="right") - 1
+
+    def _places(self, indices: Int64Array, length: int) -> Int64Array:
+        """Where the first `length` tokens of the samples stand in tokens.bin: int64 [rows, length]."""
+        places = indices[:, None] * self.sequence_length + np.arange(length)
+        runs = np.searchsorted(self.stream_starts, places, side="right") - 1
+        return places + self.shifts[runs]
 
     def _check_length(self, split: str) -> None:
         if self.sequence_length < 1:

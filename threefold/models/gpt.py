@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al., 2019; sizes up to GPT-3, Brown et al., arXiv 2005.14165), written for one device.
 
 Nothing here knows of ranks. `gpt_split.py` beside this file says how each weight is cut when the model is spread over a
-mesh. The `samples` that the layers pass along hold one 64-bit number per sample, from which dropout masks follow;
-without them nothing is dropped.
+mesh. The `samples` that the layers pass along hold one 64-bit number per sample, from which dropout masks follow
+(without them nothing is dropped), and the documents whose bounds attention keeps.
 """
 
 from torch import Tensor, nn
@@ -13,22 +13,23 @@ from threefold.models.layers import CrossEntropy, Embedding, Linear
 from threefold.parallel.attention import CausalAttention
 from threefold.parallel.random import Dropout, name_sites
 from threefold.parallel.samples import NOTHING, Samples
-from threefold.parallel.sequence import PositionEmbedding
+from threefold.parallel.sequence import PositionEmbedding, Rotary
 
 
 class Input(nn.Module):
-    """Token and position embeddings."""
+    """Token embeddings, and those of the positions where they are learned."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size)
+        learned = config.position_embedding == "learned"
+        self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.dropout = Dropout(config.hidden_dropout)
 
     def forward(self, tokens: Tensor, samples: Samples = NOTHING) -> Tensor:
         """int64 [B, S] → [B, S, H]."""
         x = self.tokens(tokens)
-        return self.dropout(x + self.positions(x), samples.keys)
+        return self.dropout(x + self.positions(x) if self.positions else x, samples.keys)
 
 
 class Attention(nn.Module):
@@ -38,12 +39,15 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.rotary = Rotary(self.head_dim, config.rope_theta) if config.position_embedding == "rope" else None
         self.proj = Linear(config.hidden_size, config.hidden_size)
         self.core = CausalAttention(config.attention_dropout)
 
     def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(3)  # each [B, S, heads, d]
+        if self.rotary:
+            q, k = self.rotary(q, k)
         return self.proj(self.core(q, k, v, samples))
 
 
@@ -114,7 +118,7 @@ class GPT(nn.Module):
         Args:
             tokens: int64 [B, S].
             labels: int64 [B, S], -100 where a token does not count; None for logits.
-            samples: their dropout keys, if anything is to be dropped.
+            samples: their dropout keys, if anything is to be dropped, and their documents, if attention keeps to them.
 
         Returns:
             logits [B, S, V], or a scalar: the sum over the tokens that count.

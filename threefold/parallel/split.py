@@ -13,10 +13,11 @@ from torch import nn
 
 from threefold.parallel.attention import CausalAttention
 from threefold.parallel.collectives import shard_bounds
+from threefold.parallel.context import ContextParallelAttention
 from threefold.parallel.loss import ParallelCrossEntropy
 from threefold.parallel.pipeline.partition import partition_by_cost
 from threefold.parallel.random import Dropout, Slice
-from threefold.parallel.sequence import PositionEmbedding, Region
+from threefold.parallel.sequence import PositionEmbedding, Region, Rotary
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -65,15 +66,29 @@ class VocabLoss:
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """A `CausalAttention` of `heads` heads in all: each rank of the tensor axis has some, and all of its sequence."""
+    """A `CausalAttention` of `heads` heads in all: each rank of the tensor axis has some, for all that a context
+    rank holds of the sequence."""
 
     heads: int
 
     def apply(self, module: nn.Module, region: Region) -> nn.Module:
         core = _expect(module, CausalAttention)
         start, _ = shard_bounds(self.heads, region.tp.size, region.tp.index)
-        core.dropout.parts = {1: Slice(start, self.heads)}  # of the weights [B, heads, queries, keys]
+        heads = Slice(start, self.heads)
+        if region.cp.size > 1:
+            return ContextParallelAttention(core, region.cp, heads)
+        core.dropout.parts = {1: heads}  # of the weights [B, heads, queries, keys]
         return core
+
+
+@dataclass(frozen=True)
+class OverContext:
+    """A `Rotary` on queries and keys, of which the tensor axis holds the sequence together."""
+
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        cut = region.cut.across_context
+        _expect(module, Rotary).part = cut if cut.shares > 1 else Slice()
+        return module
 
 
 @dataclass(frozen=True)
@@ -96,7 +111,7 @@ class Replicated:
         return module
 
 
-Split = Column | Row | Vocab | VocabLoss | AttentionCore | OverSequence | Replicated
+Split = Column | Row | Vocab | VocabLoss | AttentionCore | OverContext | OverSequence | Replicated
 _OVER_TENSOR_AXIS = (Column, Row, Vocab, VocabLoss)
 
 

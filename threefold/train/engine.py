@@ -186,11 +186,12 @@ class Engine:
         """The batch as this rank works on it: its own positions of every sequence, on its device."""
         device = self.mesh.device
         tokens, labels = batch.tokens.to(device), batch.labels.to(device)
+        documents = None if batch.documents is None else batch.documents.to(device)
         cut = self.division.region.cut.across_context
         if cut.shares > 1:
             held = cut.indices(tokens.shape[1] // cut.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]
-        return Work(tokens, labels, Samples(None if keys is None else keys.to(device)))
+        return Work(tokens, labels, Samples(None if keys is None else keys.to(device), documents))
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:

@@ -65,7 +65,8 @@ def open_loader(config: Config, files: TokenFiles, replicas: Axis) -> Loader:
     split, length = config.data.split, config.data.sequence_length
     heldout = PackedSamples.open(files, "valid", split, length) if config.train.eval_every else None
     share = Share(config.train.global_batch_size, replicas.index, replicas.size)
-    return Loader(PackedSamples.open(files, "train", split, length), heldout, share, config.train.seed)
+    train = PackedSamples.open(files, "train", split, length)
+    return Loader(train, heldout, share, config.train.seed, config.data.separate_documents)
 
 
 def reporting_hooks(config: Config, run_dir: Path, ranks: int) -> list[Hook]:
