@@ -140,6 +140,10 @@ def test_batch_sizes_that_disagree(sizes: Sizes, dp: int, expected: str) -> None
     [
         ({"model": {"num_attention_heads": 7}}, "model.num_attention_heads is 7 but must divide model.hidden_size 256; use 8."),
         ({"parallel": {"tp": 3}}, "parallel.tp is 3 but must divide model.num_attention_heads 8; use 2."),
+        ({"parallel": {"cp": 3}}, "parallel.cp is 3 but the ranks share each sequence in 6 equal parts; use data.sequence_length 258 instead of 256."),
+        ({"parallel": {"cp": 2}, "data": {"path": "x", "sequence_length": 66}}, "parallel.cp is 2 but the ranks share each sequence in 4 equal parts; use data.sequence_length 64 instead of 66."),
+        ({"parallel": {"cp": 2}, "train": {"compile": True}}, "train.compile is True but the collectives inside a layer cannot be compiled and parallel.cp is 2; use false or cp 1."),
+        ({"model": {"position_embedding": "rope", "hidden_size": 40}}, "model.position_embedding is rope but the width of a head, model.hidden_size / model.num_attention_heads = 5, must be even for it; use model.hidden_size 48, or learned."),
         ({"parallel": {"tp": 2}, "train": {"compile": True}}, "train.compile is True but the collectives inside a layer cannot be compiled and parallel.tp is 2; use false or tp 1."),
         ({"parallel": {"tp": 8}, "model": {"ffn_hidden_size": 1001}}, "model.ffn_hidden_size is 1001 but must be a multiple of parallel.tp 8; use 1000."),
         ({"parallel": {"pp": 9}}, "parallel.pp is 9 but each stage needs a layer and model.num_layers is 8; use at most 8."),

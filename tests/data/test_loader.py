@@ -88,6 +88,25 @@ def test_an_epoch_reads_every_sample_once(make_loader) -> None:
     assert loader.epoch(n) == GLOBAL_BATCH
 
 
+def test_documents_are_those_of_the_token_files(make_loader) -> None:
+    """Every token is told the document that holds it, in both parts, across the gaps between the runs of a part."""
+    loader = make_loader()
+    assert loader.batch(0).documents is None
+    told = Loader(loader.train, loader.heldout, loader.share, 1, separate_documents=True)
+    bounds, tokens = loader.train.files.documents, loader.train.files.tokens
+    for batch in (told.batch(0), told.batch(3), *told.eval_batches(2)):
+        assert batch.documents is not None
+        for row, documents in zip(batch.tokens.numpy(), batch.documents.numpy(), strict=True):
+            for number in set(documents.tolist()):
+                text = tokens[bounds[number] : bounds[number + 1]].tolist()
+                part = row[documents == number].tolist()
+                assert any(text[at : at + len(part)] == part for at in range(len(text)))
+            ends = np.flatnonzero(row[:-1] == loader.train.files.eod)
+            assert np.array_equal(np.flatnonzero(np.diff(documents)), ends)
+        assert fingerprint(batch) != fingerprint(dataclasses.replace(batch, documents=None))
+    told.close()
+
+
 def test_resuming_needs_the_step_alone_also_with_another_dp(make_loader) -> None:
     unbroken = [make_loader().batch(step) for step in range(8)]
     for step in range(4, 8):

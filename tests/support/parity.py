@@ -46,6 +46,7 @@ class Case:
     positions: str = "learned"
     documents: bool = False
     uneven: bool = True
+    counted: tuple[int, int] | None = None  # the positions whose labels count, if not all
     tie: bool = True
     optimizer: str = "adamw"
     steps: int = 3
@@ -128,6 +129,9 @@ def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     if case.uneven:
         share = torch.linspace(-0.1, 1.05, case.batch).unsqueeze(1)
         labels[torch.rand(labels.shape, generator=generator) < share] = IGNORED
+    if case.counted:
+        first, end = case.counted
+        labels[:, :first] = labels[:, end:] = IGNORED
     return tokens, labels
 
 

@@ -61,6 +61,7 @@ class Run:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     steps: int = 4
     dtype: str = "fp32"
     dropout: float = 0.1
@@ -71,7 +72,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def config(self) -> Config:
@@ -79,7 +80,7 @@ class Run:
             # 301 rows: not divisible by any tp, and more than the tokenizer has
             "model": {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 301},
             "data": {"path": str(self.data), "sequence_length": 16, "split": "80,20"},
-            "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp},
+            "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp},
             "train": {"max_steps": self.steps, "global_batch_size": 8, "eval_every": 0, "device": "cpu"},
             "precision": {"dtype": self.dtype},
             # with 1e-8 Adam's first steps follow the sign of gradients that are rounding noise

@@ -26,7 +26,7 @@ from threefold.train.run import open_loader
 
 def engine_of(config: Config) -> Engine:
     parallel = config.parallel
-    mesh = Mesh(Layout(parallel.dp, parallel.tp, parallel.pp))
+    mesh = Mesh(Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp))
     return Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
 
 
@@ -60,11 +60,13 @@ def evaluated(run: Run, batches: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("batches", [2, 10_000])  # the latter takes the whole part, whose last batch is not full
-@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 1, 1), (4, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp", "cp"), [(1, 1, 1, 1), (4, 1, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (1, 2, 2, 2)]
+)
 def test_it_equals_an_offline_average(
-    pool: WorkerPool, small_run: Run, dp: int, tp: int, pp: int, batches: int
+    pool: WorkerPool, small_run: Run, dp: int, tp: int, pp: int, cp: int, batches: int
 ) -> None:
-    run = small_run.but(dp=dp, tp=tp, pp=pp, dtype="fp64", set=(("train.eval_every", 1),))
+    run = small_run.but(dp=dp, tp=tp, pp=pp, cp=cp, dtype="fp64", set=(("train.eval_every", 1),))
     ((expected, tokens),) = pool.run(1, offline, run, batches)
     found = pool.run(run.world_size, evaluated, run, batches)
     assert len(set(found)) == 1

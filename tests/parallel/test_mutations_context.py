@@ -1,0 +1,188 @@
+"""Tests of the tests of context parallelism: each known silent mistake, put back, must make the comparison fail."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel.test_context import case
+from tests.parallel.test_mutations import Patch, replace, with_mistake
+from tests.support.parity import departures
+from threefold import kernels
+from threefold.data.loader import Batch
+from threefold.labels import IGNORED
+from threefold.parallel import attention, context
+from threefold.parallel.mesh import Mesh
+from threefold.parallel.pipeline.runner import Work
+from threefold.parallel.random import Dropout, Slice
+from threefold.parallel.samples import NOTHING, Samples
+from threefold.parallel.sequence import PositionEmbedding
+from threefold.parallel.split import OverContext, OverSequence
+from threefold.train import engine
+
+
+def labels_shifted_after_the_split() -> list[Patch]:
+    """The last token of each chunk is asked for the first of the rank's next chunk, which is not what follows it."""
+    work = engine.Engine._work
+
+    def shifted(self: engine.Engine, batch: Batch, keys: Tensor | None) -> Work:
+        cut = self.division.region.cut.across_context
+        held = cut.indices(batch.tokens.shape[1] // cut.shares, torch.device("cpu"))
+        follow = torch.cat([batch.labels[:, held[1:] - 1], torch.full((len(batch.labels), 1), IGNORED)], 1)
+        right = work(self, batch, keys)
+        return Work(right.tokens, follow, right.samples)
+
+    return [replace(engine.Engine, "_work", shifted)]
+
+
+def learned_positions_restart_on_each_rank() -> list[Patch]:
+    apply = OverSequence.apply
+    return [
+        replace(
+            OverSequence,
+            "apply",
+            lambda self, module, region: (
+                module if isinstance(module, PositionEmbedding) else apply(self, module, region)
+            ),
+        )
+    ]
+
+
+def rotary_positions_restart_on_each_rank() -> list[Patch]:
+    return [replace(OverContext, "apply", lambda self, module, region: module)]
+
+
+def plain_causal_mask_on_balanced_chunks() -> list[Patch]:
+    """Keys stay in the order of the ranks, as if each rank held one run of the sequence."""
+    return [replace(context, name, lambda cp: list(range(2 * cp))) for name in ("_places", "_held")]
+
+
+def causal_mask_aligned_with_the_first_key() -> list[Patch]:
+    def later(queries: int, keys: int, device: torch.device) -> Tensor:
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1)
+
+    return [replace(attention, "later", later), replace(kernels, "later", later)]
+
+
+def documents_attend_across() -> list[Patch]:
+    forward = context.ContextParallelAttention.forward
+
+    def across(self: Any, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
+        return forward(self, q, k, v, Samples(samples.keys))
+
+    return [replace(context.ContextParallelAttention, "forward", across)]
+
+
+def documents_of_the_first_positions_for_every_chunk() -> list[Patch]:
+    return [
+        replace(
+            attention,
+            "_apart",
+            lambda documents, queries: documents[:, :queries, None] != documents[:, None],
+        )
+    ]
+
+
+def key_gradients_not_returned_to_their_owner() -> list[Patch]:
+    """Each rank keeps what its own queries gave its own keys."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        by_rank = context._take_chunks(grad, ctx.dim, context._held(ctx.axis.size))
+        return by_rank.chunk(ctx.axis.size, ctx.dim)[ctx.axis.index], None, None
+
+    return [replace(context._GatherSequence, "backward", staticmethod(backward))]
+
+
+def key_gradients_returned_to_another_rank() -> list[Patch]:
+    """In the order of the sequence instead of that of the ranks."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.reduce_scatter(grad, ctx.dim), None, None
+
+    return [replace(context._GatherSequence, "backward", staticmethod(backward))]
+
+
+def mean_of_means_over_the_context_ranks() -> list[Patch]:
+    count = engine.Engine._count
+
+    def own(self: engine.Engine, labels: Tensor) -> int:
+        cut = self.division.region.cut.across_context
+        held = cut.indices(labels.shape[1] // cut.shares, labels.device)
+        return max(1, count(self, labels[:, held]) * self.mesh.cp.size)
+
+    return [replace(engine.Engine, "_count", own)]
+
+
+def gradients_not_summed_over_the_context_ranks() -> list[Patch]:
+    return [replace(Mesh, "_replicas", lambda self: self.dp)]
+
+
+def attention_mask_by_local_row() -> list[Patch]:
+    indices = staticmethod(lambda size, device: torch.arange(size, device=device))
+    return [replace(context.Chunk, "indices", lambda self, size, device: indices(size, device))]
+
+
+def attention_mask_of_a_shorter_sequence() -> list[Patch]:
+    """Rows of the second head and on are counted as if the sequence ended with the chunk."""
+    return [replace(context.Chunk, "whole", lambda self, size: size)]
+
+
+def hidden_mask_by_local_position() -> list[Patch]:
+    apply = OverSequence.apply
+
+    def restart(self: OverSequence, module: Any, region: Any) -> Any:
+        module = apply(self, module, region)
+        if isinstance(module, Dropout):
+            module.parts = {1: Slice()}
+        return module
+
+    return [replace(OverSequence, "apply", restart)]
+
+
+def attention_dropout_loses_its_stream() -> list[Patch]:
+    """The core that takes the place of the model's own draws from the stream of no layer."""
+    of_chunk = context._of_chunk
+
+    def unnamed(core: Any, heads: Any, queries: Any) -> Any:
+        with patch.object(core.dropout, "site", 0):
+            return of_chunk(core, heads, queries)
+
+    return [replace(context, "_of_chunk", unnamed)]
+
+
+CONTEXT, WITH_TENSOR = {"cp": 2}, {"cp": 2, "tp": 2}
+
+MISTAKES = [
+    (labels_shifted_after_the_split, CONTEXT, "loss"),
+    (learned_positions_restart_on_each_rank, CONTEXT, "loss"),
+    (rotary_positions_restart_on_each_rank, {"cp": 2, "positions": "rope"}, "loss"),
+    (plain_causal_mask_on_balanced_chunks, CONTEXT, "loss"),
+    (causal_mask_aligned_with_the_first_key, CONTEXT, "loss"),
+    (documents_attend_across, {"cp": 2, "documents": True}, "loss"),
+    (documents_of_the_first_positions_for_every_chunk, {"cp": 2, "documents": True}, "loss"),
+    (key_gradients_not_returned_to_their_owner, CONTEXT, "grad blocks.0.attn.qkv.weight"),
+    (key_gradients_returned_to_another_rank, CONTEXT, "grad blocks.0.attn.qkv.weight"),
+    (mean_of_means_over_the_context_ranks, CONTEXT, "grad"),
+    (gradients_not_summed_over_the_context_ranks, CONTEXT, "grad"),
+    (attention_mask_by_local_row, CONTEXT, "loss"),
+    (attention_mask_of_a_shorter_sequence, WITH_TENSOR, "loss"),
+    (hidden_mask_by_local_position, CONTEXT, "loss"),
+    (attention_dropout_loses_its_stream, CONTEXT, "loss"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "changes", "sign"), MISTAKES, ids=[mistake.__name__ for mistake, *_ in MISTAKES])
+def test_mistake_is_found(
+    pool, expected, mistake: Callable[[], list[Patch]], changes: dict[str, Any], sign: str
+) -> None:
+    spread = case(**changes)
+    found = departures(expected(spread), pool.run(spread.world_size, with_mistake, mistake, spread), spread)
+    assert any(sign in departure for departure in found), found[:5]
+
+
+def test_without_a_mistake_nothing_is_found(pool, expected) -> None:
+    spread = case(cp=2, tp=2, positions="rope", documents=True)
+    assert not departures(expected(spread), pool.run(spread.world_size, with_mistake, list, spread), spread)
