@@ -52,7 +52,8 @@ def test_cp_with_the_other_axes(pool, expected, layout: dict[str, int], dtype: s
         {"accumulation": 4, "tie": False, "positions": "rope"},
         {"optimizer": "sgd", "clip": 0.0, "positions": "rope"},
         {"sequence": 4},
-        {"schedule": "gpipe", "pp": 2, "accumulation": 3},
+        {"schedule": "zero-bubble", "pp": 2, "accumulation": 3, "layers": 4, "positions": "rope"},
+        {"schedule": "dualpipev", "pp": 2, "accumulation": 4, "layers": 4, "documents": True},
     ],
     ids=str,
 )
@@ -63,6 +64,13 @@ def test_variant(pool, expected, cp: int, changes: dict) -> None:
 
 def test_eight_context_ranks_for_three_steps(pool, expected) -> None:
     check(pool, expected, case(cp=8, sequence=48, steps=3, positions="rope", documents=True))
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_cp_with_sequence_parallelism(pool, expected, positions: str) -> None:
+    """The positions of a context rank are shared once more over tp between the split layers."""
+    shared = (("parallel.sequence_parallel", True),)
+    check(pool, expected, case(cp=2, tp=3, positions=positions, documents=True, settings=shared))
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope"])
