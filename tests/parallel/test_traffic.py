@@ -10,6 +10,7 @@ from threefold.parallel import data
 from threefold.parallel.traffic import Table, Volume, step_traffic, wire_bytes
 
 SHARED = (("parallel.sequence_parallel", True),)
+ROTARY_SHARED = (*SHARED, ("model.position_embedding", "rope"))
 EVEN = {"sequence": 12, "layers": 4}
 
 
@@ -44,6 +45,9 @@ CASES = {
     "interleaved": Case(pp=2, tp=2, schedule="interleaved", **EVEN),
     "sequence, zero-bubble": Case(pp=2, tp=2, schedule="zero-bubble", settings=SHARED, **EVEN),
     "zbv": Case(pp=2, dp=2, schedule="zbv", **EVEN, accumulation=4),
+    "cp": Case(cp=2, **EVEN),
+    "cp rope, sequence": Case(cp=2, tp=2, dp=2, settings=ROTARY_SHARED, head_dim=4, **EVEN),
+    "cp pp": Case(cp=3, pp=2, **EVEN, dropout=0.1),
     "dualpipev": Case(pp=2, schedule="dualpipev", **EVEN, accumulation=4),
 }
 

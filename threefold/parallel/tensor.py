@@ -21,7 +21,7 @@ from threefold.parallel.collectives import (
     gather_from,
     over_gathered,
     reduce_from,
-    reduce_scatter_sequence,
+    reduce_to_shares,
     scatter_to,
     shard_bounds,
 )
@@ -45,7 +45,7 @@ class _SplitLayer(nn.Module):
 
 def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
     """The sum of what the ranks computed, or this rank's share of it."""
-    return reduce_from(x, axis) if sequence_dim is None else reduce_scatter_sequence(x, axis, sequence_dim)
+    return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
 
 
 def _pad_rows(weight: Tensor, multiple: int) -> Tensor:

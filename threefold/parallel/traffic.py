@@ -180,7 +180,8 @@ class _Step:
         hidden, inner = model.hidden_size, model.ffn_hidden_size // tp
         table = self._rows() * hidden
         if self.has_embedding:
-            yield from (table, model.max_position_embeddings * hidden)
+            yield table
+            yield from self._positions()
         for _ in range(self.blocks):
             yield from (hidden, hidden)
             yield from (3 * hidden // tp * hidden, 3 * hidden // tp, hidden // tp * hidden, hidden)
@@ -193,6 +194,12 @@ class _Step:
 
     def _held_whole(self) -> Iterator[int]:
         """Elements of the parameters that the tensor axis does not split: positions, norms and row-parallel biases."""
+        if self.has_embedding:
+            yield from self._positions()
+        yield (6 * self.blocks + 2 * self.has_head) * self.config.model.hidden_size
+
+    def _positions(self) -> Iterator[int]:
+        """Elements of the learned positions, where positions are learned."""
         model = self.config.model
-        yield self.has_embedding * model.max_position_embeddings * model.hidden_size
-        yield (6 * self.blocks + 2 * self.has_head) * model.hidden_size
+        if model.position_embedding == "learned":
+            yield model.max_position_embeddings * model.hidden_size
