@@ -59,6 +59,15 @@ class Gradients(ABC):
     def finish(self) -> None:
         """Wait until every gradient is the sum over the replicas."""
 
+    @property
+    @abstractmethod
+    def counted(self) -> bool:
+        """Whether this rank's gradients count in a sum over the world; other ranks have the same ones where not."""
+
+    @abstractmethod
+    def weights_changed(self) -> None:
+        """Drop copies of the weights that were made to compute with: they are not up to date any more."""
+
     @abstractmethod
     def scale_(self, factor: float) -> None:
         """Multiply every gradient."""
@@ -110,6 +119,13 @@ class GradientBuckets(Gradients):
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
+
+    @property
+    def counted(self) -> bool:
+        return self._axis.is_first
+
+    def weights_changed(self) -> None:
+        """Nothing to do: the leaves are what is computed with."""
 
     def scale_(self, factor: float) -> None:
         for bucket in self._buckets:

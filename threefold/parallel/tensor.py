@@ -79,6 +79,7 @@ class VocabParallelEmbedding(_SplitLayer):
     ) -> None:
         super().__init__()
         self.axis, self.pad_to, self.sequence_dim = axis, pad_to, sequence_dim
+        self.num_embeddings = num_embeddings
         self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
         self.weight = empty_parameter((num_embeddings, embedding_dim), axis, dim=0)
         self.reset_parameters(name, seed)
@@ -105,8 +106,8 @@ class VocabParallelEmbedding(_SplitLayer):
         if self.axis.size == 1:
             return embedding(ids, table)
         torch._assert_async(
-            ((ids >= 0) & (ids < self.weight.shape[0])).all(),
-            f"an id is not in the table of {self.weight.shape[0]} rows",
+            ((ids >= 0) & (ids < self.num_embeddings)).all(),
+            f"an id is not in the table of {self.num_embeddings} rows",
         )
         foreign = (ids < self.start) | (ids >= self.end)
         looked_up = embedding((ids - self.start).masked_fill(foreign, 0), table)
