@@ -106,10 +106,10 @@ def pipeline_expects_whole_activations() -> list[Patch]:
     return [replace(engine, "PipelineRunner", _whole_activation)]
 
 
-def _whole_activation(stages, division, schedule, micro_batches, activation):
+def _whole_activation(stages, division, schedule, micro_batches, activation, *others):
     size, positions, hidden = activation
     whole = (size, positions * division.mesh.tp.size, hidden)
-    return _RUNNER(stages, division, schedule, micro_batches, whole)
+    return _RUNNER(stages, division, schedule, micro_batches, whole, *others)
 
 
 _RUNNER = engine.PipelineRunner
@@ -138,5 +138,5 @@ def test_mistake_is_found(pool, expected, mistake: Callable[[], list[Patch]], la
 
 def test_wrong_activation_shapes_end_the_run(pool) -> None:
     case: Case = shared(dtype="fp64", **TP_PP)
-    with pytest.raises(Exception, match="equal size"):
+    with pytest.raises(Exception, match="were declared"):
         pool.run(case.world_size, with_mistake, pipeline_expects_whole_activations, case)

@@ -38,11 +38,15 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layout(pool, expected, layout: dict, dtype: str) -> None:
+def test_layout(pool, expected, layout: dict) -> None:
     """With dropout, accumulation, uneven masks and tied embeddings."""
-    check(pool, expected, shared(dtype=dtype, dropout=0.2, **layout))
+    check(pool, expected, shared(dtype="fp64", dropout=0.2, **layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:5], ids=str)
+def test_layout_in_single_precision(pool, expected, layout: dict) -> None:
+    check(pool, expected, shared(dropout=0.2, **layout))
 
 
 @pytest.mark.parametrize("layout", [{"tp": 3}, {"tp": 2, "pp": 2}], ids=str)
@@ -63,8 +67,8 @@ def test_schedule(pool, expected, schedule: str) -> None:
 
 def test_ranks_agree_bit_for_bit(pool) -> None:
     """What all tensor ranks hold whole, norms and biases among it, is the same bits on them after twenty steps."""
-    case = shared(steps=20, dropout=0.1, tp=4, dp=2)
-    traces = pool.run(8, in_layout, case)
+    case = shared(steps=20, dropout=0.1, tp=3, dp=2, batch=12)
+    traces = pool.run(6, in_layout, case)
     for trace in traces[1:]:
         assert trace.losses == traces[0].losses
         assert trace.norms == traces[0].norms
