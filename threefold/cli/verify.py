@@ -1,0 +1,78 @@
+"""`threefold verify`: whether layouts compute what one process computes."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from threefold.cli.options import ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from threefold.config import Config
+    from threefold.verify.select import Selection
+    from threefold.verify.variant import Variant
+
+
+def verify(
+    config: ConfigFile,
+    named: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[LAYOUT]...", help="Such as dp2·tp2·pp2 or tp4,pp2:zbv.", show_default="a selection"),
+    ] = None,
+    layouts: Annotated[
+        list[str] | None, typer.Option("--layouts", "--layout", metavar="LAYOUT", help="The same; `;` between several.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every layout of --ranks ranks that composes.")] = False,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks of the layouts of the selection and of --all.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    dtype: Annotated[Literal["fp64", "fp32"], typer.Option(help="Precision: equal to 1e-12 or to 1e-5.")] = "fp64",
+    full: Annotated[
+        bool, typer.Option("--full/--shrink", help="The model as it is, or with fewer and narrower layers.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE.py[:PLAN]", help="Your own model and its table.", show_default="GPT")
+    ] = None,
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/verify.md) instead.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also why layouts do not compose, and tracebacks.")
+    ] = False,
+) -> None:
+    """Train CONFIG's model a few steps in one process and in each LAYOUT, and compare everything they compute.
+
+    Initial weights, each step's loss and gradient norm, each parameter's gradient and the weights at the end must be
+    equal up to rounding. Ends with status 1 if a layout departs or fails.
+    """
+    from threefold.cli.verify_view import JsonView, TableView
+    from threefold.config import load_config
+    from threefold.verify.run import Task, choose_rows, verifier, vocabulary
+    from threefold.verify.select import possible
+    from threefold.verify.shrink import prepare, shrink
+    from threefold.verify.source import FileSource, GPTSource
+    from threefold.verify.variant import parse_layouts
+
+    given = load_config(config, overrides or ())
+    variants = parse_layouts([*(layouts or ()), *(named or ())])
+    if variants and every:
+        raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
+    base = prepare(given, dtype, vocabulary(given))
+    small = base if full else shrink(base, variants or possible(ranks))
+    selection = _select(small, variants, ranks, every)
+    task = Task(small, steps, choose_rows(given), FileSource.parse(model) if model else GPTSource(), full)
+    view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)
+    with view, verifier(task, selection) as check:
+        check.run_one_process()
+        view.begin(check.shapes)
+        for variant in selection.variants:
+            view.running(variant)
+            view.add(check.verify(variant))
+    view.finish()
+    if not view.all_equal:
+        raise typer.Exit(1)
+
+
+def _select(config: "Config", variants: "list[Variant]", ranks: int, every: bool) -> "Selection":
+    from threefold.verify import select
+
+    if variants:
+        return select.asked_for(config, variants)
+    return select.every(config, ranks) if every else select.covering(config, ranks)

@@ -1,0 +1,1 @@
+"""Any layout against one process: weights, losses and gradients, parameter by parameter."""

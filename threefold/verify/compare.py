@@ -1,0 +1,141 @@
+"""One rank's part of a layout beside one process: a number for everything that is compared."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf, isnan, prod
+
+from torch import Tensor
+
+from threefold.verify.oracle import Trace
+
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
+"""The largest relative error that still counts as rounding."""
+_SMALL = 1e-3
+"""A tensor whose magnitudes are all below this share of the model's largest is measured against that share."""
+
+INITIAL, LOSS, GRADIENT, NORM, FINAL = "initial weight", "loss", "gradient", "gradient norm", "weight"
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of a parameter that a rank has.
+
+    Attributes:
+        name: the parameter's, in the whole model.
+        stage: the pipeline stage it is on.
+        start, shape: of the part within the whole, per dim.
+    """
+
+    name: str
+    stage: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of the whole tensor, as a view."""
+        for dim, (start, size) in enumerate(zip(self.start, self.shape, strict=True)):
+            whole = whole.narrow(dim, start, size)
+        return whole
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far one thing is from what one process has.
+
+    Attributes:
+        what: `INITIAL`, `LOSS`, `GRADIENT`, `NORM` or `FINAL`.
+        parameter: its name; empty for the loss and the norm.
+        step: from 1; 0 for the initial weights; the last for the final ones.
+        rank: where it was seen.
+        relative: the difference relative to the largest magnitude in the whole tensor.
+    """
+
+    what: str
+    parameter: str
+    step: int
+    rank: int
+    relative: float
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """When it is computed: the step, and within the step the order below."""
+        return self.step, (INITIAL, LOSS, GRADIENT, NORM, FINAL).index(self.what)
+
+
+class Comparison:
+    """Compares what a rank computes with a trace, piece by piece.
+
+    Args:
+        expected: what one process computed.
+        held: this rank's part of each parameter.
+        rank: its number.
+    """
+
+    def __init__(self, expected: Trace, held: Mapping[str, Held], rank: int) -> None:
+        self.expected, self.held, self.rank = expected, held, rank
+        self.errors: list[Error] = []
+
+    def initial(self, weights: Mapping[str, Tensor]) -> None:
+        """Compare the weights before the first step, each this rank's part."""
+        self._tensors(INITIAL, 0, weights, self.expected.initial)
+
+    def gradients(self, step: int, gradients: Mapping[str, Tensor]) -> None:
+        """Compare the gradients of a step (from 0), complete and before the clip."""
+        self._tensors(GRADIENT, step + 1, gradients, self.expected.gradients[step])
+
+    def scalars(self, step: int, loss: float, norm: float) -> None:
+        """Compare the mean loss and the gradient norm of a step (from 0)."""
+        for what, got, expected in ((LOSS, loss, self.expected.losses), (NORM, norm, self.expected.norms)):
+            self._add(what, "", step + 1, abs(got - expected[step]) / (abs(expected[step]) or 1.0))
+
+    def final(self, weights: Mapping[str, Tensor]) -> None:
+        """Compare the weights after the last step.
+
+        An error is relative to the tensor's largest magnitude plus what an error of the gradients makes of itself in
+        the optimizer (`Trace.leverage`).
+        """
+        step = len(self.expected.losses)
+        for held, got, whole, scale in self._pairs(weights, self.expected.final):
+            allowance = held.of(self.expected.leverage[held.name]) + scale
+            difference = (got - held.of(whole)).abs() / allowance
+            self._add(FINAL, held.name, step, difference.max().item() if difference.numel() else 0.0)
+
+    def _tensors(self, what: str, step: int, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        for held, part, whole, scale in self._pairs(got, expected):
+            self._add(what, held.name, step, _largest(part - held.of(whole)) / scale)
+
+    def _pairs(
+        self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Held, Tensor, Tensor, float]]:
+        """Each held part, what is there, the whole tensor it should be cut from, and the magnitude to measure by."""
+        largest = max(_largest(tensor) for tensor in expected.values())
+        for name, part in got.items():
+            if name in expected:
+                yield self.held[name], part, expected[name], max(_largest(expected[name]), _SMALL * largest) or 1.0
+
+    def _add(self, what: str, parameter: str, step: int, relative: float) -> None:
+        self.errors.append(Error(what, parameter, step, self.rank, inf if isnan(relative) else relative))
+
+
+def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -> str | None:
+    """What the ranks together hold too much or too little of the model; None if each element is there.
+
+    Args:
+        ranks: what each rank holds.
+        expected: parameter name → whole shape.
+    """
+    parts = {
+        name: {(held.start, held.shape) for rank in ranks for held in rank if held.name == name} for name in expected
+    }
+    foreign = sorted({held.name for rank in ranks for held in rank} - set(expected))
+    if foreign:
+        return f"the ranks hold {foreign[0]}, which the whole model does not have"
+    for name, shape in expected.items():
+        elements = sum(prod(size) for _, size in parts[name])
+        if elements != prod(shape):
+            return f"the ranks together hold {elements:,} different elements of {name}, which has {prod(shape):,}"
+    return None
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0

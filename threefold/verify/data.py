@@ -1,0 +1,77 @@
+"""The batches that one process and every layout see: rows of the config's data, or random ones where there is none."""
+
+from abc import ABC, abstractmethod
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from threefold.config import Config
+from threefold.data.files import TokenFiles
+from threefold.data.loader import Batch, Loader, Share
+from threefold.data.samples import PackedSamples
+from threefold.labels import IGNORED
+from threefold.parallel.random import stream_key
+
+
+class Rows(ABC):
+    """Batches as a function of the config and the step."""
+
+    @abstractmethod
+    def read(self, config: Config, step: int, share: Share) -> Batch:
+        """The rows of `share` of the global batch of `step`."""
+
+    def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Batch:
+        """As `read`, with the labels of a share of each row's tokens masked, a different one in each.
+
+        So the ranks count different numbers of tokens, and a mean of means is not the mean. Some of the first rows
+        keep all labels, the last ones none.
+        """
+        size = config.train.global_batch_size
+        batch = self.read(config, step, Share(size, dp_index, dp))
+        generator = torch.Generator().manual_seed(stream_key("label masks", config.train.seed, step))
+        chance = torch.rand((size, batch.labels.shape[1]), generator=generator)[batch.rows]
+        masked = chance < torch.linspace(-0.1, 1.05, size)[batch.rows].unsqueeze(1)
+        return replace(batch, labels=batch.labels.masked_fill(masked, IGNORED))
+
+
+@dataclass(frozen=True)
+class RandomRows(Rows):
+    """Tokens drawn uniformly, keyed by the seed and the step."""
+
+    def read(self, config: Config, step: int, share: Share) -> Batch:
+        generator = torch.Generator().manual_seed(stream_key("tokens", config.train.seed, step))
+        shape = (share.global_batch_size, config.data.sequence_length + 1)
+        tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
+        rows = torch.from_numpy(share.rows)
+        return Batch(tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous(), rows)
+
+    def __str__(self) -> str:
+        return "random tokens"
+
+
+@dataclass(frozen=True)
+class FileRows(Rows):
+    """The training rows of the config's token files, through the loader of training.
+
+    A model shrunk to a smaller vocabulary sees token numbers modulo it.
+    """
+
+    path: Path
+
+    def read(self, config: Config, step: int, share: Share) -> Batch:
+        samples = PackedSamples.open(
+            TokenFiles.open(self.path), "train", config.data.split, config.data.sequence_length
+        )
+        with closing(Loader(samples, None, share, config.train.seed)) as loader:
+            batch = loader.batch(step)
+        return replace(batch, tokens=self._fold(batch.tokens, config), labels=self._fold(batch.labels, config))
+
+    @staticmethod
+    def _fold(tokens: Tensor, config: Config) -> Tensor:
+        return torch.where(tokens == IGNORED, tokens, tokens % config.model.vocab_size)
+
+    def __str__(self) -> str:
+        return f"the rows of {self.path}"

@@ -1,0 +1,80 @@
+"""What each rank of a verified layout does: train with the engine, and compare its own parts as it goes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from threefold.config import Config
+from threefold.parallel.layout import Layout
+from threefold.parallel.mesh import Event, Mesh
+from threefold.parallel.parameter import offset
+from threefold.train.engine import Engine
+from threefold.verify.compare import Comparison, Error, Held
+from threefold.verify.data import Rows
+from threefold.verify.oracle import Trace
+from threefold.verify.source import ModelSource
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank found.
+
+    Attributes:
+        errors: of everything compared, in the order it was computed.
+        held: its parts of the parameters.
+        sent: axis → bytes of its tensors in the collectives of one step.
+    """
+
+    errors: list[Error]
+    held: list[Held]
+    sent: dict[str, int]
+
+
+def run_rank(source: ModelSource, config: Config, rows: Rows, steps: int, folder: str) -> RankReport:
+    """Train for `steps` steps as this rank of the config's layout, beside the trace of one process in `folder`."""
+    parallel = config.parallel
+    mesh = Mesh(Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp))
+    make_model, plan = source.load(config)
+    engine = Engine(make_model, plan, mesh, config)
+    held = held_parts(engine)
+    comparison = Comparison(Trace.load(Path(folder)), held, dist.get_rank())
+    comparison.initial(_parts(engine, "master"))
+    sent: dict[str, int] = {}
+    for step in range(steps):
+        batch = rows.batch(config, step, mesh.dp.index, mesh.dp.size)
+        with mesh.recorder.recording() as events:
+            loss, tokens = engine.compute_gradients(batch, step)
+            gradients = {name: gradient.clone() for name, gradient in _parts(engine, "gradient").items()}
+            result = engine.update(loss, tokens, step)
+        sent = _bytes(events)
+        comparison.gradients(step, gradients)
+        comparison.scalars(step, result.loss, result.grad_norm)
+    comparison.final(_parts(engine, "master"))
+    return RankReport(comparison.errors, list(held.values()), sent)
+
+
+def held_parts(engine: Engine) -> dict[str, Held]:
+    """This rank's part of each parameter of its stages, by name."""
+    numbers = engine.division.stages.held_by(engine.mesh.pp.index)
+    stages: dict[str, int] = {}
+    for number, stage in zip(numbers, engine.stages, strict=True):
+        for name, _ in stage.named_parameters():
+            stages.setdefault(engine.plan.whole_name(name), number)
+    return {
+        entry.name: Held(entry.name, stages[entry.name], offset(entry.parameter), tuple(entry.master.shape))
+        for entry in engine.optimizer.entries
+    }
+
+
+def _parts(engine: Engine, attribute: str) -> dict[str, Tensor]:
+    return {entry.name: getattr(entry, attribute).detach() for entry in engine.optimizer.entries}
+
+
+def _bytes(events: Iterable[Event]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for event in events:
+        total[event.axis] = total.get(event.axis, 0) + event.nbytes
+    return total

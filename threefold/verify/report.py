@@ -1,0 +1,152 @@
+"""What verifying found: a verdict for each layout, and where it first departs."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from threefold.parallel.layout import Layout
+from threefold.verify.compare import GRADIENT, LOSS, Error, Held
+from threefold.verify.rank import RankReport
+from threefold.verify.variant import Variant
+
+EQUAL: Final = "equal"
+DEPARTS: Final = "departs"
+FAILED: Final = "error"
+Verdict = Literal["equal", "departs", "error"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An error with the place it was seen.
+
+    Attributes:
+        what, parameter, step, relative: as in `Error`.
+        rank: the global rank.
+        dp, tp, pp, cp: its coordinates.
+        stage: the pipeline stage that holds the parameter; of a loss or norm, the rank's place on the pp axis.
+    """
+
+    what: str
+    parameter: str
+    step: int
+    relative: float
+    rank: int
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    stage: int
+
+    def __str__(self) -> str:
+        """`gradient of blocks.0.mlp.up.weight, step 1`."""
+        of = f" of {self.parameter}" if self.parameter else ""
+        return f"{self.what}{of}" + (f", step {self.step}" if self.step else "")
+
+    def where(self, layout: Layout) -> str:
+        """`stage 1 of 2, tp shard 0 of 2 (rank 2)`: the coordinates that the layout has."""
+        parts = [f"stage {self.stage}"] if layout.pp > 1 else []
+        names = {"tp": "tp shard", "dp": "dp replica", "cp": "cp part"}
+        parts += [
+            f"{name} {getattr(self, axis)} of {layout.size(axis)}"
+            for axis, name in names.items()
+            if layout.size(axis) > 1
+        ]
+        return ", ".join([*parts, f"rank {self.rank}"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """A layout beside one process.
+
+    Attributes:
+        variant: the layout.
+        verdict: `equal`, `departs` or `error` (it did not run to the end).
+        seconds: wall-clock.
+        worst: the largest relative error of all that was compared; None where there is an error instead.
+        first: the first departure in step order, a parameter's before a sum's, and then in model order.
+        nearest_to_loss: where gradients depart while the step's loss is equal: the last of them in model order. The
+            backward pass goes from the last layer to the first, so what is wrong is there.
+        departing: names of the parameters whose tensors depart, in model order.
+        sent: axis → most bytes that a rank's tensors have in the collectives of one step.
+        message: what went wrong where the verdict is `error`, or a departure that is no number's.
+        details: the traceback of an error.
+    """
+
+    variant: Variant
+    verdict: Verdict
+    seconds: float
+    worst: Place | None = None
+    first: Place | None = None
+    nearest_to_loss: str = ""
+    departing: tuple[str, ...] = ()
+    sent: tuple[tuple[str, int], ...] = ()
+    message: str = ""
+    details: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As docs/verify.md describes it."""
+        layout = self.variant.layout
+        return {
+            "layout": str(self.variant),
+            "axes": {axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp")},
+            "settings": dict(self.variant.settings),
+            "verdict": self.verdict,
+            "seconds": round(self.seconds, 3),
+            "worst": self.worst and asdict(self.worst),
+            "first_departure": self.first and asdict(self.first),
+            "nearest_to_loss": self.nearest_to_loss,
+            "departing_parameters": list(self.departing),
+            "bytes_per_step": dict(self.sent),
+            "message": self.message,
+        }
+
+
+def judge(
+    variant: Variant, reports: list[RankReport], order: list[str], tolerance: float, seconds: float, missing: str | None
+) -> Result:
+    """The result of a layout from what its ranks found.
+
+    Args:
+        order: names of the parameters in model order.
+        missing: what `coverage` says.
+    """
+    number = {name: place for place, name in enumerate(order)}
+    places = [_place(error, report.held, variant) for report in reports for error in report.errors]
+    worst = max(places, key=lambda place: place.relative)
+    wrong = [place for place in places if not place.relative <= tolerance]
+    first = min(
+        wrong,
+        key=lambda place: (place.step, not place.parameter, place.what, number.get(place.parameter, 0), place.rank),
+        default=None,
+    )
+    departing = sorted({place.parameter for place in wrong if place.parameter}, key=lambda name: number.get(name, 0))
+    return Result(
+        variant,
+        DEPARTS if wrong or missing else EQUAL,
+        seconds,
+        worst=worst,
+        first=first,
+        nearest_to_loss=_nearest_to_loss(wrong, first, number),
+        departing=tuple(departing),
+        sent=_most([report.sent for report in reports]),
+        message=missing or "",
+    )
+
+
+def _nearest_to_loss(wrong: list[Place], first: Place | None, number: dict[str, int]) -> str:
+    if first is None or first.what != GRADIENT:
+        return ""
+    now = [place for place in wrong if place.step == first.step]
+    if any(place.what == LOSS for place in now):
+        return ""
+    return max((place.parameter for place in now if place.what == GRADIENT), key=lambda name: number.get(name, 0))
+
+
+def _place(error: Error, held: list[Held], variant: Variant) -> Place:
+    at = variant.layout.coordinates(error.rank)
+    stage = next((part.stage for part in held if part.name == error.parameter), at.pp)
+    return Place(error.what, error.parameter, error.step, error.relative, error.rank, at.dp, at.tp, at.pp, at.cp, stage)
+
+
+def _most(sent: list[dict[str, int]]) -> tuple[tuple[str, int], ...]:
+    axes = sorted({axis for rank in sent for axis in rank})
+    return tuple((axis, max(rank.get(axis, 0) for rank in sent)) for axis in axes)

@@ -1,0 +1,132 @@
+"""Verifying a config: one process first, then each layout on the same workers."""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from threefold.config import Config
+from threefold.data.files import TokenFiles
+from threefold.errors import UserError
+from threefold.launch.pool import WorkerError, WorkerPool
+from threefold.verify.compare import TOLERANCE, coverage
+from threefold.verify.data import FileRows, RandomRows, Rows
+from threefold.verify.oracle import Trace, write_trace
+from threefold.verify.rank import run_rank
+from threefold.verify.report import FAILED, Result, judge
+from threefold.verify.select import Selection
+from threefold.verify.shrink import compose
+from threefold.verify.source import GPTSource, ModelSource, check_source
+from threefold.verify.variant import Variant
+
+PATIENCE = {True: timedelta(minutes=30), False: timedelta(minutes=2)}
+"""How long a rank waits for another, in full and shrunk, before that is an error."""
+UNKNOWN_VOCABULARY = 8191
+"""Taken where neither the config nor its data names one; odd, so that shards of it are uneven."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is verified.
+
+    Attributes:
+        config: as one process runs it (`shrink.prepare`, and `shrink.shrink` unless it is to run in full).
+        steps: how many.
+        rows: the batches.
+        source: the model.
+        full: whether the config is of the size that its file gives.
+    """
+
+    config: Config
+    steps: int
+    rows: Rows
+    source: ModelSource = field(default_factory=GPTSource)
+    full: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.config.precision.dtype]
+
+
+def choose_rows(config: Config) -> Rows:
+    """The rows of `data.path` where it holds token files, else random ones."""
+    return FileRows(Path(config.data.path)) if Path(config.data.path).exists() else RandomRows()
+
+
+def vocabulary(config: Config) -> int:
+    """Of the config's data, or `UNKNOWN_VOCABULARY`."""
+    path = Path(config.data.path)
+    return TokenFiles.open(path).vocab_size if path.exists() else UNKNOWN_VOCABULARY
+
+
+class Verifier:
+    """Compares layouts with one process, one after the other, on a pool of workers.
+
+    Args:
+        task: what to compare.
+        pool: of as many workers as the largest layout has ranks.
+        folder: for the trace of one process.
+    """
+
+    def __init__(self, task: Task, pool: WorkerPool, folder: Path) -> None:
+        self.task, self.pool, self.folder = task, pool, folder
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def run_one_process(self) -> None:
+        """Check the model and have one process compute what all layouts are compared with.
+
+        Raises:
+            UserError: the model or its plan is wrong, or the data cannot be read.
+            WorkerError: it could not.
+        """
+        task = self.task
+        try:
+            self.pool.run(1, check_source, task.source, task.config)
+            self.pool.run(1, write_trace, task.source, task.config, task.rows, task.steps, str(self.folder))
+        except WorkerError as error:
+            if isinstance(error.error, UserError):
+                raise error.error from None
+            raise
+        self._shapes = {name: tuple(weight.shape) for name, weight in Trace.load(self.folder).initial.items()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of each parameter, in model order."""
+        return self._shapes
+
+    def verify(self, variant: Variant) -> Result:
+        """Run one layout and compare it."""
+        task, started = self.task, time.perf_counter()
+        config = compose(task.config, variant)
+        try:
+            reports = self.pool.run(
+                variant.world_size, run_rank, task.source, config, task.rows, task.steps, str(self.folder)
+            )
+        except WorkerError as error:
+            seconds = time.perf_counter() - started
+            return Result(variant, FAILED, seconds, message=_told(error), details=str(error))
+        missing = coverage([report.held for report in reports], self._shapes)
+        return judge(variant, reports, list(self._shapes), task.tolerance, time.perf_counter() - started, missing)
+
+
+@contextmanager
+def verifier(task: Task, selection: Selection) -> Iterator[Verifier]:
+    """A verifier with workers for a selection; they end with the block, however it ends."""
+    ranks = max((variant.world_size for variant in selection.variants), default=1)
+    with (
+        WorkerPool(ranks, PATIENCE[task.full]) as pool,
+        tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder,
+    ):
+        yield Verifier(task, pool, Path(folder))
+
+
+def _told(failure: WorkerError) -> str:
+    """What happened, in one line."""
+    if failure.error is None:
+        return str(failure).strip().splitlines()[0 if "process ended" in str(failure) else -1]
+    text = " ".join(str(failure.error).split()) or "no message"
+    shown = text if isinstance(failure.error, UserError) else f"{type(failure.error).__name__}: {text}"
+    return f"rank {failure.rank} failed: {shown}"

@@ -1,0 +1,121 @@
+"""Which layouts to verify: those asked for, every one that composes, or a selection that covers every feature."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+from threefold.config import Config
+from threefold.errors import UserError
+from threefold.parallel.layout import Layout
+from threefold.verify.shrink import compose
+from threefold.verify.variant import SCHEDULES, Variant
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A variant that the checks of the config refuse, and their sentence."""
+
+    variant: Variant
+    reason: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The variants to verify, and those that do not compose."""
+
+    variants: tuple[Variant, ...]
+    refused: tuple[Refused, ...] = ()
+
+
+def products(ranks: int) -> list[Layout]:
+    """Every way to write `ranks` as dp · tp · pp · cp."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    return [Layout(dp, tp, pp, cp) for dp, tp, pp, cp in product(sizes, repeat=4) if dp * tp * pp * cp == ranks]
+
+
+def candidates(layout: Layout) -> Iterator[Variant]:
+    """The layout with each schedule and ZeRO stage, with and without sequence parallelism, where they mean anything."""
+    schedules = SCHEDULES if layout.pp > 1 else ("1f1b",)
+    stages = range(4) if layout.dp > 1 else (0,)
+    shared = (False, True) if layout.tp > 1 else (False,)
+    for schedule, zero, sequence in product(schedules, stages, shared):
+        given = {"parallel.schedule": schedule, "parallel.zero": zero, "parallel.sequence_parallel": sequence}
+        yield Variant(layout, tuple((key, value) for key, value in given.items() if value not in ("1f1b", 0, False)))
+
+
+def possible(ranks: int) -> list[Variant]:
+    """Every variant of every product of `ranks`, whether it composes or not."""
+    return [variant for layout in products(ranks) for variant in candidates(layout)]
+
+
+def every(base: Config, ranks: int) -> Selection:
+    """Every variant of every product of `ranks` that composes."""
+    taken, refused = [], []
+    for variant in possible(ranks):
+        reason = refusal(base, variant)
+        if reason is None:
+            taken.append(variant)
+        else:
+            refused.append(Refused(variant, reason))
+    return Selection(tuple(taken), tuple(refused))
+
+
+def covering(base: Config, ranks: int) -> Selection:
+    """Every product of `ranks` once, each with the features that have not met yet.
+
+    Layout by layout, the candidate is taken that brings most pairs of features (and single ones) that no layout before
+    it had, so that each schedule, ZeRO stage, sequence parallelism and recomputation is there and most pairs are.
+    """
+    taken: list[Variant] = []
+    seen: set[frozenset[Any]] = set()
+    for number, layout in enumerate(products(ranks)):
+        found = [variant for variant in candidates(layout) if refusal(base, variant) is None]
+        if not found:
+            continue
+        best = max(found, key=lambda variant: _gain(variant, seen))
+        seen |= _meetings(best)
+        taken.append(_recomputing(base, best, number))
+    return Selection(tuple(taken))
+
+
+def asked_for(base: Config, variants: list[Variant]) -> Selection:
+    """The given variants.
+
+    Raises:
+        UserError: one does not compose.
+    """
+    for variant in variants:
+        reason = refusal(base, variant)
+        if reason is not None:
+            raise UserError(f"The layout {variant} cannot be: {reason}")
+    return Selection(tuple(variants))
+
+
+def refusal(base: Config, variant: Variant) -> str | None:
+    """Why a variant cannot be, in the words of the config's checks; None if it can."""
+    try:
+        compose(base, variant)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _gain(variant: Variant, seen: set[frozenset[Any]]) -> float:
+    return sum(1.0 if len(meeting) == 2 else 10.0 for meeting in _meetings(variant) - seen)
+
+
+def _meetings(variant: Variant) -> set[frozenset[Any]]:
+    facts: list[Any] = list(variant.settings)
+    facts += [axis for axis in ("dp", "tp", "pp", "cp") if variant.layout.size(axis) > 1]
+    return {frozenset(pair) for pair in combinations(facts, 2)} | {frozenset([fact]) for fact in variant.settings}
+
+
+def _recomputing(base: Config, variant: Variant, number: int) -> Variant:
+    """The variant with recomputation, in turn none, selective and full, where the config has it."""
+    modes: tuple[str | None, ...] = (None, "selective", "full")
+    mode = modes[number % 3]
+    if mode is None or not hasattr(base.train, "recompute"):
+        return variant
+    with_it = replace(variant, settings=(*variant.settings, ("train.recompute", mode)))
+    return variant if refusal(base, with_it) else with_it

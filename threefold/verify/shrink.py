@@ -1,0 +1,142 @@
+"""A config made small enough to run in every layout within minutes, and the config of each layout."""
+
+from collections.abc import Iterable, Sequence
+from math import lcm
+from typing import Any
+
+from threefold.config import Config, resolve
+from threefold.config.batch import batch_sizes
+from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED
+from threefold.verify.variant import Variant
+
+_HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS = 4, 64, 12, 3
+"""What sizes are shrunk to, where nothing asks for more."""
+Settings = dict[str, dict[str, Any]]
+
+
+def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
+    """The config as one process runs it for a comparison: resolved, on the CPU, in `dtype`, nothing compiled.
+
+    Args:
+        vocab_size: of the data, for a config that names none.
+
+    Raises:
+        UserError: its settings do not go together.
+    """
+    settings = _settings(config)
+    settings["parallel"] = {key: settings["parallel"][key] for key in ("partition",) if _is_general(config)}
+    settings["precision"] = {"dtype": dtype}
+    settings["train"].update(device="cpu", compile=False, global_batch_size=batch_sizes(config).global_batch_size)
+    settings["model"].setdefault("vocab_size", vocab_size)
+    return resolve(Config.model_validate(settings), vocab_size=1)
+
+
+def shrink(config: Config, variants: Sequence[Variant]) -> Config:
+    """A prepared config with fewer layers, heads and tokens, wide enough for every variant.
+
+    The widths keep their ratio, an odd vocabulary stays odd, weights are drawn so much wider that what a layer adds up
+    keeps its size, and the batch is the smallest that every layout can share out. Nothing grows. The warm-up is
+    cut to one step, so that the few steps taken are whole ones.
+    """
+    settings = _settings(config)
+    model = config.model
+    tp = lcm(*(variant.layout.tp for variant in variants))
+    heads = min(model.num_attention_heads, lcm(2, tp))
+    if model.num_attention_heads % heads or heads % tp:
+        heads = model.num_attention_heads
+    head_dim = model.hidden_size // model.num_attention_heads
+    head_dim = min(head_dim, _HEAD_DIM - head_dim % 2)
+    hidden = heads * head_dim
+    ffn = max(1, round(hidden * model.ffn_hidden_size / model.hidden_size / tp)) * tp
+    sequence = min(config.data.sequence_length, _multiple(_SEQUENCE, _sequence_unit(variants)))
+    spare = 2 if model.max_position_embeddings > config.data.sequence_length else 0
+    settings["model"].update(
+        num_layers=min(model.num_layers, max(_LAYERS, *map(stages, variants))),
+        num_attention_heads=heads,
+        hidden_size=hidden,
+        ffn_hidden_size=min(ffn, model.ffn_hidden_size),
+        vocab_size=min(model.vocab_size, _VOCABULARY + 3 * (model.vocab_size % 2)),
+        max_position_embeddings=sequence + spare,
+        initializer_range=float(f"{model.initializer_range * (model.hidden_size / hidden) ** 0.5:.3g}"),
+    )
+    settings["data"]["sequence_length"] = sequence
+    settings["train"]["global_batch_size"] = 2 * lcm(*(variant.layout.dp * variant.layout.pp for variant in variants))
+    settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
+    return resolve(Config.model_validate(settings), vocab_size=1)
+
+
+def compose(base: Config, variant: Variant) -> Config:
+    """The resolved config of a variant of `base`.
+
+    Micro-batches are as many as the schedules like: two for each pipeline stage, two where there is none; fewer where
+    the batch does not divide so.
+
+    Raises:
+        UserError: the variant's settings do not go together.
+    """
+    settings = _settings(base)
+    layout = variant.layout
+    settings["parallel"].update(dp=layout.dp, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    for key in ("stage_chunks", "zero_shards"):
+        settings["parallel"].pop(key, None)
+    for key, value in variant.settings:
+        section, name = key.split(".")
+        settings[section][name] = value
+    share = base.train.global_batch_size // layout.dp
+    if not base.train.global_batch_size % layout.dp and "gradient_accumulation_steps" not in settings["train"]:
+        wanted = [count for count in (2 * layout.pp, layout.pp, 1) if share % count == 0]
+        settings["train"]["gradient_accumulation_steps"] = wanted[0]
+    return resolve(Config.model_validate(settings), vocab_size=1)
+
+
+def stages(variant: Variant) -> int:
+    """Pipeline stages of a variant, over all ranks."""
+    schedule = variant.setting("parallel.schedule", "1f1b")
+    chunks = 1 if schedule in SINGLE else 2
+    if schedule not in V_SHAPED:
+        chunks = variant.setting("parallel.stage_chunks", chunks)
+    return variant.layout.pp * (chunks if variant.layout.pp > 1 else 1)
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """What shrinking changed, for people: `8 → 3 layers`."""
+    shown = {
+        "layers": ("model", "num_layers"),
+        "hidden": ("model", "hidden_size"),
+        "heads": ("model", "num_attention_heads"),
+        "ffn": ("model", "ffn_hidden_size"),
+        "vocabulary": ("model", "vocab_size"),
+        "tokens": ("data", "sequence_length"),
+        "sequences a step": ("train", "global_batch_size"),
+        "warm-up steps": ("optimizer", "warmup_steps"),
+    }
+    pairs = {name: [getattr(getattr(config, s), k) for config in (before, after)] for name, (s, k) in shown.items()}
+    return [f"{old:,} → {new:,} {name}" for name, (old, new) in pairs.items() if old != new]
+
+
+def _settings(config: Config) -> Settings:
+    """What does not depend on the layout: the global batch size alone says how large a step is."""
+    sections = {name: dict(values) for name, values in config.sections().items()}
+    sections["model"].pop("preset", None)
+    for key in ("micro_batch_size", "gradient_accumulation_steps"):
+        sections["train"].pop(key, None)
+    return sections
+
+
+def _is_general(config: Config) -> bool:
+    """Whether the config's partition is a rule, and not the layers of one layout."""
+    return isinstance(config.parallel.partition, str)
+
+
+def _sequence_unit(variants: Iterable[Variant]) -> int:
+    """What the sequence must be a multiple of for every variant to share it out."""
+    units = [1]
+    for variant in variants:
+        layout = variant.layout
+        units.append(2 * layout.cp if layout.cp > 1 else 1)
+        units.append(2 * layout.cp * layout.tp if layout.cp > 1 else layout.tp)
+    return lcm(*units)
+
+
+def _multiple(least: int, unit: int) -> int:
+    return -(-least // unit) * unit

@@ -1,0 +1,145 @@
+"""Which model is verified: GPT, or one from a user's own file."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from threefold.config import Config
+from threefold.errors import UserError
+from threefold.models.gpt import GPT
+from threefold.models.gpt_split import gpt_plan
+from threefold.parallel.split import ModelPlan
+
+MakeModel = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class GPTSource:
+    """The model of `threefold train`."""
+
+    def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+        """What makes the model of a resolved config, and its plan."""
+        return lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length)
+
+    def __str__(self) -> str:
+        return "GPT"
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A Python file with `make_model(config)` and a function that returns the plan; `config` is the `model` section.
+
+    Attributes:
+        path: the file.
+        plan: name of the function that returns the `ModelPlan`.
+    """
+
+    path: Path
+    plan: str = "plan"
+
+    @classmethod
+    def parse(cls, text: str) -> "FileSource":
+        """`FILE.py`, or `FILE.py:PLAN`.
+
+        Raises:
+            UserError: there is no such file.
+        """
+        file, _, plan = text.partition(":")
+        if not Path(file).is_file():
+            raise UserError(f"--model is {text} but {file} is not a file; name a Python file, as in model.py:plan.")
+        return cls(Path(file).resolve(), plan or "plan")
+
+    def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+        """As `GPTSource.load`.
+
+        Raises:
+            UserError: the file cannot be imported, lacks a function, or one returns something else than it should.
+        """
+        module = self._import()
+        make, plan = self._function(module, "make_model"), self._function(module, self.plan)
+        made = self._call(plan, config)
+        if not isinstance(made, ModelPlan):
+            raise UserError(
+                f"{self.path.name}: {self.plan}(config) returns a {_kind(made)} but must return a ModelPlan."
+            )
+        return lambda: self._make(make, config), made
+
+    def _make(self, make: Callable[..., Any], config: Config) -> nn.Module:
+        model = self._call(make, config)
+        if not isinstance(model, nn.Module):
+            raise UserError(f"{self.path.name}: make_model(config) returns a {_kind(model)} but must return a Module.")
+        return model
+
+    def _call(self, function: Callable[..., Any], config: Config) -> Any:
+        try:
+            return function(config.model)
+        except Exception as error:
+            raise UserError(f"{self.path.name}: {function.__name__}(config) raises {_told(error)}.") from error
+
+    def _function(self, module: ModuleType, name: str) -> Callable[..., Any]:
+        found = getattr(module, name, None)
+        if not callable(found):
+            needs = f"{name}(config), which returns the {'model' if name == 'make_model' else 'ModelPlan'}"
+            raise UserError(f"{self.path.name} has no function {name}; it needs {needs}.")
+        return found
+
+    def _import(self) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(self.path.stem, self.path)
+        if spec is None or spec.loader is None:
+            raise UserError(f"--model is {self.path} but must be a Python file, as in model.py:plan.")
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise UserError(f"{self.path.name} cannot be imported: {_told(error)}.") from error
+        return module
+
+    def __str__(self) -> str:
+        return f"{self.path.name}:{self.plan}"
+
+
+ModelSource = GPTSource | FileSource
+
+
+def check_source(source: ModelSource, config: Config) -> int:
+    """Check that a model and its plan fit each other, before any layout is tried; returns its number of parameters.
+
+    Raises:
+        UserError: they do not.
+    """
+    make_model, plan = source.load(config)
+    with torch.device("meta"):
+        model = make_model()
+    names = {name for name, _ in model.named_modules()}
+    for layer in plan.layers:
+        if layer not in names:
+            raise UserError(f"{source}: layers names {layer!r}, which is no module of the model.")
+    if len(plan.costs) != len(plan.layers):
+        raise UserError(
+            f"{source}: costs has {len(plan.costs)} numbers but layers has {len(plan.layers)}; give each layer one."
+        )
+    inside = tuple(layer + "." for layer in plan.layers)
+    for name, _ in model.named_parameters():
+        if not name.startswith(inside):
+            raise UserError(f"{source}: the parameter {name!r} lies in none of the plan's layers; name its layer.")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in (*plan.ties, *plan.ties.values()):
+        if name not in parameters:
+            raise UserError(f"{source}: ties names {name!r}, which is no parameter of the model.")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _told(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    where = f" on line {error.lineno}" if isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}{': ' if first else ''}{first}{where}"
