@@ -12,7 +12,9 @@ def test_version(threefold) -> None:
     assert threefold("--version") == (0, f"threefold {__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", [(), ("train",), ("generate",), ("data",), ("config",), ("config", "show")])
+@pytest.mark.parametrize(
+    "command", [(), ("train",), ("generate",), ("data",), ("config",), ("config", "show"), ("verify",)]
+)
 def test_every_command_has_help(threefold, command: tuple[str, ...]) -> None:
     status, output, error = threefold(*command, "--help")
     assert (status, error) == (0, "")

@@ -13,7 +13,8 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 _SMALL = 1e-3
 """A tensor whose magnitudes are all below this share of the model's largest is measured against that share."""
 
-INITIAL, LOSS, GRADIENT, NORM, FINAL = "initial weight", "loss", "gradient", "gradient norm", "weight"
+INITIAL, LOSS, GRADIENT, NORM, WEIGHT = "initial weight", "loss", "gradient", "gradient norm", "weight"
+"""What is compared, in the order it is computed."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Error:
     """How far one thing is from what one process has.
 
     Attributes:
-        what: `INITIAL`, `LOSS`, `GRADIENT`, `NORM` or `FINAL`.
+        what: `INITIAL`, `LOSS`, `GRADIENT`, `NORM` or `WEIGHT`.
         parameter: its name; empty for the loss and the norm.
-        step: from 1; 0 for the initial weights; the last for the final ones.
+        step: from 1; 0 for the initial weights.
         rank: where it was seen.
         relative: the difference relative to the largest magnitude in the whole tensor.
     """
@@ -55,11 +56,6 @@ class Error:
     step: int
     rank: int
     relative: float
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """When it is computed: the step, and within the step the order below."""
-        return self.step, (INITIAL, LOSS, GRADIENT, NORM, FINAL).index(self.what)
 
 
 class Comparison:
@@ -88,17 +84,15 @@ class Comparison:
         for what, got, expected in ((LOSS, loss, self.expected.losses), (NORM, norm, self.expected.norms)):
             self._add(what, "", step + 1, abs(got - expected[step]) / (abs(expected[step]) or 1.0))
 
-    def final(self, weights: Mapping[str, Tensor]) -> None:
-        """Compare the weights after the last step.
+    def weights(self, step: int, weights: Mapping[str, Tensor]) -> None:
+        """Compare the weights after the update of a step (from 0).
 
         An error is relative to the tensor's largest magnitude plus what an error of the gradients makes of itself in
         the optimizer (`Trace.leverage`).
         """
-        step = len(self.expected.losses)
-        for held, got, whole, scale in self._pairs(weights, self.expected.final):
+        for held, got, whole, scale in self._pairs(weights, self.expected.weights[step]):
             allowance = held.of(self.expected.leverage[held.name]) + scale
-            difference = (got - held.of(whole)).abs() / allowance
-            self._add(FINAL, held.name, step, difference.max().item() if difference.numel() else 0.0)
+            self._add(WEIGHT, held.name, step + 1, _largest((got - held.of(whole)) / allowance))
 
     def _tensors(self, what: str, step: int, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         for held, part, whole, scale in self._pairs(got, expected):

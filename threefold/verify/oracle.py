@@ -29,18 +29,18 @@ class Trace:
     """What a run computed, by parameter name in model order.
 
     Attributes:
-        initial, final: the weights before the first and after the last step.
+        initial: the weights before the first step.
         losses, norms: each step's loss, and gradient norm before the clip.
         gradients: each step's gradients, before the clip and the update.
-        leverage: by how much a weight's change may exceed the tolerance: how far the updates of all steps together move
-            it per error of one tolerance in the gradient (see `_leverage`).
+        weights: the weights after each step.
+        leverage: how far the updates of all steps together move each weight per relative error in the gradients.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    final: dict[str, Tensor] = field(default_factory=dict)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
     leverage: dict[str, Tensor] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
@@ -85,7 +85,7 @@ def one_process(make_model: Callable[[], nn.Module], plan: ModelPlan, config: Co
         optimizer.step()
         for name, parameter in parameters.items():
             trace.leverage[name] += lr * _leverage(optimizer, parameter, config)
-    trace.final = _copies(parameters)
+        trace.weights.append(_copies(parameters))
     return trace
 
 

@@ -52,7 +52,7 @@ def run_rank(source: ModelSource, config: Config, rows: Rows, steps: int, folder
         sent = _bytes(events)
         comparison.gradients(step, gradients)
         comparison.scalars(step, result.loss, result.grad_norm)
-    comparison.final(_parts(engine, "master"))
+        comparison.weights(step, _parts(engine, "master"))
     return RankReport(comparison.errors, list(held.values()), sent)
 
 

@@ -4,13 +4,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from threefold.parallel.layout import Layout
-from threefold.verify.compare import GRADIENT, LOSS, Error, Held
+from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Error, Held
 from threefold.verify.rank import RankReport
 from threefold.verify.variant import Variant
 
 EQUAL: Final = "equal"
 DEPARTS: Final = "departs"
 FAILED: Final = "error"
+_FIRST = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT)
 Verdict = Literal["equal", "departs", "error"]
 
 
@@ -62,7 +63,8 @@ class Result:
         verdict: `equal`, `departs` or `error` (it did not run to the end).
         seconds: wall-clock.
         worst: the largest relative error of all that was compared; None where there is an error instead.
-        first: the first departure in step order, a parameter's before a sum's, and then in model order.
+        first: the first departure: the earliest step, there the earliest of initial weights, gradients, loss, norm and
+            weights after the update, and there the first in model order and the lowest rank.
         nearest_to_loss: where gradients depart while the step's loss is equal: the last of them in model order. The
             backward pass goes from the last layer to the first, so what is wrong is there.
         departing: names of the parameters whose tensors depart, in model order.
@@ -115,7 +117,7 @@ def judge(
     wrong = [place for place in places if not place.relative <= tolerance]
     first = min(
         wrong,
-        key=lambda place: (place.step, not place.parameter, place.what, number.get(place.parameter, 0), place.rank),
+        key=lambda place: (place.step, _FIRST.index(place.what), number.get(place.parameter, 0), place.rank),
         default=None,
     )
     departing = sorted({place.parameter for place in wrong if place.parameter}, key=lambda name: number.get(name, 0))

@@ -1,0 +1,71 @@
+"""`threefold verify` from end to end, as a user sees it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VERIFY = [sys.executable, "-m", "threefold", "verify"]
+
+
+def verify(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*VERIFY, *map(str, arguments)], text=True, capture_output=True, timeout=200)
+
+
+def test_table_of_layouts_that_are_equal(config_file: Path) -> None:
+    """On the config's own data."""
+    ended = verify(config_file, "dp2", "tp2,pp2:gpipe")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    assert ["dp2", "✓", "equal"] in [row[:3] for row in rows]
+    assert ["tp2·pp2", "gpipe", "✓", "equal"] in [row[:4] for row in rows]
+    assert "All 2 layouts compute what one process computes" in ended.stdout
+    assert "the rows of " in ended.stdout
+
+
+def test_json_document(config_file: Path) -> None:
+    ended = verify(config_file, "--layouts", "dp2; tp2", "--json", "--dtype", "fp32", "--set", "data.path=nowhere")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    document = json.loads(ended.stdout)
+    assert [each["layout"] for each in document["layouts"]] == ["dp2", "tp2"]
+    assert document["counts"] == {"equal": 2, "departs": 0, "error": 0}
+    assert (document["dtype"], document["tolerance"], document["data"]) == ("fp32", 1e-5, "random tokens")
+    worst = document["layouts"][0]["worst"]
+    assert 0 < worst["relative"] <= 1e-5
+    assert worst["parameter"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("dp2 zvb",), "Error: The layout 'dp2 zvb' has 'zvb'"),
+        (("tp3",), "Error: The layout tp3 cannot be: parallel.tp is 3 but must divide"),
+        (("dp2", "--model", "nowhere.py"), "Error: --model is nowhere.py but nowhere.py is not a file"),
+        (("dp2", "--all"), "give layouts or --all, not both"),
+    ],
+)
+def test_misuse_is_one_sentence(threefold, config_file: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    status, output, error = threefold("verify", config_file, *arguments)
+    assert (status, output) == (2, "")
+    assert sentence in error
+
+
+def test_interrupt_is_quiet_and_leaves_no_worker(config_file: Path) -> None:
+    process = subprocess.Popen(
+        [*VERIFY, str(config_file), "dp2", "--steps", "100000"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert any("one process and in" in line for line in process.stdout)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=100)
+    assert (process.returncode, error) == (130, "")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

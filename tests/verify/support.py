@@ -1,0 +1,64 @@
+"""What the tests of verifying share: a small task, and a pool whose ranks make a mistake."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.parallel.test_mutations import Patch, patched
+from threefold.config import Config
+from threefold.launch.pool import WorkerPool
+from threefold.verify.data import RandomRows
+from threefold.verify.report import Result
+from threefold.verify.run import Task, Verifier
+from threefold.verify.shrink import prepare, shrink
+from threefold.verify.source import GPTSource, ModelSource
+from threefold.verify.variant import Variant, parse
+
+LAYOUTS = ("dp2", "tp2", "pp2", "dp2·tp2·pp2")
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    """A config of a real size, which no test could run as it is."""
+    given: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 16, "vocab_size": 50257},
+        "data": {"path": "nowhere", "sequence_length": 512},
+        "train": {"global_batch_size": 64, "seed": 5},
+    }
+    for name, settings in sections.items():
+        given[name] = {**given.get(name, {}), **settings}
+    return Config.model_validate(given)
+
+
+def task(
+    *layouts: str,
+    dtype: str = "fp64",
+    given: Config | None = None,
+    source: ModelSource = GPTSource(),  # noqa: B008
+) -> Task:
+    """Three steps of the config, shrunk for the layouts."""
+    variants = [parse(layout) for layout in layouts]
+    return Task(shrink(prepare(given or config(), dtype, vocab_size=50257), variants), 3, RandomRows(), source)
+
+
+def verify(pool: Any, todo: Task, folder: Path, *layouts: str | Variant) -> list[Result]:
+    """The results of several layouts."""
+    check = Verifier(todo, pool, folder)
+    check.run_one_process()
+    return [check.verify(parse(layout) if isinstance(layout, str) else layout) for layout in layouts]
+
+
+class MistakenPool:
+    """A pool whose ranks make a mistake, but for one process alone."""
+
+    def __init__(self, pool: WorkerPool, mistake: Callable[[], list[Patch]]) -> None:
+        self.pool, self.mistake = pool, mistake
+
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        if fn.__name__ != "run_rank":
+            return self.pool.run(world_size, fn, *args)
+        return self.pool.run(world_size, with_mistake, self.mistake, fn, *args)
+
+
+def with_mistake(mistake: Callable[[], list[Patch]], fn: Callable[..., Any], *args: Any) -> Any:
+    with patched(mistake()):
+        return fn(*args)

@@ -1,0 +1,134 @@
+"""Verifying itself: what is equal passes, and every mistake put back on purpose is found and placed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel import test_mutations as mistakes
+from tests.verify.support import LAYOUTS, MistakenPool, config, task, verify
+from threefold.verify.compare import Comparison, Held, coverage
+from threefold.verify.oracle import Trace
+from threefold.verify.report import DEPARTS, EQUAL, FAILED, Result
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_layouts_are_equal(pool, tmp_path: Path, dtype: str, optimizer: str) -> None:
+    given = config(model=DROPOUT, optimizer={"name": optimizer})
+    todo = task(*LAYOUTS, dtype=dtype, given=given)
+    for result in verify(pool, todo, tmp_path, *LAYOUTS):
+        assert result.verdict == EQUAL, (str(result.variant), result.worst, result.message)
+        assert result.worst is not None
+        assert 0 < result.worst.relative <= todo.tolerance  # different orders of summing: never all bits the same
+
+
+MISTAKES = [
+    (mistakes.column_input_gradient_not_summed, "tp2", "gradient", 1),
+    (mistakes.row_output_not_summed, "tp2", "gradient", 1),
+    (mistakes.shards_seeded_alike, "tp2", "initial weight", 0),
+    (mistakes.mean_of_means, "dp2", "gradient", 1),
+    (mistakes.replicas_not_reduced, "dp2", "gradient", 1),
+    (mistakes.layer_dropped, "pp2", "gradient", 1),
+    (mistakes.tied_gradient_of_one_use_lost, "pp2", "gradient", 1),
+    (mistakes.tied_weight_counted_twice_in_the_norm, "pp2", "gradient norm", 1),
+    (mistakes.logged_loss_of_one_replica, "dp2", "loss", 1),
+    (mistakes.same_mask_on_every_head_shard, "tp2", "gradient", 1),
+    (mistakes.biases_decayed, "dp2", "weight", 1),
+    (mistakes.row_bias_added_by_every_rank, "dp2·tp2·pp2", "gradient", 2),
+]
+
+
+@pytest.mark.parametrize(("mistake", "layout", "what", "step"), MISTAKES, ids=[each[0].__name__ for each in MISTAKES])
+def test_mistake_is_found_and_placed(pool, tmp_path: Path, mistake, layout: str, what: str, step: int) -> None:
+    todo = task(layout, given=config(model=DROPOUT))
+    [result] = verify(MistakenPool(pool, mistake), todo, tmp_path, layout)
+    assert result.verdict == DEPARTS
+    assert result.first is not None
+    assert (result.first.what, result.first.step) == (what, step)
+
+
+def test_departure_names_parameter_stage_shard_and_the_layer_to_look_at(pool, tmp_path: Path) -> None:
+    todo = task("tp2·pp2")
+    [result] = verify(MistakenPool(pool, mistakes.column_input_gradient_not_summed), todo, tmp_path, "tp2·pp2")
+    assert result.first is not None
+    assert str(result.first) == "gradient of embed.tokens.weight, step 1"
+    assert result.first.where(result.variant.layout) == "stage 0, tp shard 0 of 2, rank 0"
+    # The head's own weight is right, its input's gradient is not: the last norm is the first to get it.
+    assert result.nearest_to_loss in ("head.norm.weight", "head.norm.bias")
+    assert "blocks.0.mlp.up.weight" in result.departing
+
+
+def test_departure_in_single_precision(pool, tmp_path: Path) -> None:
+    """Adam's final weights allow for its division by small numbers, and still show a decay too much."""
+    todo = task("dp2", dtype="fp32")
+    [result] = verify(MistakenPool(pool, mistakes.biases_decayed), todo, tmp_path, "dp2")
+    assert result.first is not None
+    assert result.first.what == "weight"
+    assert result.first.parameter.endswith("norm.weight")  # biases are zero at first, and hardly decay
+
+
+def dies() -> list[mistakes.Patch]:
+    import os
+    import signal
+
+    from threefold.train.engine import Engine
+
+    def update(self: Engine, *rest: object) -> None:
+        if self.mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return [(Engine, "update", update)]
+
+
+def raises() -> list[mistakes.Patch]:
+    from threefold.train.engine import Engine
+
+    def update(self: Engine, *rest: object) -> None:
+        raise ValueError("the shapes\ndo not fit")
+
+    return [(Engine, "update", update)]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (dies, "rank 1 failed: its process ended, killed by SIGKILL"),
+        (raises, "failed: ValueError: the shapes do not fit"),
+    ],
+)
+def test_layout_that_fails_is_a_verdict_and_the_others_go_on(pool, tmp_path: Path, mistake, message: str) -> None:
+    todo = task("dp2", "tp2")
+    [failed] = verify(MistakenPool(pool, mistake), todo, tmp_path, "dp2")
+    assert failed.verdict == FAILED
+    assert message in failed.message
+    [fine] = verify(pool, todo, tmp_path, "tp2")
+    assert fine.verdict == EQUAL
+
+
+def test_elements_that_nobody_or_two_hold() -> None:
+    shapes = {"w": (4, 2)}
+    upper, lower = Held("w", 0, (0, 0), (2, 2)), Held("w", 0, (2, 0), (2, 2))
+    assert coverage([[upper], [lower], [lower]], shapes) is None
+    assert "hold 4 different elements of w, which has 8" in str(coverage([[upper], [upper]], shapes))
+    assert "hold extra" in str(coverage([[Held("extra", 0, (), ())]], shapes))
+
+
+def test_comparison_cannot_pass_what_is_not_a_number() -> None:
+    one = torch.ones(2)
+    trace = Trace({"w": one}, [1.0], [1.0], [{"w": one}], [{"w": one}], {"w": one})
+    comparison = Comparison(trace, {"w": Held("w", 0, (0,), (2,))}, 0)
+    comparison.gradients(0, {"w": torch.tensor([1.0, float("nan")])})
+    comparison.scalars(0, float("nan"), 1.0)
+    assert [error.relative for error in comparison.errors] == [float("inf"), float("inf"), 0.0]
+
+
+def test_result_as_json(pool, tmp_path: Path) -> None:
+    [result] = verify(pool, task("dp2"), tmp_path, "dp2")
+    document = result.to_json()
+    assert document["layout"] == "dp2"
+    assert document["verdict"] == "equal"
+    assert document["bytes_per_step"]["dp"] > 0
+    assert isinstance(result, Result)
