@@ -22,6 +22,8 @@ _FREE_KEYS = frozenset(
         "train.gradient_accumulation_steps",
         "train.device",
         "train.compile",
+        "train.recompute",
+        "train.recompute_every",
     )
 )
 _SHAPES = frozenset(

@@ -17,6 +17,7 @@ def check(config: Config, vocab_size: int) -> None:
     _check_data(config)
     _check_layout(config)
     _check_optimizer(config)
+    _check_recompute(config)
     check_together(config)
     if config.precision.dtype == "fp64" and config.train.device == "cuda":
         raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
@@ -62,21 +63,6 @@ def _check_layout(config: Config) -> None:
         rule = f"each stage needs a layer and model.num_layers is {model.num_layers}; use at most {model.num_layers}"
         raise problem(config, "parallel.pp", rule)
     _check_sequence(config)
-    _check_zero(config)
-
-
-def _check_zero(config: Config) -> None:
-    parallel = config.parallel
-    if parallel.zero == 0:
-        return
-    if parallel.dp * parallel.cp == 1:
-        raise problem(config, "parallel.zero", "parallel.dp is 1, so no replica is there to share with; use 0 or dp 2")
-    if parallel.dp % parallel.zero_shards:
-        nearest = nearest_divisor(parallel.zero_shards, parallel.dp)
-        raise problem(config, "parallel.zero_shards", f"must divide parallel.dp {parallel.dp}; use {nearest}")
-    if parallel.zero_shards * parallel.cp == 1:
-        rule = f"a replica alone shares nothing and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
-        raise problem(config, "parallel.zero_shards", rule)
 
 
 def _check_sequence(config: Config) -> None:
@@ -91,6 +77,15 @@ def _check_sequence(config: Config) -> None:
         key = "parallel.cp" if length % chunks else "parallel.sequence_parallel"
         rule = f"the ranks share each sequence in {unit} equal parts; use data.sequence_length"
         raise problem(config, key, f"{rule} {nearest_multiple(length, unit)} instead of {length}")
+
+
+def _check_recompute(config: Config) -> None:
+    train, layers = config.train, config.model.num_layers
+    if train.recompute_every > 1 and train.recompute != "full":
+        rule = f"train.recompute is {train.recompute}, which does not count blocks; use 1 or train.recompute full"
+        raise problem(config, "train.recompute_every", rule)
+    if train.recompute_every > layers:
+        raise problem(config, "train.recompute_every", f"model.num_layers is {layers}; use at most {layers}")
 
 
 def _check_optimizer(config: Config) -> None:

@@ -149,6 +149,11 @@ class TrainConfig(Section):
     """Steps between evaluations on the validation part; 0 for none."""
     eval_batches: int = Field(default=10, ge=1)
     """Global batches in an evaluation."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: `selective` the attention core, `full` whole blocks,
+    of which only the inputs are kept."""
+    recompute_every: int = Field(default=1, ge=1)
+    """With `recompute: full`, every so many-th block is computed again, from the first on; the others keep all."""
     compile: bool = False
     """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU and, in bf16, on a CPU; needs
     `parallel.tp` 1."""

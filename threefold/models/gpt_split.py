@@ -54,6 +54,7 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         costs=tuple(float(cost) for cost in costs),
         initial=lambda name: _initial(name, config),
         ties={"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
+        recompute={"selective": ("blocks.*.attn.core",), "full": ("blocks.*",)},
     )
 
 

@@ -3,9 +3,9 @@
 from threefold.parallel.collectives import (
     copy_to,
     gather_from,
-    gather_shares,
+    gather_sequence,
     reduce_from,
-    reduce_to_shares,
+    reduce_scatter_sequence,
     scatter_to,
 )
 from threefold.parallel.layout import Layout
@@ -28,12 +28,12 @@ __all__ = [
     "VocabParallelEmbedding",
     "copy_to",
     "gather_from",
-    "gather_shares",
+    "gather_sequence",
     "partition_by_class",
     "partition_by_cost",
     "partition_uniform",
     "reduce_from",
-    "reduce_to_shares",
+    "reduce_scatter_sequence",
     "sample_keys",
     "scatter_to",
     "sum_over_shares_",

@@ -143,6 +143,8 @@ class ModelPlan:
         costs: what each of them costs to run, in any unit; the pipeline's stages are balanced by it.
         initial: parameter name → its initial values.
         ties: parameter name → the name of the parameter whose weight it shares, and under which it is stored.
+        recompute: mode of `train.recompute` → the modules that it computes again in the backward pass (`*` for one part
+            of a name); each lies in one of the layers.
     """
 
     split: Mapping[str, Split]
@@ -150,6 +152,7 @@ class ModelPlan:
     costs: tuple[float, ...]
     initial: Callable[[str], Initial]
     ties: Mapping[str, str] = field(default_factory=dict)
+    recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def stage_bounds(self, stages: int) -> list[int]:
         """First layer of each pipeline stage, and the number of layers."""

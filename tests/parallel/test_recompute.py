@@ -1,0 +1,211 @@
+"""S38: what the backward pass computes again: the same gradients bit for bit, and the memory that the formula says."""
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of
+from threefold.config import Config
+from threefold.config.resolve import resolve
+from threefold.errors import UserError
+from threefold.models.gpt_split import gpt_plan
+from threefold.parallel.activations import Attention, BlockSizes, block_bytes, recording_saved
+from threefold.parallel.mesh import Event
+from threefold.parallel.parameter import local
+from threefold.parallel.random import sample_keys
+from threefold.parallel.recompute import chosen_layers, matches
+from threefold.parallel.samples import NOTHING, Samples
+
+SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)
+MODES = [("selective", 1), ("full", 1), ("full", 2)]
+
+
+def with_recompute(case: Case, mode: str, every: int = 1) -> Case:
+    return replace(case, settings=(*case.settings, ("train.recompute", mode), ("train.recompute_every", every)))
+
+
+def traces(case: Case, modes: list[tuple[str, int]]) -> list[Trace]:
+    """Without recompute, and with each of the modes."""
+    return [in_layout(case), *(in_layout(with_recompute(case, *mode)) for mode in modes)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ((1, 1, 1), {"dtype": "fp32"}),
+        ((1, 1, 1), {"dtype": "bf16"}),
+        ((2, 1, 1), {}),
+        ((1, 4, 1), {}),
+        ((1, 1, 2), {"schedule": "gpipe"}),
+        ((1, 2, 3), {"accumulation": 4}),
+        ((2, 2, 2), {"dtype": "fp32"}),
+        ((1, 2, 2), {"schedule": "zero-bubble", "layers": 4, "accumulation": 4}),
+        ((1, 1, 2), {"schedule": "zbv", "layers": 4, "accumulation": 4}),
+        ((1, 2, 2), {"sequence": 12, "settings": SEQUENCE_PARALLEL}),
+        ((1, 2, 1), {"sequence": 12, "cp": 2}),
+    ],
+    ids=str,
+)
+def test_gradients_keep_every_bit(pool, layout: tuple[int, int, int], changes: dict[str, Any]) -> None:
+    """Gradients, losses and weights after three steps with dropout, on every rank."""
+    case = Case(**{"dtype": "fp64", "dropout": 0.2, **changes}).with_layout(*layout)
+    for plain, *others in pool.run(case.world_size, traces, case, MODES):
+        for other in others:
+            assert other.losses == plain.losses
+            assert other.norms == plain.norms
+            for got, expected in zip([*other.gradients, other.final], [*plain.gradients, plain.final], strict=True):
+                assert all(tensor.equal(expected[name]) for name, tensor in got.items())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_it_computes_what_one_process_computes(pool, expected, mode: tuple[str, int]) -> None:
+    case = with_recompute(Case(dtype="fp64", dropout=0.2).with_layout(2, 2, 2), *mode)
+    found = departures(expected(case), pool.run(8, in_layout, case), case)
+    assert not found, "\n".join(found[:10])
+
+
+def names_and_events(case: Case) -> tuple[list[str], list[Event]]:
+    engine = make_engine(case)
+    with engine.mesh.recorder.recording() as events:
+        engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
+    return [name for stage in engine.stages for name, _ in stage.named_parameters()], list(events)
+
+
+def test_the_replay_repeats_the_collectives_on_all_ranks_alike(pool) -> None:
+    """A block has two sums forward and two backward; replayed, both again with dropout, and one without: the replay
+    ends at the last tensor that the backward pass needs, which then lies before the second sum."""
+    for dropout, replayed in ((0.1, 2), (0.0, 1)):
+        case = Case(accumulation=1, dropout=dropout).with_layout(1, 3, 1)
+        (names, plain), *_ = pool.run(3, names_and_events, case)
+        seen = pool.run(3, names_and_events, with_recompute(case, "full"))
+        assert all(each == seen[0] for each in seen)
+        assert seen[0][0] == names
+        sums = [len([event for event in events if event.axis == "tp"]) for events in (plain, seen[0][1])]
+        assert sums[1] - sums[0] == replayed * case.layers
+
+
+def kept(case: Case, mode: str, every: int = 1) -> tuple[int, int]:
+    """Bytes that a stage of blocks keeps of a micro-batch, and that it keeps without gradients."""
+    engine = make_engine(with_recompute(case, mode, every))
+    stage, keys = engine.stages[0], sample_keys(1, 0, torch.arange(case.batch)) if case.dropout else None
+    dtype = engine.division.dtype
+    positions = case.sequence // engine.division.region.cut.shares
+    x = torch.randn(case.batch, positions, case.heads * case.head_dim).to(dtype).requires_grad_()
+
+    def run() -> Tensor:
+        out = x * 1  # a leaf is not an activation
+        for number in range(case.layers):
+            out = stage.get_submodule(f"blocks.{number}")(out, NOTHING if keys is None else Samples(keys))
+        return out
+
+    parameters = [local(parameter) for parameter in stage.parameters()]
+    with recording_saved(parameters) as saved:
+        result = run()
+    with torch.no_grad(), recording_saved(parameters) as without:
+        run()
+    found = saved.nbytes, without.nbytes
+    result.sum().backward()
+    return found
+
+
+def sizes(case: Case) -> BlockSizes:
+    attention: Attention = "plain" if case.dtype == "bf16" and case.sequence <= 512 else "fused"
+    itemsize = {"fp64": 8, "fp32": 4}.get(case.dtype, 2)
+    return BlockSizes(
+        samples=case.batch // case.accumulation,
+        positions=case.sequence,
+        hidden=case.heads * case.head_dim,
+        heads=case.heads,
+        ffn=case.ffn,
+        itemsize=itemsize,
+        hidden_dropout=case.dropout > 0,
+        attention="dropped" if case.dropout else attention,
+        tp=case.tp,
+        cp=case.cp,
+        sequence_parallel=case.config.parallel.sequence_parallel,
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dropout": 0.1}, {"dtype": "bf16"}, {"dtype": "bf16", "dropout": 0.1}, {"dtype": "fp64"}],
+    ids=str,
+)
+def test_blocks_keep_what_the_formula_says(pool, changes: dict[str, Any], tp: int) -> None:
+    _check_kept(pool, Case(layers=3, sequence=17, batch=2, accumulation=1, **changes).with_layout(1, tp, 1))
+
+
+def test_shares_of_the_sequence_keep_what_the_formula_says(pool) -> None:
+    case = Case(layers=2, sequence=18, batch=2, accumulation=1, dropout=0.1, settings=SEQUENCE_PARALLEL)
+    _check_kept(pool, case.with_layout(1, 3, 1))
+
+
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.1}, {"dtype": "bf16"}], ids=str)
+def test_context_ranks_keep_what_the_formula_says(pool, changes: dict[str, Any]) -> None:
+    case = Case(layers=2, sequence=24, batch=2, accumulation=1, cp=2, **changes)
+    for mode in ("none", "selective", "full"):
+        found = [nbytes for nbytes, _ in pool.run(2, kept, case, mode)]
+        mask = 6 * 6 * 4 if mode == "none" and not changes else 0  # torch's own serves the first rank's first chunk
+        assert found == [case.layers * (block_bytes(sizes(case), mode) - without) for without in (mask, 0)]
+
+
+def _check_kept(pool, case: Case) -> None:
+    of_one = {mode: block_bytes(sizes(case), mode) for mode in ("none", "selective", "full")}
+    assert of_one["none"] > of_one["selective"] > of_one["full"]
+    for mode, every in [("none", 1), *MODES]:
+        treated = len(range(0, case.layers, every)) if mode != "none" else 0
+        formula = treated * of_one[mode] + (case.layers - treated) * of_one["none"]
+        assert pool.run(case.tp, kept, case, mode, every) == [(formula, 0)] * case.tp
+
+
+def test_long_sequences_keep_no_attention_matrix_in_any_precision(pool) -> None:
+    case = Case(layers=1, sequence=600, batch=1, heads=2, dtype="bf16", accumulation=1)
+    assert pool.run(1, kept, case, "none") == [(block_bytes(sizes(case)), 0)]
+
+
+def test_patterns_match_whole_names() -> None:
+    assert matches("blocks.3", "blocks.*")
+    assert not matches("blocks.3.attn", "blocks.*")
+    assert not matches("blocks", "blocks.*")
+    assert matches("blocks.3.attn.core", "blocks.*.attn.core")
+
+
+def test_layers_are_counted_over_the_whole_model() -> None:
+    plan = gpt_plan(Case(layers=5).config.model, 8)
+    assert chosen_layers(plan.layers, plan.recompute, "full", 2) == ["blocks.0", "blocks.2", "blocks.4"]
+    assert chosen_layers(plan.layers, plan.recompute, "selective") == [f"blocks.{number}" for number in range(5)]
+    assert chosen_layers(plan.layers, plan.recompute, "none") == []
+
+
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        ({"recompute_every": 2}, "train.recompute_every is 2 but train.recompute is none"),
+        (
+            {"recompute_every": 2, "recompute": "selective"},
+            "train.recompute_every is 2 but train.recompute is selective",
+        ),
+        (
+            {"recompute_every": 9, "recompute": "full"},
+            "train.recompute_every is 9 but model.num_layers is 3; use at most 3",
+        ),
+    ],
+)
+def test_settings_that_say_nothing_are_refused(train: dict[str, Any], sentence: str) -> None:
+    given = {"model": {"num_layers": 3}, "data": {"path": "unused"}, "train": train}
+    with pytest.raises(UserError, match=sentence):
+        resolve(Config.model_validate(given), 67)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_compiled_layers(pool, expected, mode: str) -> None:
+    case = with_recompute(Case(layers=2, compile=True), mode)
+    found = departures(expected(case), pool.run(1, in_layout, case), case)
+    assert not found, "\n".join(found[:10])
