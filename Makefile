@@ -33,6 +33,7 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/single_process.py
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/pipeline.py
 
 # The reference of the settings, from the schema.
 docs: .venv/ready

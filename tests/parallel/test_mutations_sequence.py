@@ -90,7 +90,7 @@ def input_gradient_not_summed() -> list[Patch]:
     def own_part(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.index].contiguous(), None, None
 
-    return [replace(collectives._GatherSequence, "backward", staticmethod(own_part))]
+    return [replace(collectives._GatherShares, "backward", staticmethod(own_part))]
 
 
 def shares_joined_in_another_order() -> list[Patch]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from threefold.config import Config
 from threefold.config.resolve import resolve
@@ -16,6 +15,7 @@ from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.apply import draw_
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Mesh
+from threefold.parallel.parameter import offset
 from threefold.parallel.random import sample_keys
 from threefold.parallel.samples import Samples
 from threefold.train.engine import Engine
@@ -197,14 +197,21 @@ def make_engine(case: Case) -> Engine:
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
-    """An attribute of each entry (`master`, `gradient`) as whole tensors, in one exchange of the tp group."""
-    mine = {entry.name: getattr(entry, attribute).detach() for entry in engine.optimizer.entries}
+    """An attribute of each entry (`master`, `gradient`) as whole tensors, in one exchange of those that share them."""
+    entries = engine.optimizer.entries
+    mine = {entry.name: (offset(entry.parameter), getattr(entry, attribute).detach()) for entry in entries}
     parts = engine.mesh.tp.gather_objects(mine)
+    if (sharing := engine.division.sharing) is not None:
+        parts = [part for parts in sharing.shards.gather_objects(parts) for part in parts]
     joined = {}
-    for entry in engine.optimizer.entries:
-        shards = [part[entry.name] for part in parts]
-        dims = [p.dim for p in getattr(entry.parameter, "placements", ()) if isinstance(p, Shard)]
-        joined[entry.name] = torch.cat(shards, dims[0]) if dims else shards[engine.mesh.tp.index].clone()
+    for entry in entries:
+        pieces = [part[entry.name] for part in parts]
+        tensor = torch.full(entry.parameter.shape, torch.nan, dtype=pieces[0][1].dtype)
+        if tensor.shape == mine[entry.name][1].shape:
+            pieces = [mine[entry.name]]  # this rank has it whole
+        for start, piece in pieces:
+            tensor[tuple(slice(a, a + size) for a, size in zip(start, piece.shape, strict=True))] = piece
+        joined[entry.name] = tensor
     return joined
 
 

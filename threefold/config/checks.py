@@ -63,6 +63,21 @@ def _check_layout(config: Config) -> None:
         rule = f"each stage needs a layer and model.num_layers is {model.num_layers}; use at most {model.num_layers}"
         raise problem(config, "parallel.pp", rule)
     _check_sequence(config)
+    _check_zero(config)
+
+
+def _check_zero(config: Config) -> None:
+    parallel = config.parallel
+    if parallel.zero == 0:
+        return
+    if parallel.dp * parallel.cp == 1:
+        raise problem(config, "parallel.zero", "parallel.dp is 1, so no replica is there to share with; use 0 or dp 2")
+    if parallel.dp % parallel.zero_shards:
+        nearest = nearest_divisor(parallel.zero_shards, parallel.dp)
+        raise problem(config, "parallel.zero_shards", f"must divide parallel.dp {parallel.dp}; use {nearest}")
+    if parallel.zero_shards * parallel.cp == 1:
+        rule = f"a replica alone shares nothing and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
+        raise problem(config, "parallel.zero_shards", rule)
 
 
 def _check_sequence(config: Config) -> None:

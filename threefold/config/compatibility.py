@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from threefold.config.problem import problem
 from threefold.config.schema import Config
 
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
+"""Schedules that compute the gradients of the weights apart from those of the activations."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -42,6 +45,21 @@ RULES: tuple[Rule, ...] = (
         "train.compile",
         lambda config: config.train.compile and config.parallel.cp > 1,
         "the collectives inside a layer cannot be compiled and parallel.cp is {config.parallel.cp}; use false or cp 1",
+    ),
+    Rule(
+        "zero",
+        "zero-bubble",
+        "parallel.zero",
+        lambda config: config.parallel.zero > 0 and config.parallel.schedule in SPLIT_BACKWARD,
+        "parallel.schedule {config.parallel.schedule} computes the gradients of the weights later than those of the "
+        "activations, when shared weights are gone; use 0 or schedule interleaved",
+    ),
+    Rule(
+        "zero",
+        "compile",
+        "parallel.zero",
+        lambda config: config.parallel.zero > 0 and config.train.compile,
+        "train.compile is true and gathering weights cannot be compiled; use 0 or compile false",
     ),
 )
 

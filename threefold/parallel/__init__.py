@@ -3,9 +3,9 @@
 from threefold.parallel.collectives import (
     copy_to,
     gather_from,
-    gather_sequence,
+    gather_shares,
     reduce_from,
-    reduce_scatter_sequence,
+    reduce_to_shares,
     scatter_to,
 )
 from threefold.parallel.layout import Layout
@@ -28,12 +28,12 @@ __all__ = [
     "VocabParallelEmbedding",
     "copy_to",
     "gather_from",
-    "gather_sequence",
+    "gather_shares",
     "partition_by_class",
     "partition_by_cost",
     "partition_uniform",
     "reduce_from",
-    "reduce_scatter_sequence",
+    "reduce_to_shares",
     "sample_keys",
     "scatter_to",
     "sum_over_shares_",

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from threefold.parallel.mesh import Mesh
-from threefold.parallel.parameter import like, local, offset
+from threefold.parallel.parameter import like, local, offset, replace_parameters
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.random import fill_normal_, stream_key
 from threefold.parallel.sequence import Region
 from threefold.parallel.split import ModelPlan, Normal, split_modules
+from threefold.parallel.zero import Sharing, share_out
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class Division:
         stages: the pipeline's stages.
         sequence_parallel: whether activations between split layers are cut along the sequence over tp.
         dtype: what the parameters compute in.
+        sharing: what the replicas share; None where each has its own copy of everything.
     """
 
     mesh: Mesh
     stages: StageMap
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
+    sharing: Sharing | None = None
 
     @property
     def region(self) -> Region:
@@ -54,7 +57,12 @@ def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: 
     for stage in stages:
         split_modules(stage, plan.split, division.region)
     _tie(stages, plan)
-    _allocate(nn.ModuleList(stages), division.mesh.device, division.dtype)
+    if division.sharing is None:
+        _allocate(nn.ModuleList(stages), division.mesh.device, division.dtype)
+    else:
+        # Still without memory, so that no rank ever holds more than its own part; in the width of the masters.
+        _allocate(nn.ModuleList(stages), torch.device("meta"), torch.promote_types(division.dtype, torch.float32))
+        share_out(stages, division.sharing, division.mesh, division.dtype)
     return stages
 
 
@@ -86,17 +94,14 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
 
 
 def _allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied modules share one parameter
+    def allocated(parameter: nn.Parameter) -> nn.Parameter:
+        shard = torch.empty_like(local(parameter), device=device, dtype=dtype, requires_grad=False)
+        return nn.Parameter(like(parameter, shard))
+
     for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in made:
-                shard = torch.empty_like(local(parameter), device=device, dtype=dtype, requires_grad=False)
-                made[parameter] = nn.Parameter(like(parameter, shard))
-            setattr(child, name, made[parameter])
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 raise TypeError(
                     f"{type(child).__name__} keeps the buffer {name!r}, which nobody initialises; compute it instead"
                 )
+    replace_parameters(module, allocated)

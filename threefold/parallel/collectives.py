@@ -2,8 +2,8 @@
 
 The two of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): `copy_to` is the identity forward and an
 all-reduce backward (f), `reduce_from` the all-reduce forward and the identity backward (g). And the two of sequence
-parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2): `gather_sequence` gathers forward and reduce-scatters
-backward (g), `reduce_scatter_sequence` the other way round (g̅).
+parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2): `gather_shares` gathers forward and reduce-scatters
+backward (g), `reduce_to_shares` the other way round (g̅).
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class _ScatterTo(torch.autograd.Function):
         return ctx.axis.all_gather(grad, ctx.dim), None, None
 
 
-class _GatherSequence(torch.autograd.Function):
+class _GatherShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ class _GatherSequence(torch.autograd.Function):
         return ctx.axis.reduce_scatter(grad, ctx.dim), None, None
 
 
-class _ReduceScatterSequence(torch.autograd.Function):
+class _ReduceToShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
@@ -132,31 +132,31 @@ def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim)
 
 
-def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def gather_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """The ranks' equal shares joined along `dim`, for each rank to use in its own way; backward sums their gradients
     and takes this rank's share."""
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis, dim)
+    return x if axis.size == 1 else _GatherShares.apply(x, axis, dim)
 
 
 def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """`compute(gather_sequence(x, axis, dim))`, of which only the share `x` is kept for the backward pass.
+    """`compute(gather_shares(x, axis, dim))`, of which only the share `x` is kept for the backward pass.
 
     That one gathers again (Korthikanti et al., section 4.2.2).
 
     Args:
         compute: may keep its argument for its backward pass, but hands out nothing that shares its memory.
         x: this rank's share.
-        axis, dim: as in `gather_sequence`.
+        axis, dim: as in `gather_shares`.
     """
-    joined = gather_sequence(x, axis, dim)
+    joined = gather_shares(x, axis, dim)
     out = compute(joined)
     return _GatherAgain.apply(out, x, joined, axis, dim) if axis.size > 1 and out.requires_grad else out
 
 
-def reduce_scatter_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's equal share along `dim` of the sum of the ranks' `x`; backward joins the ranks' gradients.
 
     Raises:
         ValueError: the size of `dim` is not divisible by the axis.
     """
-    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis, dim)
+    return x if axis.size == 1 else _ReduceToShares.apply(x, axis, dim)

@@ -7,14 +7,17 @@ Distributed", VLDB 2020.)
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from threefold.parallel.mesh import Axis
+
+Item = TypeVar("Item")
 
 BUCKET_BYTES = 25 << 20
 
@@ -56,6 +59,15 @@ class Gradients(ABC):
     def finish(self) -> None:
         """Wait until every gradient is the sum over the replicas."""
 
+    @property
+    @abstractmethod
+    def counted(self) -> bool:
+        """Whether this rank's gradients count in a sum over the world; other ranks have the same ones where not."""
+
+    @abstractmethod
+    def weights_changed(self) -> None:
+        """Drop copies of the weights that were made to compute with: they are not up to date any more."""
+
     @abstractmethod
     def scale_(self, factor: float) -> None:
         """Multiply every gradient."""
@@ -76,8 +88,8 @@ class GradientBuckets(Gradients):
         self, leaves: Iterable[Tensor], axis: Axis, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self._axis = axis
-        # The backward pass reaches the last layers first, so their bucket is the first to be complete.
-        self._buckets = [_Bucket(part, dtype) for part in _parts(list(leaves)[::-1], dtype.itemsize, bucket_bytes)]
+        parts = in_buckets(list(leaves), lambda leaf: leaf.numel() * dtype.itemsize, bucket_bytes)
+        self._buckets = [_Bucket(part, dtype) for part in parts]
         self._views: dict[Tensor, Tensor] = {}
         for bucket in self._buckets:
             for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
@@ -108,6 +120,13 @@ class GradientBuckets(Gradients):
             if bucket.work is not None:
                 bucket.work.wait()
 
+    @property
+    def counted(self) -> bool:
+        return self._axis.is_first
+
+    def weights_changed(self) -> None:
+        """Nothing to do: the leaves are what is computed with."""
+
     def scale_(self, factor: float) -> None:
         for bucket in self._buckets:
             bucket.flat.mul_(factor)
@@ -132,12 +151,19 @@ def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Buck
         owner._arrived(part, leaf)
 
 
-def _parts(leaves: list[Tensor], itemsize: int, limit: int) -> Iterable[list[Tensor]]:
-    part: list[Tensor] = []
+def in_buckets(items: Sequence[Item], nbytes: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
+    """Parameters by bucket: the last of the model first, as the backward pass reaches them.
+
+    Args:
+        items: the parameters, in the order of the model.
+        nbytes: how much one takes.
+        limit: size from which a bucket is closed.
+    """
+    part: list[Item] = []
     size = 0
-    for leaf in leaves:
-        part.append(leaf)
-        size += leaf.numel() * itemsize
+    for item in reversed(items):
+        part.append(item)
+        size += nbytes(item)
         if size >= limit:
             yield part
             part, size = [], 0

@@ -98,6 +98,16 @@ class Layout:
         others = [name for name in AXES if name not in axes]
         return [[self.rank_of(**outer, **place) for place in self._places(inner)] for outer in self._places(others)]
 
+    def shard_groups(self, shards: int) -> list[list[int]]:
+        """The groups of ranks that share one copy of the weights when `shards` neighbouring dp replicas do."""
+        size = shards * self.cp
+        return [group[i : i + size] for group in self.groups("dp", "cp") for i in range(0, len(group), size)]
+
+    def copy_groups(self, shards: int) -> list[list[int]]:
+        """The groups of ranks that hold the same part of the weights then."""
+        size = shards * self.cp
+        return [group[i::size] for group in self.groups("dp", "cp") for i in range(size)]
+
     def _places(self, axes: Sequence[str]) -> list[dict[str, int]]:
         """Every combination of coordinates along `axes`, row-major."""
         sizes = (range(self.size(name)) for name in axes)

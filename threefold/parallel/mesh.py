@@ -69,6 +69,31 @@ class Mesh:
                 mine = self._axis(name, tuple(ranks), group)
         return mine
 
+    def sharing(self, shards: int) -> tuple[Axis, Axis]:
+        """The replicas that share one copy of the weights with this one, and those that hold the same part of it.
+
+        Collective over the world.
+
+        Args:
+            shards: how many neighbouring dp replicas (with all their cp ranks) share a copy; a divisor of dp.
+        """
+        name = self.replicas.name
+        held_by = self._shard_mesh(shards)
+        ranks = next(group for group in self.layout.shard_groups(shards) if self.rank in group)
+        shared = self._axis(name, tuple(ranks), held_by.get_group(), held_by)
+        copies = self.new_axis(name, self.layout.copy_groups(shards))
+        assert copies is not None  # each rank is in one of them
+        return shared, copies
+
+    def _shard_mesh(self, shards: int) -> DeviceMesh:
+        """The one-dimensional mesh over the ranks that share a copy."""
+        fine, axis = self.device_mesh, "dp"
+        if shards < self.dp.size:
+            fine, axis = fine._unflatten("dp", (self.dp.size // shards, shards), ("copy", "shard")), "shard"
+        if self.cp.size == 1:
+            return fine[axis]
+        return fine["cp"] if shards == 1 else fine[axis, "cp"]._flatten(f"{axis}_cp")
+
     def _replicas(self) -> Axis:
         """The ranks that hold the same weights and see other tokens: dp and cp together."""
         if self.cp.size == 1:

@@ -5,7 +5,10 @@ forward pass computes with a plain leaf that shares its memory: no operation is 
 per operation is many times that of a small layer's own on a CPU.
 """
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -75,23 +78,64 @@ def gradient(parameter: Tensor) -> Tensor | None:
     return None if grad is None else like(parameter, grad)
 
 
+def stored(parameter: nn.Parameter) -> nn.Parameter:
+    """A module's parameter as the whole model sees it; itself, unless its shards are shared out further (`zero.py`)."""
+    return getattr(parameter, "_stored", parameter)
+
+
 def whole(tensor: Tensor) -> Tensor:
-    """The unsplit tensor, on every rank. Collective over the axis that it is split over."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The unsplit tensor, on every rank. Collective over the axes that it is split over."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    joined = tensor.to_local()
+    for axis, dim in enumerate(_dims(tensor)):  # the last cut is the first to be undone
+        if dim is not None:
+            joined = _join(joined, tensor.device_mesh.get_group(axis), dim)
+    return joined
 
 
 def offset(parameter: Tensor) -> tuple[int, ...]:
     """Where this rank's shard starts in the whole parameter, per dim."""
-    starts = [0] * parameter.dim()
+    starts, sizes = [0] * parameter.dim(), list(parameter.shape)
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        for axis, placement in enumerate(parameter.placements):
-            if isinstance(placement, Shard):
-                size, index = mesh.size(axis), mesh.get_local_rank(axis)
-                starts[placement.dim] = shard_bounds(parameter.shape[placement.dim], size, index)[0]
+        for axis, dim in reversed(list(enumerate(_dims(parameter)))):
+            if dim is not None:
+                start, end = shard_bounds(sizes[dim], mesh.size(axis), mesh.get_local_rank(axis))
+                starts[dim], sizes[dim] = starts[dim] + start, end - start
     return tuple(starts)
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether the ranks of an axis hold different parts of it."""
-    return isinstance(parameter, DTensor)
+    """Whether the ranks of the tensor axis hold different parts of it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Put `make(parameter)` in the place of each parameter; modules that share one share what is made of it."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = make(parameter)
+                setattr(child, name, made[parameter])
+
+
+def _dims(tensor: DTensor) -> list[int | None]:
+    """The dim that each axis of the tensor's mesh cuts. The last axis cuts first, the others cut what it leaves."""
+    return [getattr(placement, "dim", None) for placement in tensor.placements]
+
+
+def _join(part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    moved = part.detach().movedim(dim, 0).contiguous()
+    sizes = [torch.empty(1, dtype=torch.int64, device=part.device) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(moved)], device=part.device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = moved.new_zeros(longest, *moved.shape[1:])
+    padded[: len(moved)] = moved
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([each[: int(size)] for each, size in zip(parts, sizes, strict=True)]).movedim(0, dim)

@@ -23,6 +23,7 @@ from threefold.parallel.recompute import recompute_
 from threefold.parallel.samples import Samples
 from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.split import ModelPlan
+from threefold.parallel.zero import ShardedGradients, make_sharing
 from threefold.train.division import stage_map
 from threefold.train.optimizer import Optimizer, master_dtype
 from threefold.train.schedule import learning_rate
@@ -65,14 +66,18 @@ class Engine:
     def __init__(self, make_model: Callable[[], nn.Module], plan: ModelPlan, mesh: Mesh, config: Config) -> None:
         self.mesh, self.config, self.plan = mesh, config, plan
         dtype = DTYPES[config.precision.dtype]
-        self.division = Division(mesh, stage_map(plan, config), config.parallel.sequence_parallel, dtype)
+        sharing = make_sharing(mesh, config.parallel.zero, config.parallel.zero_shards)
+        self.division = Division(mesh, stage_map(plan, config), config.parallel.sequence_parallel, dtype, sharing)
         self.stages = parallelize(make_model, plan, self.division)
         recompute_(self.stages, config.train.recompute, config.train.recompute_every)
         self.tied = TiedWeights(plan, self.division.stages, mesh)
         parameters = list(whole_parameters(self.stages))
-        self.gradients: Gradients = GradientBuckets(
-            [local(parameter) for _, parameter in parameters], mesh.replicas, master_dtype(dtype)
-        )
+        self.gradients: Gradients
+        if sharing is None:
+            leaves = [local(parameter) for _, parameter in parameters]
+            self.gradients = GradientBuckets(leaves, mesh.replicas, master_dtype(dtype))
+        else:
+            self.gradients = ShardedGradients(self.stages, sharing)
         self.optimizer = Optimizer(parameters, self.gradients, config.optimizer)
         self.optimizer.initialise(plan, config.train.seed)
         if config.train.compile:
@@ -162,7 +167,7 @@ class Engine:
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
             totals[0] = loss
-        if self.mesh.replicas.is_first:  # the replicas' gradients are equal by now
+        if self.gradients.counted:
             totals[1] = self._squared_norm()
         mean, squared = self.mesh.world.all_reduce_(totals).tolist()
         return mean, squared**0.5

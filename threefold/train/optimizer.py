@@ -59,6 +59,7 @@ class Optimizer:
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], gradients: Gradients, config: OptimizerConfig) -> None:
         self.entries = [_entry(name, parameter, gradients) for name, parameter in parameters]
+        self._gradients = gradients
         self._narrow = [entry for entry in self.entries if entry.master is not entry.leaf]
         self._torch = _make(self.entries, config)
 
@@ -75,6 +76,7 @@ class Optimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the tensors that the model computes with."""
+        self._gradients.weights_changed()
         if self._narrow:
             torch._foreach_copy_([entry.leaf.detach() for entry in self._narrow], [e.master for e in self._narrow])
 

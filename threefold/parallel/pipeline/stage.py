@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from threefold.parallel.parameter import stored
 from threefold.parallel.samples import NOTHING, Samples
 from threefold.parallel.split import ModelPlan
 
@@ -57,7 +58,7 @@ def whole_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
         for name, parameter in stage.named_parameters():
             if parameter not in seen:
                 seen.add(parameter)
-                yield stage.plan.whole_name(name), parameter
+                yield stage.plan.whole_name(name), stored(parameter)
 
 
 def _place(root: nn.Module, name: str, module: nn.Module) -> None:
