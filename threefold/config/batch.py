@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from threefold.config.pipeline_checks import accepts
 from threefold.config.problem import nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
 
@@ -44,7 +45,7 @@ def batch_sizes(config: Config) -> BatchSizes:
         return BatchSizes(total, micro, _quotient(config, share, "train.micro_batch_size"))
     if steps:
         return BatchSizes(total, _quotient(config, share, "train.gradient_accumulation_steps"), steps)
-    micro = _default_micro_batch(share, config.parallel.pp)
+    micro = _default_micro_batch(config, share)
     return BatchSizes(total, micro, share // micro)
 
 
@@ -70,8 +71,12 @@ def _quotient(config: Config, share: int, key: str) -> int:
     return share // factor
 
 
-def _default_micro_batch(share: int, stages: int) -> int:
-    """Largest divisor of a replica's share that is small and keeps a pipeline busy."""
-    wanted = 2 * stages if stages > 1 else 1
-    sizes = range(1, LARGEST_DEFAULT_MICRO_BATCH + 1)
-    return max((size for size in sizes if share % size == 0 and share // size >= wanted), default=1)
+def _default_micro_batch(config: Config, share: int) -> int:
+    """Largest divisor of a replica's share that is small and keeps a pipeline busy, by a number its schedule takes."""
+    parallel = config.parallel
+    wanted = 2 * parallel.pp if parallel.pp > 1 else 1
+    counts = [count for count in range(1, share + 1) if share % count == 0]
+    taken = [count for count in counts if accepts(parallel.schedule, parallel.pp, count)] or counts
+    sizes = [share // count for count in taken]
+    busy = [size for size in sizes if size <= LARGEST_DEFAULT_MICRO_BATCH and share // size >= wanted]
+    return max(busy, default=min(sizes))

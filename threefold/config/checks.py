@@ -3,6 +3,7 @@
 from math import lcm
 
 from threefold.config.compatibility import check_together
+from threefold.config.pipeline_checks import check_pipeline
 from threefold.config.problem import nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
 
@@ -59,9 +60,7 @@ def _check_layout(config: Config) -> None:
         raise problem(config, "model.ffn_hidden_size", rule)
     if parallel.tp > model.vocab_size:
         raise problem(config, "parallel.tp", f"model.vocab_size is {model.vocab_size}; use at most {model.vocab_size}")
-    if parallel.pp > model.num_layers:
-        rule = f"each stage needs a layer and model.num_layers is {model.num_layers}; use at most {model.num_layers}"
-        raise problem(config, "parallel.pp", rule)
+    check_pipeline(config)
     _check_sequence(config)
     _check_zero(config)
 

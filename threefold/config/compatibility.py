@@ -61,6 +61,14 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.parallel.zero > 0 and config.train.compile,
         "train.compile is true and gathering weights cannot be compiled; use 0 or compile false",
     ),
+    Rule(
+        "compile",
+        "zero-bubble",
+        "train.compile",
+        lambda config: config.train.compile and config.parallel.schedule in SPLIT_BACKWARD,
+        "compiled layers cannot put the gradients of their weights off, which is what parallel.schedule "
+        "{config.parallel.schedule} is for; use false or schedule interleaved",
+    ),
 )
 
 

@@ -59,13 +59,14 @@ class TrainingRun:
             console_ranks: ranks whose output is shown on the console too.
 
         Raises:
-            UserError: the run cannot be, as told by a rank.
+            UserError: the layers cannot be shared among the stages as asked, or the run cannot be, as told by a rank.
             RankFailed: a rank failed; all have been ended.
         """
+        from threefold.train.run import check_division  # imported once, here, and not by every forked rank
+
+        check_division(self.config)
         if self.speaks:
             _store(self.config, self.run_dir)
-        import threefold.train.run  # noqa: F401  imported once, here, and not by every forked rank
-
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
         arguments = (self.config, self.run_dir, self.resume)
         ranks = _layout(self.config).world_size

@@ -53,6 +53,7 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         layers=("embed", *(f"blocks.{number}" for number in range(layers)), "head"),
         costs=tuple(float(cost) for cost in costs),
         initial=lambda name: _initial(name, config),
+        kinds=("Input", *["Block"] * layers, "Head"),
         ties={"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
         recompute={"selective": ("blocks.*.attn.core",), "full": ("blocks.*",)},
     )

@@ -85,12 +85,14 @@ def draw_(into: Tensor, parameter: Tensor, name: str, plan: ModelPlan, seed: int
 
 
 def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
-    """Share tied weights again where a rank holds both uses: splitting made a parameter of each."""
-    held = {name: stage for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
-    for borrower, owner in plan.ties.items():
-        if borrower in held and owner in held:
-            module, _, attribute = borrower.rpartition(".")
-            setattr(held[borrower].get_submodule(module), attribute, held[owner].get_parameter(owner))
+    """Share tied weights again where a rank holds several uses: splitting made a parameter of each."""
+    kept: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
+            first = kept.setdefault(plan.whole_name(name), parameter)
+            if first is not parameter:
+                module, _, attribute = name.rpartition(".")
+                setattr(stage.get_submodule(module), attribute, first)
 
 
 def _allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

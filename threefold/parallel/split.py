@@ -4,7 +4,7 @@ A model has a `ModelPlan`: a table from module names to the splits below, its la
 initial values. The model itself stays a single-device module; `split_modules` swaps the layers that the table names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -15,7 +15,7 @@ from threefold.parallel.attention import CausalAttention
 from threefold.parallel.collectives import shard_bounds
 from threefold.parallel.context import ContextParallelAttention
 from threefold.parallel.loss import ParallelCrossEntropy
-from threefold.parallel.pipeline.partition import partition_by_cost
+from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.random import Dropout, Slice
 from threefold.parallel.sequence import PositionEmbedding, Region, Rotary
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -145,6 +145,11 @@ class ModelPlan:
         ties: parameter name → the name of the parameter whose weight it shares, and under which it is stored.
         recompute: mode of `train.recompute` → the modules that it computes again in the backward pass (`*` for one part
             of a name); each lies in one of the layers.
+        shared: groups of modules that share all their parameters, stored under the name of a group's first.
+        kinds: the class of each layer, for stages that share the layers of one class evenly; may be left out.
+
+    Raises:
+        ValueError: a name shares the weights of one that itself shares another's.
     """
 
     split: Mapping[str, Split]
@@ -153,13 +158,40 @@ class ModelPlan:
     initial: Callable[[str], Initial]
     ties: Mapping[str, str] = field(default_factory=dict)
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shared: tuple[tuple[str, ...], ...] = ()
+    kinds: tuple[str, ...] = ()
 
-    def stage_bounds(self, stages: int) -> list[int]:
-        """First layer of each pipeline stage, and the number of layers."""
-        return partition_by_cost(self.costs, stages)
+    def __post_init__(self) -> None:
+        borrowed = {user: owner for owner, *users in self.tied_groups() for user in users}
+        for user, owner in borrowed.items():
+            if owner in borrowed:
+                raise ValueError(f"{user!r} shares the weights of {owner!r}, which shares those of {borrowed[owner]!r}")
+
+    def stage_bounds(self, stages: int, partition: str | Sequence[int] = "cost") -> list[int]:
+        """First layer of each pipeline stage, and the number of layers.
+
+        Args:
+            stages: how many.
+            partition: as in `parallel.partition`.
+
+        Raises:
+            UserError: the layers cannot be shared like that.
+        """
+        return stage_bounds(self.costs, self.kinds, stages, partition)
+
+    def tied_groups(self) -> list[tuple[str, ...]]:
+        """Groups of parameters or modules that share their weights, the one that stores them first."""
+        users: dict[str, list[str]] = {}
+        for user, owner in self.ties.items():
+            users.setdefault(owner, [owner]).append(user)
+        return [*map(tuple, users.values()), *self.shared]
 
     def whole_name(self, name: str) -> str:
         """The one name that a parameter has everywhere."""
+        for owner, *users in self.shared:
+            for user in users:
+                if name.startswith(user + "."):
+                    return owner + name.removeprefix(user)
         return self.ties.get(name, name)
 
 
@@ -170,12 +202,12 @@ def split_modules(model: nn.Module, table: Mapping[str, Split], region: Region) 
         ValueError: a parameter lies in no module of the table, so nobody said how it is to be cut.
     """
     named = [
-        (name, split)
-        for name, _ in model.named_modules()
+        (name, module, split)
+        for name, module in model.named_modules(remove_duplicate=False)
         for pattern, split in table.items()
         if fnmatchcase(name, pattern)
     ]
-    covered = tuple(name + "." for name, _ in named)
+    covered = tuple(name + "." for name, *_ in named)
     for name, _ in model.named_parameters():
         if not name.startswith(covered):
             raise ValueError(
@@ -183,11 +215,14 @@ def split_modules(model: nn.Module, table: Mapping[str, Split], region: Region) 
             )
     if not region.divides:
         return
-    for name, split in named:
+    made: dict[nn.Module, nn.Module] = {}  # a module that appears in several places is split once
+    for name, module, split in named:
         if isinstance(split, _OVER_TENSOR_AXIS) and region.tp.size == 1:
             continue
+        if module not in made:
+            made[module] = split.apply(module, region)
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, split.apply(model.get_submodule(name), region))
+        setattr(model.get_submodule(parent), attribute, made[module])
 
 
 def _expect(module: nn.Module, kind: type[Kind]) -> Kind:

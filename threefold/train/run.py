@@ -1,7 +1,6 @@
 """A training run as one rank lives it."""
 
 from contextlib import closing
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,10 +15,12 @@ from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Axis, Mesh
+from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.split import ModelPlan
 from threefold.train import log, metrics, plot, tensorboard
 from threefold.train.agreement import DataAgreement
 from threefold.train.console import LiveLine, Summary, on_terminal, say
+from threefold.train.division import stage_map
 from threefold.train.engine import Engine
 from threefold.train.hooks import Hook
 from threefold.train.loop import Trainer
@@ -54,6 +55,15 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
                 say(line)
             hooks += reporting_hooks(config, run_dir, mesh.layout.world_size)
         Trainer(engine, loader, config, hooks, checkpoints.save).fit(start)
+
+
+def check_division(config: Config) -> None:
+    """Check, without any process, that the model's layers can be shared among the stages as a resolved config says.
+
+    Raises:
+        UserError: they cannot.
+    """
+    stage_map(gpt_plan(config.model, config.data.sequence_length), config)
 
 
 def open_loader(config: Config, files: TokenFiles, replicas: Axis) -> Loader:
@@ -96,18 +106,25 @@ def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
         f"which reads the {samples:,} training samples {read / samples:.2g} times."
     )
     if mesh.pp.size > 1:
-        _announce_stages(model, gpt_plan(config.model, config.data.sequence_length), mesh.pp.size)
+        plan = gpt_plan(config.model, config.data.sequence_length)
+        _announce_stages(model, plan, stage_map(plan, config))
 
 
-def _announce_stages(model: GPT, plan: ModelPlan, stages: int) -> None:
-    """One line for each pipeline stage: its layers and their parameters, a tied weight counted where it is stored."""
+def _announce_stages(model: GPT, plan: ModelPlan, stages: StageMap) -> None:
+    """One line for each pipeline stage: its rank on the pp axis, its layers and their parameters.
+
+    A tied weight is counted once, at the first stage that uses it.
+    """
     counted: set[torch.nn.Parameter] = set()
-    for number, (first, end) in enumerate(pairwise(plan.stage_bounds(stages))):
+    for number, place in enumerate(stages.ranks):
+        first, end = stages.layers(number)
         names = plan.layers[first:end]
         held = {parameter for name in names for parameter in model.get_submodule(name).parameters()} - counted
         counted |= held
         layers = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        say(f"Stage {number}: {layers}, {sum(parameter.numel() for parameter in held):,} parameters.")
+        say(
+            f"Stage {number} on pp rank {place}: {layers}, {sum(parameter.numel() for parameter in held):,} parameters."
+        )
 
 
 def _device(config: Config) -> torch.device:

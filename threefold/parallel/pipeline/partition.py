@@ -1,8 +1,47 @@
 """Which layers each pipeline stage holds."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import pairwise
 
 from threefold.errors import UserError
+
+
+BY_CLASS = "class:"
+
+
+def stage_bounds(
+    costs: Sequence[float], kinds: Sequence[str], stages: int, partition: str | Sequence[int] = "cost"
+) -> list[int]:
+    """First layer of each stage, and the number of layers.
+
+    Args:
+        costs: what each layer costs, in any unit.
+        kinds: the class name of each layer.
+        stages: how many runs of layers to make.
+        partition: `cost`, `uniform`, `class:NAME`, or the first layer of each stage but the first.
+
+    Raises:
+        UserError: the layers cannot be shared like that.
+    """
+    count = len(costs)
+    if partition == "cost":
+        return partition_by_cost(costs, stages)
+    if partition == "uniform":
+        return partition_uniform(count, stages)
+    if not isinstance(partition, str):
+        _require_bounds(partition, count, stages)
+        return [0, *partition, count]
+    kind = partition.removeprefix(BY_CLASS)
+    if kinds.count(kind) < stages:
+        enough = [name for name in dict.fromkeys(kinds) if kinds.count(name) >= stages]
+        other = get_close_matches(kind, enough, 1, cutoff=0) or [""]
+        instead = f"{BY_CLASS}{other[0]} or cost" if other[0] else "cost"
+        raise UserError(
+            f"parallel.partition is {partition} but the model has {kinds.count(kind)} layers of that class "
+            f"and {stages} stages; use {instead}."
+        )
+    return partition_by_class(kinds, kind, stages)
 
 
 def partition_uniform(items: int, pp: int, chunks: int = 1) -> list[int]:
@@ -79,6 +118,27 @@ def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
     for begins in reversed(starts):
         bounds.append(begins[bounds[-1]])
     return bounds[::-1]
+
+
+def _require_bounds(bounds: Sequence[int], layers: int, stages: int) -> None:
+    """Check a hand-written list: the first layer of each stage but the first."""
+    _require_enough(layers, stages)
+    ends = [0, *bounds, layers]
+    if len(bounds) == stages - 1 and all(a < b for a, b in pairwise(ends)):
+        return
+    nearest = _mended(bounds, layers) if len(bounds) == stages - 1 else partition_uniform(layers, stages)[1:-1]
+    raise UserError(
+        f"parallel.partition is {list(bounds)} but {stages} stages of {layers} layers need {stages - 1} ascending "
+        f"numbers from 1 to {layers - 1}; use {nearest}."
+    )
+
+
+def _mended(bounds: Sequence[int], layers: int) -> list[int]:
+    """The numbers moved as far as it takes to be ascending and leave each stage a layer."""
+    up: list[int] = []
+    for bound in bounds:
+        up.append(max(bound, up[-1] + 1 if up else 1))
+    return [min(bound, layers - len(up) + place) for place, bound in enumerate(up)]
 
 
 def _require_enough(items: int, parts: int) -> None:

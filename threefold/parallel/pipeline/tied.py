@@ -1,20 +1,25 @@
-"""Weights that several stages share: each holds a copy, and their gradients are summed, so the copies stay equal."""
+"""Weights that several ranks use: each holds a copy, and the gradients are summed, so that the copies stay equal."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
+import torch
 from torch import Tensor
 
+from threefold.parallel.axis import Axis
 from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Axis, Mesh
+from threefold.parallel.mesh import Mesh
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.split import ModelPlan
 
 
 class TiedWeights:
-    """The tied weights of this rank's stage that another stage uses too.
+    """The tied weights of this rank's stages that another rank uses too.
 
-    Collective over the world: every rank makes it, also those whose stage shares nothing.
+    Uses on one rank have one copy, whose gradient autograd adds up; between ranks it is added up here, each rank once.
+
+    Collective over the world: every rank makes it, also those whose stages share nothing.
 
     Args:
         plan: names the ties.
@@ -24,38 +29,68 @@ class TiedWeights:
 
     def __init__(self, plan: ModelPlan, stages: StageMap, mesh: Mesh) -> None:
         self._axes: dict[str, Axis] = {}
+        made: dict[tuple[int, ...], Axis | None] = {}
         for owner, ranks in shared_between(plan, stages).items():
-            axis = mesh.new_axis("tie", _groups(ranks, mesh.layout))
+            if ranks not in made:
+                made[ranks] = _axis(ranks, mesh)
+            axis = made[ranks]
             if axis is not None:
                 self._axes[owner] = axis
 
     def __contains__(self, name: str) -> bool:
-        return name in self._axes
+        return self._axis_of(name) is not None
 
     def owns(self, name: str) -> bool:
-        """Whether this stage is the one that counts and stores the parameter `name` (of those that it holds)."""
-        return name not in self._axes or self._axes[name].is_first
+        """Whether this rank is the one that counts and stores the parameter `name` (of those that it holds)."""
+        axis = self._axis_of(name)
+        return axis is None or axis.is_first
 
     def sum_(self, gradients: Mapping[str, Tensor]) -> None:
-        """Replace each shared weight's gradient by the sum over its uses, bit-equal on every stage that holds it."""
-        for name, axis in self._axes.items():
-            axis.all_reduce_(gradients[name])
+        """Replace each shared weight's gradient by the sum over its uses, bit-equal on every rank that holds it.
+
+        Args:
+            gradients: by the one name that a parameter has.
+        """
+        for owner, axis in self._axes.items():
+            # In one order on every rank, whatever stages it holds.
+            mine = [gradients[name] for name in sorted(gradients) if _covers(owner, name)]
+            if len(mine) == 1:
+                axis.all_reduce_(mine[0])
+                continue
+            total = axis.all_reduce_(torch.cat([gradient.flatten() for gradient in mine]))
+            parts = total.split([gradient.numel() for gradient in mine])
+            torch._foreach_copy_(mine, [part.view_as(to) for part, to in zip(parts, mine, strict=True)])
+
+    def _axis_of(self, name: str) -> Axis | None:
+        return next((axis for owner, axis in self._axes.items() if _covers(owner, name)), None)
 
 
-def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, list[int]]:
-    """Name of each tied weight that more than one pp rank uses → those ranks, its owner's first."""
-    ranks: dict[str, list[int]] = {}
-    for borrower, owner in plan.ties.items():
-        used = ranks.setdefault(owner, [_rank_of(owner, plan, stages)])
-        rank = _rank_of(borrower, plan, stages)
-        if rank not in used:
-            used.append(rank)
-    return {owner: used for owner, used in ranks.items() if len(used) > 1}
+def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ...]]:
+    """Owner of each group of tied weights that more than one pp rank uses → those ranks, the owner's first."""
+    used: dict[str, tuple[int, ...]] = {}
+    for owner, *users in plan.tied_groups():
+        places = [_rank_of(name, plan, stages) for name in (owner, *users)]
+        ranks = tuple(dict.fromkeys(places))
+        if len(ranks) > 1:
+            used[owner] = ranks
+    return used
 
 
-def _rank_of(parameter: str, plan: ModelPlan, stages: StageMap) -> int:
-    layer = next(place for place, name in enumerate(plan.layers) if parameter.startswith(name + "."))
+def _covers(owner: str, name: str) -> bool:
+    """Whether the parameter `name` is the one called `owner`, or lies in the module of that name."""
+    return name == owner or name.startswith(owner + ".")
+
+
+def _rank_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
+    layer = next(place for place, layer in enumerate(plan.layers) if _covers(layer, name))
     return stages.ranks[stages.stage_of(layer)]
+
+
+def _axis(ranks: tuple[int, ...], mesh: Mesh) -> Axis | None:
+    """The places `ranks` of this rank's pp axis, as an axis in that order; None where it is at none of them."""
+    if ranks == tuple(range(mesh.pp.size)):
+        return replace(mesh.pp, name="tie", device_mesh=None)
+    return mesh.new_axis("tie", _groups(ranks, mesh.layout))
 
 
 def _groups(ranks: Sequence[int], layout: Layout) -> list[list[int]]:

@@ -1,0 +1,42 @@
+"""A GPT of which several layers share weights, and some linear layers are torch's own."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+from torch import nn
+
+from tests.support import parity
+from tests.support.parity import Case, Trace
+from threefold.config import ModelConfig
+from threefold.models.gpt import GPT
+from threefold.models.gpt_split import gpt_plan
+from threefold.parallel.split import ModelPlan
+
+SHARED = ("blocks.1.mlp", "blocks.3.mlp", "blocks.5.mlp")
+
+
+class TiedGPT(GPT):
+    """The feed-forward networks of three blocks are one; that of another is of torch's layers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.blocks[0].mlp.up = nn.Linear(config.hidden_size, config.ffn_hidden_size)
+        self.blocks[3].mlp = self.blocks[1].mlp  # the same module
+        self.blocks[5].mlp.up.weight = self.blocks[1].mlp.up.weight  # its parameters
+        self.blocks[5].mlp.up.bias = self.blocks[1].mlp.up.bias
+        self.blocks[5].mlp.down.weight = self.blocks[1].mlp.down.weight
+        self.blocks[5].mlp.down.bias = self.blocks[1].mlp.down.bias
+
+
+def tied_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
+    return replace(gpt_plan(config, sequence_length), shared=(SHARED,))
+
+
+def in_layout(case: Case) -> Trace:
+    with patch.object(parity, "GPT", TiedGPT), patch.object(parity, "gpt_plan", tied_plan):
+        return parity.in_layout(case)
+
+
+def one_process(case: Case) -> Trace:
+    with patch.object(parity, "GPT", TiedGPT), patch.object(parity, "gpt_plan", tied_plan):
+        return parity.one_process(case)
