@@ -6,7 +6,6 @@ from itertools import pairwise
 
 from threefold.errors import UserError
 
-
 BY_CLASS = "class:"
 
 
