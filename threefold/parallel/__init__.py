@@ -8,6 +8,7 @@ from threefold.parallel.collectives import (
     reduce_to_shares,
     scatter_to,
 )
+from threefold.parallel.functional import Splitter
 from threefold.parallel.layout import Layout
 from threefold.parallel.loss import ParallelCrossEntropy
 from threefold.parallel.mesh import Axis, Mesh
@@ -25,6 +26,7 @@ __all__ = [
     "ParallelCrossEntropy",
     "RandomStreams",
     "RowParallelLinear",
+    "Splitter",
     "VocabParallelEmbedding",
     "copy_to",
     "gather_from",

@@ -248,10 +248,14 @@ class RowParallelLinear(_SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., in], or this rank's part of it → [..., out], the same on every rank, or its share."""
+        out = _leave(self.partial_sum(x), self.axis, self.sequence_dim)
+        return out if self.bias is None else out + self.bias
+
+    def partial_sum(self, x: Tensor) -> Tensor:
+        """What this rank adds to the output, without the bias: [..., in], or this rank's part of it → [..., out]."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
-        out = _leave(linear(x, local(self.weight)), self.axis, self.sequence_dim)
-        return out if self.bias is None else out + self.bias
+        return linear(x, local(self.weight))
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, input_is_parallel={self.input_is_parallel}"
