@@ -4,11 +4,14 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -27,8 +30,9 @@ _MARKS = {
     DEPARTS: Text("✗ DEPARTS", "bold red"),
     FAILED: Text("! error", "bold yellow"),
 }
-_WIDTH_OF_A_FILE = 128
-_LAYOUT, _WHERE = 20, 24  # least widths of the columns that adapt
+_WIDTH_OF_A_FILE = 136
+_LAYOUT, _WHERE, _WIDEST_WHERE = 16, 24, 44
+"""Widths of the columns that adapt: the least, the least and the most."""
 
 
 class View:
@@ -117,8 +121,9 @@ class TableView(View):
     def __init__(self, task: Task, selection: Selection, before: Config, verbose: bool) -> None:
         super().__init__(task, selection)
         self.before, self.verbose = before, verbose
-        width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
-        self.console = Console(highlight=False, width=width)
+        live = sys.stdout.isatty()
+        self.console = Console(highlight=False, width=None if live else _WIDTH_OF_A_FILE)
+        self._columns = _Columns.fitting(selection.variants, self.console.width)
         self._progress = Progress(
             SpinnerColumn(),
             MofNCompleteColumn(),
@@ -127,18 +132,11 @@ class TableView(View):
             TextColumn("{task.description}"),
             console=self.console,
             transient=True,
-            disable=not sys.stdout.isatty(),
+            disable=not live,
         )
         self._task = self._progress.add_task("one process", total=len(selection.variants))
-        longest = max((len(str(variant)) for variant in selection.variants), default=0)
-        self._layout = max(_LAYOUT, longest)
-        self._columns = {column: axes for column, axes in AXES.items() if self._used(column)}
-        self._where = max(_WHERE, self.console.width - self._layout - 10 - 9 - 8 - 9 * len(self._columns) - 9)
 
     def __enter__(self) -> Self:
-        self.console.print(f"\n[bold]{self.task.source}[/] in one process and in {self._count()}")
-        self.console.print(self._how(), style="dim")
-        self.console.print()
         self._progress.start()
         return self
 
@@ -149,109 +147,140 @@ class TableView(View):
 
     def begin(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().begin(shapes)
-        table = self._table()
-        heads = [f"{axis} bytes" for axis in self._columns]
-        table.add_row("layout", "verdict", "worst", "where", *heads, "time", style="bold")
-        self.console.print(table)
-        self.console.print("─" * min(self.console.width, self._full_width()), style="dim")
+        self.console.print()
+        self.console.print(self._facts())
+        self.console.print()
+        self.console.print(self._columns.head())
+        self.console.print("─" * self._columns.width, style="dim")
 
     def running(self, variant: Variant) -> None:
         self._progress.update(self._task, description=str(variant))
 
     def add(self, result: Result) -> None:
         super().add(result)
-        table = self._table()
-        worst = f"{result.worst.relative:.1e}" if result.worst else ""
-        where = Text(str(result.worst) if result.worst else "", "dim")
-        table.add_row(
-            Text(str(result.variant)),
-            _MARKS[result.verdict],
-            Text(worst, "" if result.verdict == EQUAL else "red"),
-            where,
-            *(_bytes(result, axes) for axes in self._columns.values()),
-            f"{result.seconds:.1f} s",
-        )
-        self.console.print(table)
-        for line in self._explanation(result):
-            self.console.print(Text(f"    {line}"), style="yellow" if result.verdict == FAILED else "red")
+        self.console.print(self._columns.row(result))
+        for line in explanation(result, len(self.shapes)):
+            self.console.print(Padding(Text(line), (0, 0, 0, 4)), style="yellow" if result.verdict == FAILED else "red")
         if self.verbose and result.details:
-            self.console.print(Text(result.details), style="dim")
+            self.console.print(Padding(Text(result.details.rstrip()), (0, 0, 0, 4)), style="dim")
         self._progress.advance(self._task)
 
     def finish(self) -> None:
         self.console.print()
-        self.console.print(self._summary())
+        self.console.print(self._summary(), soft_wrap=True)
         refused = self.selection.refused
         if refused:
             hint = "" if self.verbose else " (--verbose says why)"
-            self.console.print(f"Not composable: {len(refused)}{hint}.", style="dim")
+            self.console.print(f"  Not composable: {len(refused)} more{hint}.", style="dim")
         if self.verbose:
-            for reason, count in Counter(refused.reason for refused in self.selection.refused).most_common():
-                self.console.print(Text(f"  {count} ×  {reason}"), style="dim", soft_wrap=True)
+            for reason, count in Counter(each.reason for each in refused).most_common():
+                self.console.print(Text(f"  {count:>4} × {reason}"), style="dim", soft_wrap=True)
 
-    def _count(self) -> str:
-        count = len(self.selection.variants)
-        return f"{count} layout{'' if count == 1 else 's'}"
-
-    def _how(self) -> str:
-        config = self.task.config
-        changed = changes(self.before, config)
-        shrunk = "As it is." if self.task.full else f"Shrunk: {', '.join(changed)} (--full: as it is)."
-        return (
-            f"{self.task.steps} steps of {config.train.global_batch_size} × {config.data.sequence_length} tokens "
-            f"({self.task.rows}), {config.optimizer.name}, {config.precision.dtype}: "
-            f"equal means a relative error of at most {self.task.tolerance:.0e}.\n{shrunk}"
-        )
-
-    def _table(self) -> Table:
-        """One row of the table, or its head: all have the same columns."""
-        table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-        table.add_column(width=self._layout, no_wrap=True)
-        table.add_column(width=9, no_wrap=True)
-        table.add_column(width=7, justify="right", no_wrap=True)
-        table.add_column(width=self._where, no_wrap=True, overflow="ellipsis")
-        for _ in self._columns:
-            table.add_column(width=8, justify="right", no_wrap=True)
-        table.add_column(width=7, justify="right", no_wrap=True)
+    def _facts(self) -> Table:
+        """What is compared, in a few lines."""
+        config, task = self.task.config, self.task
+        size = "as it is" if task.full else f"shrunk (--full: as it is) {', '.join(changes(self.before, config))}"
+        facts = {
+            "model": f"{task.source}, {self.parameters:,} parameters",
+            "size": size,
+            "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
+            f"{task.rows}, some labels masked; {config.optimizer.name}",
+            "equal": f"a relative error of at most {task.tolerance:.0e} in {config.precision.dtype}: initial weights, and "
+            "loss, gradients, their norm and weights of each step",
+        }
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(style="bold")
+        table.add_column(style="dim", max_width=self._columns.width - 7)
+        for name, fact in facts.items():
+            table.add_row(name, Text(fact))
         return table
-
-    def _full_width(self) -> int:
-        return self._layout + 1 + 10 + 8 + self._where + 1 + 9 * len(self._columns) + 8
-
-    def _used(self, axis: str) -> bool:
-        return any(variant.layout.size(axis) > 1 for variant in self.selection.variants)
-
-    def _explanation(self, result: Result) -> list[str]:
-        if result.verdict == EQUAL:
-            return []
-        lines = [result.message] if result.message else []
-        if result.first:
-            first = result.first
-            lines.append(f"first: {first} by {first.relative:.1e}, at {first.where(result.variant.layout)}")
-        if result.departing:
-            lines.append(f"{len(result.departing)} of {len(self.shapes)} parameters depart.")
-        if result.nearest_to_loss:
-            lines[-1] += (
-                f" The loss is equal and so are the gradients behind {result.nearest_to_loss}: "
-                "look at the backward pass there."
-            )
-        return lines
 
     def _summary(self) -> Text:
         counts = Counter(result.verdict for result in self.results)
         worst = max((result.worst.relative for result in self.results if result.worst), default=0.0)
-        taken = f"{self.seconds:.0f} s"
+        many = len(self.results)
         if self.all_equal:
-            many = "All" if len(self.results) > 1 else "The"
-            verb = "compute" if len(self.results) > 1 else "computes"
+            subject = f"All {many} layouts compute" if many > 1 else "The layout computes"
             return Text(
-                f"✓ {many} {self._count()} {verb} what one process computes: {self.parameters:,} parameters, "
-                f"worst relative error {worst:.1e} of {self.task.tolerance:.0e} allowed, {taken}.",
+                f"✓ {subject} what one process computes: worst relative error {worst:.1e}, "
+                f"{self.task.tolerance:.0e} allowed; {self.seconds:.0f} s.",
                 "bold green",
             )
-        parts = [f"{counts[DEPARTS]} of {self._count()} depart from one process"] if counts[DEPARTS] else []
-        parts += [f"{counts[FAILED]} of {self._count()} did not run to the end"] if counts[FAILED] else []
-        return Text(f"✗ {', '.join(parts)}; {counts[EQUAL]} equal, {taken}.", "bold red")
+        parts = [f"{counts[DEPARTS]} of {many} layouts depart from one process"] if counts[DEPARTS] else []
+        parts += [f"{counts[FAILED]} of {many} layouts did not run to the end"] if counts[FAILED] else []
+        return Text(f"✗ {', '.join(parts)}; {counts[EQUAL]} equal; {self.seconds:.0f} s.", "bold red")
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The table's columns: every row is a table of its own with the same widths, printed as soon as it is known."""
+
+    layout: int
+    where: int
+    axes: tuple[str, ...]
+
+    VERDICT, WORST, BYTES, TIME = 9, 7, 8, 7
+
+    @classmethod
+    def fitting(cls, variants: Sequence[Variant], width: int) -> Self:
+        """For these layouts and a terminal of `width`; without the bytes where there is no room for them."""
+        layout = max(_LAYOUT, *(len(str(variant)) for variant in variants))
+        axes = tuple(axis for axis in AXES if any(variant.layout.size(axis) > 1 for variant in variants))
+        for shown in (axes, ()):
+            where = width - cls(layout, 0, shown).width
+            if where >= _WHERE:
+                break
+        return cls(layout, min(max(where, _WHERE), _WIDEST_WHERE), shown)
+
+    @property
+    def width(self) -> int:
+        return sum(self._widths()) + len(self._widths()) - 1
+
+    def head(self) -> Table:
+        heads = [f"{axis} bytes" for axis in self.axes]
+        return self._line("layout", "verdict", "worst", "of", *heads, "time", style="bold")
+
+    def row(self, result: Result) -> Table:
+        worst, where = ("", "") if result.worst is None else (f"{result.worst.relative:.1e}", result.worst.short)
+        return self._line(
+            Text(str(result.variant)),
+            _MARKS[result.verdict],
+            Text(worst, "" if result.verdict == EQUAL else "red"),
+            Text(where, "dim"),
+            *(_bytes(result, AXES[axis]) for axis in self.axes),
+            f"{result.seconds:.1f} s",
+        )
+
+    def _widths(self) -> list[int]:
+        return [self.layout, self.VERDICT, self.WORST, self.where, *[self.BYTES] * len(self.axes), self.TIME]
+
+    def _line(self, *cells: Text | str, style: str = "") -> Table:
+        table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+        for place, width in enumerate(self._widths()):
+            left = place in (0, 1, 3)
+            table.add_column(width=width, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
+        table.add_row(*cells, style=style)
+        return table
+
+
+def explanation(result: Result, parameters: int) -> list[str]:
+    """What there is to say of a layout that is not equal.
+
+    Args:
+        parameters: of the whole model, in number of tensors.
+    """
+    lines = [result.message] if result.message else []
+    if result.first:
+        first = result.first
+        lines.append(f"first: {first}, off by {first.relative:.1e}, on {first.where(result.variant.layout)}")
+    if result.departing:
+        lines.append(f"{len(result.departing)} of {parameters} parameters depart")
+    if result.nearest_to_loss:
+        lines[-1] += (
+            f"; the loss is right and so is every gradient behind {result.nearest_to_loss}: "
+            "look at the backward pass from there to the loss"
+        )
+    return [f"{line.rstrip('.')}." for line in lines]
 
 
 def _bytes(result: Result, axes: tuple[str, ...]) -> Text:

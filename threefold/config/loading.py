@@ -34,6 +34,22 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     return config
 
 
+def config_of(sections: dict[str, dict[str, Any]]) -> Config:
+    """A config from plain values by section, which come from no file.
+
+    Raises:
+        UserError: unknown key, wrong type or impossible value.
+    """
+    try:
+        return Config.model_validate(sections)
+    except ValidationError as error:
+        raise UserError(_sentence(error, sections, dict.fromkeys(_keys(sections), ""), Path("config"))) from None
+
+
+def _keys(sections: dict[str, dict[str, Any]]) -> list[str]:
+    return [f"{section}.{key}" for section, values in sections.items() for key in values]
+
+
 def _apply(override: str, values: dict[Any, Any], origins: dict[str, str]) -> None:
     key, equals, text = override.partition("=")
     key, where = key.strip(), f"--set {override}"

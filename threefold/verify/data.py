@@ -15,6 +15,9 @@ from threefold.data.samples import PackedSamples
 from threefold.labels import IGNORED
 from threefold.parallel.random import stream_key
 
+_DOCUMENT_BEGINS = 0.2
+"""How likely a token of the random rows begins a document."""
+
 
 class Rows(ABC):
     """Batches as a function of the config and the step."""
@@ -46,7 +49,11 @@ class RandomRows(Rows):
         shape = (share.global_batch_size, config.data.sequence_length + 1)
         tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
         rows = torch.from_numpy(share.rows)
-        return Batch(tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous(), rows)
+        documents = None
+        if config.data.separate_documents:
+            begins = torch.rand(shape, generator=generator) < _DOCUMENT_BEGINS
+            documents = begins.cumsum(1)[rows, :-1].contiguous()
+        return Batch(tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous(), rows, documents)
 
     def __str__(self) -> str:
         return "random tokens"
@@ -65,7 +72,7 @@ class FileRows(Rows):
         samples = PackedSamples.open(
             TokenFiles.open(self.path), "train", config.data.split, config.data.sequence_length
         )
-        with closing(Loader(samples, None, share, config.train.seed)) as loader:
+        with closing(Loader(samples, None, share, config.train.seed, config.data.separate_documents)) as loader:
             batch = loader.batch(step)
         return replace(batch, tokens=self._fold(batch.tokens, config), labels=self._fold(batch.labels, config))
 

@@ -42,6 +42,12 @@ class Place:
         of = f" of {self.parameter}" if self.parameter else ""
         return f"{self.what}{of}" + (f", step {self.step}" if self.step else "")
 
+    @property
+    def short(self) -> str:
+        """`step 1 grad blocks.0.mlp.up.weight`, for a table."""
+        what = {INITIAL: "init", GRADIENT: "grad", NORM: "grad norm"}.get(self.what, self.what)
+        return " ".join(part for part in (f"step {self.step}" if self.step else "", what, self.parameter) if part)
+
     def where(self, layout: Layout) -> str:
         """`stage 1 of 2, tp shard 0 of 2 (rank 2)`: the coordinates that the layout has."""
         parts = [f"stage {self.stage}"] if layout.pp > 1 else []

@@ -75,7 +75,7 @@ def covering(base: Config, ranks: int) -> Selection:
             continue
         best = max(found, key=lambda variant: _gain(variant, seen))
         seen |= _meetings(best)
-        taken.append(_recomputing(base, best, number))
+        taken.append(_with_extras(base, best, number))
     return Selection(tuple(taken))
 
 
@@ -111,11 +111,14 @@ def _meetings(variant: Variant) -> set[frozenset[Any]]:
     return {frozenset(pair) for pair in combinations(facts, 2)} | {frozenset([fact]) for fact in variant.settings}
 
 
-def _recomputing(base: Config, variant: Variant, number: int) -> Variant:
-    """The variant with recomputation, in turn none, selective and full, where the config has it."""
-    modes: tuple[str | None, ...] = (None, "selective", "full")
-    mode = modes[number % 3]
-    if mode is None or not hasattr(base.train, "recompute"):
-        return variant
-    with_it = replace(variant, settings=(*variant.settings, ("train.recompute", mode)))
-    return variant if refusal(base, with_it) else with_it
+def _with_extras(base: Config, variant: Variant, number: int) -> Variant:
+    """The variant with what `candidates` leaves out, where it composes: recomputation in turns, and hybrid shards."""
+    extras: list[tuple[str, Any]] = []
+    if mode := (None, "selective", "full")[number % 3]:
+        extras.append(("train.recompute", mode))
+    if variant.setting("parallel.zero") and variant.layout.dp > 2:
+        extras.append(("parallel.zero_shards", 2))
+    for extra in extras:
+        more = replace(variant, settings=(*variant.settings, extra))
+        variant = variant if refusal(base, more) else more
+    return variant

@@ -6,6 +6,7 @@ from typing import Any
 
 from threefold.config import Config, resolve
 from threefold.config.batch import batch_sizes
+from threefold.config.loading import config_of
 from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED
 from threefold.verify.variant import Variant
 
@@ -28,7 +29,7 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     settings["precision"] = {"dtype": dtype}
     settings["train"].update(device="cpu", compile=False, global_batch_size=batch_sizes(config).global_batch_size)
     settings["model"].setdefault("vocab_size", vocab_size)
-    return resolve(Config.model_validate(settings), vocab_size=1)
+    return resolve(config_of(settings), vocab_size=1)
 
 
 def shrink(config: Config, variants: Sequence[Variant]) -> Config:
@@ -62,7 +63,7 @@ def shrink(config: Config, variants: Sequence[Variant]) -> Config:
     settings["data"]["sequence_length"] = sequence
     settings["train"]["global_batch_size"] = 2 * lcm(*(variant.layout.dp * variant.layout.pp for variant in variants))
     settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
-    return resolve(Config.model_validate(settings), vocab_size=1)
+    return resolve(config_of(settings), vocab_size=1)
 
 
 def compose(base: Config, variant: Variant) -> Config:
@@ -86,7 +87,7 @@ def compose(base: Config, variant: Variant) -> Config:
     if not base.train.global_batch_size % layout.dp and "gradient_accumulation_steps" not in settings["train"]:
         wanted = [count for count in (2 * layout.pp, layout.pp, 1) if share % count == 0]
         settings["train"]["gradient_accumulation_steps"] = wanted[0]
-    return resolve(Config.model_validate(settings), vocab_size=1)
+    return resolve(config_of(settings), vocab_size=1)
 
 
 def stages(variant: Variant) -> int:
