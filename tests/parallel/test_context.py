@@ -73,6 +73,11 @@ def test_cp_with_sequence_parallelism(pool, expected, positions: str) -> None:
     check(pool, expected, case(cp=2, tp=3, positions=positions, documents=True, settings=shared))
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_cp_with_sharded_data_parallelism(pool, expected, zero: int) -> None:
+    check(pool, expected, case(cp=2, dp=2, documents=True, settings=(("parallel.zero", zero),)))
+
+
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_documents_and_positions_without_cp(pool, expected, layout: dict[str, int], positions: str) -> None:
