@@ -34,6 +34,7 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/memory.py
 
 # The reference of the settings, from the schema.
 docs: .venv/ready
