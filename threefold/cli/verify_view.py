@@ -185,8 +185,8 @@ class TableView(View):
             "size": size,
             "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
             f"{task.rows}, some labels masked; {config.optimizer.name}",
-            "equal": f"a relative error of at most {task.tolerance:.0e} in {config.precision.dtype}: initial weights, and "
-            "loss, gradients, their norm and weights of each step",
+            "equal": f"a relative error of at most {task.tolerance:.0e} in {config.precision.dtype}: initial weights, "
+            "and loss, gradients, their norm and weights of each step",
         }
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(style="bold")
