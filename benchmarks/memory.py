@@ -127,15 +127,11 @@ def pipeline(pool: WorkerPool) -> Table:
     table.title_justify = "left"
     table.add_column("measured, stage 0, 1, 2, …", no_wrap=True)
     table.add_column("bound")
-    for schedule, bound in (
-        ("gpipe", "all"),
-        ("1f1b", "4, 3, 2, 1"),
-        ("interleaved", ""),
-        ("zero-bubble", ""),
-        ("zbv", ""),
-    ):
-        stages = sorted(sum(pool.run(4, most_alive, config({"pp": 4, "schedule": schedule})), []))
-        table.add_row(schedule, ", ".join(str(most) for _, most in stages), bound)
+    bounds = {"gpipe": "all of them", "1f1b": "4, 3, 2, 1"}
+    for schedule in ("gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"):
+        ranks = pool.run(4, most_alive, config({"pp": 4, "schedule": schedule}))
+        stages = sorted(stage for rank in ranks for stage in rank)
+        table.add_row(schedule, ", ".join(str(most) for _, most in stages), bounds.get(schedule, ""))
     return table
 
 
