@@ -73,6 +73,28 @@ def test_cp_with_sequence_parallelism(pool, expected, positions: str) -> None:
     check(pool, expected, case(cp=2, tp=3, positions=positions, documents=True, settings=shared))
 
 
+RING = (("parallel.cp_method", "ring"),)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cp": 2},
+        {"cp": 3, "positions": "rope", "documents": True},
+        {"cp": 4, "dropout": 0.0, "documents": True},
+        {"cp": 2, "dropout": 0.0, "dtype": "fp32", "positions": "rope"},
+        {"cp": 2, "tp": 2, "positions": "rope"},
+        {"cp": 2, "pp": 2, "schedule": "zero-bubble", "layers": 4, "documents": True},
+        {"cp": 2, "tp": 3, "settings": (*RING, ("parallel.sequence_parallel", True))},
+        {"cp": 3, "counted": (4, 8), "settings": (*RING, ("train.recompute", "full"))},
+    ],
+    ids=str,
+)
+def test_ring(pool, expected, changes: dict) -> None:
+    """Keys and values that come one rank's after the other."""
+    check(pool, expected, case(**{"settings": RING, **changes}))
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_cp_with_sharded_data_parallelism(pool, expected, zero: int) -> None:
     check(pool, expected, case(cp=2, dp=2, documents=True, settings=(("parallel.zero", zero),)))
@@ -87,7 +109,7 @@ def test_documents_and_positions_without_cp(pool, expected, layout: dict[str, in
 def test_half_precision_follows_single_precision(pool, expected) -> None:
     reference = case(dtype="fp32", steps=10, dropout=0.0, documents=True, positions="rope")
     losses = expected(reference).losses
-    for layout in ({"cp": 2}, {"cp": 2, "tp": 2}):
+    for layout in ({"cp": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "settings": RING}):
         traces = pool.run(4 if "tp" in layout else 2, in_layout, case(**{**vars(reference), "dtype": "bf16", **layout}))
         assert traces[0].losses == pytest.approx(losses, rel=1e-2)
 

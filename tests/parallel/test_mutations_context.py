@@ -1,5 +1,6 @@
 """Tests of the tests of context parallelism: each known silent mistake, put back, must make the comparison fail."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,8 @@ from tests.support.parity import departures
 from threefold import kernels
 from threefold.data.loader import Batch
 from threefold.labels import IGNORED
-from threefold.parallel import attention, context
+from threefold.parallel import attention, context, ring
+from threefold.parallel.axis import Axis
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.pipeline.runner import Work
 from threefold.parallel.random import Dropout, Slice
@@ -153,6 +155,57 @@ def attention_dropout_loses_its_stream() -> list[Patch]:
     return [replace(context, "_of_chunk", unnamed)]
 
 
+def ring_gradients_end_a_rank_short() -> list[Patch]:
+    """They have visited every rank, but are not sent home by the last one."""
+    backward, shift = ring._Attention.backward, Axis.start_shift
+
+    def one_less(ctx: Any, grad: Tensor) -> Any:
+        calls = []
+
+        def counted(self: Axis, tensor: Tensor) -> Callable[[], Tensor]:
+            calls.append(tensor)
+            return (lambda: tensor) if len(calls) == 2 * self.size - 1 else shift(self, tensor)
+
+        with patch.object(Axis, "start_shift", counted):
+            return backward(ctx, grad)
+
+    return [replace(ring._Attention, "backward", staticmethod(one_less))]
+
+
+def ring_parts_joined_without_their_weights() -> list[Patch]:
+    """The mean over the parts that a rank's keys fall into, instead of the mean over the keys."""
+    return [replace(torch, "logaddexp", lambda sofar, new: torch.maximum(sofar, new))]
+
+
+def ring_attends_to_what_comes_later() -> list[Patch]:
+    def all_pairs(self: Any, owner: int) -> Any:
+        chunks = context.SequenceCut(self.axis.size, owner).chunks
+        return [
+            ring._Pair(self, row, column, query, key)
+            for row, query in enumerate(self.mine)
+            for column, key in enumerate(chunks)
+        ]
+
+    return [replace(ring._Ring, "pairs", all_pairs)]
+
+
+def ring_mask_by_the_place_in_the_block() -> list[Patch]:
+    drop = ring._Pair.drop
+    return [
+        replace(ring._Pair, "drop", lambda self, weights: drop(dataclasses.replace(self, key=self.column), weights))
+    ]
+
+
+def ring_documents_of_the_own_chunks() -> list[Patch]:
+    scores = ring._Pair.scores
+
+    def own(self: Any, q: Tensor, k: Tensor) -> Tensor:
+        return scores(dataclasses.replace(self, key=self.ring.mine[self.column]), q, k)
+
+    return [replace(ring._Pair, "scores", own)]
+
+
+RING = {"cp": 2, "settings": (("parallel.cp_method", "ring"),)}
 CONTEXT, WITH_TENSOR = {"cp": 2}, {"cp": 2, "tp": 2}
 
 MISTAKES = [
@@ -171,6 +224,11 @@ MISTAKES = [
     (attention_mask_of_a_shorter_sequence, WITH_TENSOR, "loss"),
     (hidden_mask_by_local_position, CONTEXT, "loss"),
     (attention_dropout_loses_its_stream, CONTEXT, "loss"),
+    (ring_gradients_end_a_rank_short, RING, "grad blocks.0.attn.qkv.weight"),
+    (ring_parts_joined_without_their_weights, RING, "loss"),
+    (ring_attends_to_what_comes_later, RING, "loss"),
+    (ring_mask_by_the_place_in_the_block, RING, "loss"),
+    (ring_documents_of_the_own_chunks, {**RING, "documents": True}, "loss"),
 ]
 
 

@@ -108,6 +108,9 @@ class ParallelConfig(Section):
     """Pipeline ranks; at most `model.num_layers`."""
     cp: int = Field(default=1, ge=1)
     """Context-parallel parts of each sequence; `data.sequence_length` is a multiple of 2 · `cp`."""
+    cp_method: Literal["all-gather", "ring"] = "all-gather"
+    """How keys and values reach the queries of other context-parallel ranks: `all-gather` brings all of them to every
+    rank at once, `ring` one rank's after the other, so that none ever holds all."""
     schedule: Schedule = "1f1b"
     """Order of the micro-batches in the pipeline: `1f1b` keeps the activations of at most `pp` of them alive, `gpipe`
     of all of them. `interleaved`, `looped-bfs` and `zero-bubble` give each rank `stage_chunks` stages; `zbv` and

@@ -26,6 +26,7 @@ class Division:
         sequence_parallel: whether activations between split layers are cut along the sequence over tp.
         dtype: what the parameters compute in.
         sharing: what the replicas share; None where each has its own copy of everything.
+        cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
     """
 
     mesh: Mesh
@@ -33,11 +34,12 @@ class Division:
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     sharing: Sharing | None = None
+    cp_method: str = "all-gather"
 
     @property
     def region(self) -> Region:
         """What the splits of single layers are told."""
-        return Region(self.mesh.tp, self.mesh.cp, self.sequence_parallel)
+        return Region(self.mesh.tp, self.mesh.cp, self.sequence_parallel, self.cp_method)
 
 
 def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: Division) -> list[Stage]:

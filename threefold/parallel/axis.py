@@ -1,6 +1,6 @@
 """One axis of the mesh: the ranks along it, what they can do together, and a record of what they did."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ class Event:
 
     Attributes:
         axis: the axis's name.
-        operation: `all_reduce`, `all_reduce_max`, `all_gather` or `reduce_scatter`.
+        operation: `all_reduce`, `all_reduce_max`, `all_gather`, `reduce_scatter` or `send`.
         nbytes: bytes of the whole tensor that the ranks have together a part of: what an all-reduce sums on each rank,
             what an all-gather returns, what a reduce-scatter takes.
     """
@@ -163,6 +163,30 @@ class Axis:
         part = torch.empty_like(parts[0])
         dist.reduce_scatter_single(part.view(-1), parts.view(-1), group=self.group)
         return part
+
+    def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to send `tensor` to the next rank of the axis, and from the last to the first.
+
+        Returns:
+            a function that waits and gives what the rank before sent.
+        """
+        self.recorder.add(self.name, "send", tensor)
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
+        after, before = self.ranks[(self.index + 1) % self.size], self.ranks[self.index - 1]
+        operations = [
+            dist.P2POp(dist.isend, sent, after, self.group),
+            dist.P2POp(dist.irecv, received, before, self.group),
+        ]
+        works = dist.batch_isend_irecv(operations)
+
+        def finish() -> Tensor:
+            for work in works:
+                work.wait()
+            operations.clear()  # which has kept what is sent until now
+            return received
+
+        return finish
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What each rank of the axis passed, in the order of the axis."""

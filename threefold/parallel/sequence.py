@@ -71,11 +71,13 @@ class Region:
     Attributes:
         tp, cp: the axes.
         sequence_parallel: whether activations between the split layers are cut along the sequence over tp.
+        cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
     """
 
     tp: Axis
     cp: Axis
     sequence_parallel: bool = False
+    cp_method: str = "all-gather"
 
     @property
     def cut(self) -> SequenceCut:

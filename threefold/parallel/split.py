@@ -17,10 +17,13 @@ from threefold.parallel.context import ContextParallelAttention
 from threefold.parallel.loss import ParallelCrossEntropy
 from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.random import Dropout, Slice
+from threefold.parallel.ring import RingAttention
 from threefold.parallel.sequence import PositionEmbedding, Region, Rotary
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 Kind = TypeVar("Kind", bound=nn.Module)
+
+_CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttention}
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class AttentionCore:
         start, _ = shard_bounds(self.heads, region.tp.size, region.tp.index)
         heads = Slice(start, self.heads)
         if region.cp.size > 1:
-            return ContextParallelAttention(core, region.cp, heads)
+            return _CONTEXT_ATTENTION[region.cp_method](core, region.cp, heads)
         core.dropout.parts = {1: heads}  # of the weights [B, heads, queries, keys]
         return core
 

@@ -67,7 +67,10 @@ class Engine:
         self.mesh, self.config, self.plan = mesh, config, plan
         dtype = DTYPES[config.precision.dtype]
         sharing = make_sharing(mesh, config.parallel.zero, config.parallel.zero_shards)
-        self.division = Division(mesh, stage_map(plan, config), config.parallel.sequence_parallel, dtype, sharing)
+        parallel = config.parallel
+        self.division = Division(
+            mesh, stage_map(plan, config), parallel.sequence_parallel, dtype, sharing, parallel.cp_method
+        )
         self.stages = parallelize(make_model, plan, self.division)
         recompute_(self.stages, config.train.recompute, config.train.recompute_every)
         self.tied = TiedWeights(plan, self.division.stages, mesh)
