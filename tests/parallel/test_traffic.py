@@ -11,6 +11,7 @@ from threefold.parallel.traffic import Table, Volume, step_traffic, wire_bytes
 
 SHARED = (("parallel.sequence_parallel", True),)
 ROTARY_SHARED = (*SHARED, ("model.position_embedding", "rope"))
+RING = (("parallel.cp_method", "ring"),)
 EVEN = {"sequence": 12, "layers": 4}
 
 
@@ -48,6 +49,8 @@ CASES = {
     "cp": Case(cp=2, **EVEN),
     "cp rope, sequence": Case(cp=2, tp=2, dp=2, settings=ROTARY_SHARED, head_dim=4, **EVEN),
     "cp pp": Case(cp=3, pp=2, **EVEN, dropout=0.1),
+    "cp ring": Case(cp=3, settings=RING, **EVEN),
+    "cp ring bf16": Case(cp=2, tp=2, settings=RING, dtype="bf16", **EVEN),
     "dualpipev": Case(pp=2, schedule="dualpipev", **EVEN, accumulation=4),
 }
 

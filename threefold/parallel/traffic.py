@@ -153,9 +153,18 @@ class _Step:
 
     def _context(self) -> Iterator[Carried]:
         """Keys and values of each block in one; their gradients back."""
+        if self.parallel.cp_method == "ring":
+            yield from self._ring()
+            return
         keys_and_values = 2 * self.activation * self.parallel.cp // self.parallel.tp
         yield "cp", "all_gather", self.micro_batches * self.blocks, keys_and_values
         yield "cp", "reduce_scatter", self.micro_batches * self.blocks, keys_and_values
+
+    def _ring(self) -> Iterator[Carried]:
+        """Forward and backward each rank's keys and values to all others; gradients all the way round, added up wide."""
+        own, times = 2 * self.activation // self.parallel.tp, self.micro_batches * self.blocks
+        yield "cp", "send", times * 2 * (self.parallel.cp - 1), own
+        yield "cp", "send", times * self.parallel.cp, own // self.itemsize * self.wide
 
     def _pipeline(self) -> Iterator[Carried]:
         """Activations to the next stage and their gradients to the one before, where that is another rank's."""
