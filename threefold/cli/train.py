@@ -20,7 +20,7 @@ def train(
         str, typer.Option(metavar="RANKS", help="Ranks whose output is shown, such as 0,3; all are in RUN/logs.")
     ] = "0",
 ) -> None:
-    """Train a model as CONFIG says, on dp · tp · pp processes of this machine, or as ranks of torchrun or srun."""
+    """Train a model as CONFIG says, on dp · tp · pp · cp processes here, or as ranks of torchrun or srun."""
     from threefold.config import load_config
     from threefold.launch.training import prepare_training
 

@@ -161,7 +161,7 @@ class _Step:
         yield "cp", "reduce_scatter", self.micro_batches * self.blocks, keys_and_values
 
     def _ring(self) -> Iterator[Carried]:
-        """Forward and backward each rank's keys and values to all others; gradients all the way round, added up wide."""
+        """Each rank's keys and values to all others, forward and backward; their gradients all the way round, wide."""
         own, times = 2 * self.activation // self.parallel.tp, self.micro_batches * self.blocks
         yield "cp", "send", times * 2 * (self.parallel.cp - 1), own
         yield "cp", "send", times * self.parallel.cp, own // self.itemsize * self.wide
