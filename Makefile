@@ -36,9 +36,10 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/memory.py
 
-# The reference of the settings, from the schema.
+# The reference of the settings, from the schema, and what goes with what, from the rules.
 docs: .venv/ready
 	$(BIN)/threefold config reference > docs/config.md
+	$(BIN)/threefold config compatibility > docs/compatibility.md
 
 clean:
 	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

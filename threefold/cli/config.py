@@ -22,3 +22,11 @@ def reference() -> None:
     from threefold.config.reference import markdown
 
     typer.echo(markdown(), nl=False)
+
+
+@app.command()
+def compatibility() -> None:
+    """Print which features go together, as Markdown."""
+    from threefold.config.features import markdown
+
+    typer.echo(markdown(), nl=False)
