@@ -85,6 +85,44 @@ def test_an_empty_stage_is_refused(cut: Any) -> None:
         cut()
 
 
+def test_the_plan_knows_the_class_of_each_layer() -> None:
+    case = Case(layers=3)
+    plan = gpt_plan(case.config.model, case.sequence)
+    with torch.device("meta"):
+        model = GPT(case.config.model)
+    assert [type(model.get_submodule(name)).__name__ for name in plan.layers] == list(plan.kinds)
+
+
+@pytest.mark.parametrize(
+    ("partition", "stages", "bounds"),
+    [
+        ("cost", 2, [0, 5, 9]),
+        ("uniform", 4, [0, 2, 4, 6, 9]),
+        ("class:Block", 3, [0, 3, 5, 9]),
+        ((1, 2, 8), 4, [0, 1, 2, 8, 9]),
+        ("class:Block", 4, [0, 2, 4, 6, 9]),
+        ("class:Head", 2, "the model has 1 layer of that class and 2 stages; use class:Block or cost."),
+        ("class:block", 2, "the model has 0 layers of that class and 2 stages; use class:Block or cost."),
+        ("class:Block", 8, "the model has 7 layers of that class and 8 stages; use cost."),
+        ((3, 5), 4, "4 stages of 9 layers need 3 ascending numbers from 1 to 8; use [2, 4, 6]."),
+        ((0, 5, 5), 4, "4 stages of 9 layers need 3 ascending numbers from 1 to 8; use [1, 5, 6]."),
+        ((7, 9, 12), 4, "4 stages of 9 layers need 3 ascending numbers from 1 to 8; use [6, 7, 8]."),
+        ((2, 1, 8), 4, "4 stages of 9 layers need 3 ascending numbers from 1 to 8; use [2, 3, 8]."),
+        ("cost", 10, "parallel.pp asks for 10 stages but there are 9 layers; use 9 at most."),
+        (tuple(range(1, 10)), 10, "parallel.pp asks for 10 stages but there are 9 layers; use 9 at most."),
+    ],
+)  # fmt: skip
+def test_partition(partition: str | tuple[int, ...], stages: int, bounds: list[int] | str) -> None:
+    plan = gpt_plan(Case(layers=7).config.model, 11)
+    if isinstance(bounds, list):
+        assert plan.stage_bounds(stages, partition) == bounds
+        return
+    with pytest.raises(UserError) as caught:
+        plan.stage_bounds(stages, partition)
+    assert str(caught.value).endswith(f" {bounds}")
+    assert "parallel.p" in str(caught.value)
+
+
 @pytest.mark.parametrize("pp", range(1, 10))
 def test_every_layer_is_on_exactly_one_stage(pp: int) -> None:
     case = Case(layers=7)

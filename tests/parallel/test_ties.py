@@ -21,18 +21,21 @@ def one(pool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "dp", "tp", "pp", "chunks"),
+    ("schedule", "dp", "tp", "pp", "chunks", "partition"),
     [
-        ("1f1b", 2, 2, 1, 1),
-        ("1f1b", 1, 1, 4, 1),  # three ranks share it
-        ("1f1b", 1, 2, 2, 1),  # two uses on the first rank, one on the second
-        ("interleaved", 1, 1, 2, 4),
-        ("zero-bubble", 2, 1, 2, 2),
-        ("zbv", 1, 2, 3, 2),
+        ("1f1b", 2, 1, 1, 1, "cost"),
+        ("1f1b", 1, 1, 4, 1, "uniform"),  # three ranks share it
+        ("1f1b", 1, 2, 2, 1, "class:Block"),  # two uses on the first rank, one on the second
+        ("1f1b", 1, 2, 2, 1, (3,)),  # one use on the first rank, two on the second
+        ("interleaved", 1, 1, 2, 4, "cost"),
+        ("zero-bubble", 2, 1, 2, 2, "cost"),
+        ("zbv", 1, 2, 3, 2, (1, 3, 4, 5, 8)),
     ],
 )
-def test_three_layers_share_their_weights(pool, one, schedule: str, dp: int, tp: int, pp: int, chunks: int) -> None:
-    settings = (("parallel.stage_chunks", chunks),)
+def test_three_layers_share_their_weights(
+    pool, one, schedule: str, dp: int, tp: int, pp: int, chunks: int, partition: Any
+) -> None:
+    settings = (("parallel.stage_chunks", chunks), ("parallel.partition", partition))
     case = BASE.with_layout(dp, tp, pp, schedule=schedule, settings=settings)
     found = departures(one(case.unsplit), pool.run(case.world_size, in_layout, case), case)
     assert not found, "\n".join(found[:10])

@@ -14,7 +14,7 @@ from threefold.errors import UserError
 from threefold.launch import RankInfo, spawn
 from threefold.launch.pool import WorkerError, WorkerPool
 from threefold.train.metrics import read_metrics
-from threefold.train.run import train
+from threefold.train.run import check_division, train
 
 STEP_LINE = re.compile(
     r"global step \d+, epoch: \d+, batch: \d+, loss: \d+\.\d{9}, avg_reader_cost: \d+\.\d{5} sec, "
@@ -78,6 +78,31 @@ def test_every_layout_has_the_same_losses(
     assert same(losses_of(tmp_path / "split"), losses_of(tmp_path / "one"), "fp32")
     one, other = steps_of(tmp_path / "one"), steps_of(tmp_path / "split")
     assert [line["tokens"] for line in one.values()] == [line["tokens"] for line in other.values()]
+
+
+def test_stages_are_told_and_a_run_goes_on_under_another_schedule(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    """S19: each stage with its rank, layers and parameters; the first and the last of a V share a rank."""
+    run, checkpointed = small_run.but(dp=1, steps=4), (("checkpoint.every", 2),)
+    pool.run(1, train_rank, run.but(steps=6), tmp_path / "one")
+    folded = (*checkpointed, ("parallel.schedule", "zbv"), ("parallel.partition", (1, 2, 4)))
+    printed = pool.run(2, train_rank, run.but(pp=2, set=folded), tmp_path / "run")[0]
+    stages = re.findall(r"Stage (\d) on pp rank (\d): (.*), ([\d,]+) parameters\.", printed)
+    where = [("0", "0", "embed"), ("1", "1", "blocks.0"), ("2", "1", "blocks.1 to blocks.2"), ("3", "0", "head")]
+    assert [stage[:3] for stage in stages] == where
+    total = re.search(r"Training ([\d,]+) parameters", printed)
+    assert total is not None
+    assert sum(int(size.replace(",", "")) for *_, size in stages) == int(total[1].replace(",", ""))
+    looped = (*checkpointed, ("parallel.schedule", "interleaved"))
+    pool.run(2, train_rank, run.but(pp=2, steps=6, set=looped), tmp_path / "run", True)
+    assert same(losses_of(tmp_path / "run"), losses_of(tmp_path / "one"), "fp32")
+
+
+def test_a_partition_that_cannot_be_is_told_before_any_process_starts(small_run: Run) -> None:
+    check_division(small_run.but(pp=2, set=(("parallel.partition", "class:Block"),)).config)
+    with pytest.raises(UserError, match=r"use \[4\]"):
+        check_division(small_run.but(pp=2, set=(("parallel.partition", (5,)),)).config)
 
 
 def spawned(_: RankInfo, run: Run, run_dir: Path) -> None:

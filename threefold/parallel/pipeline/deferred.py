@@ -59,9 +59,12 @@ class DeferredGradients:
         if self._notes or self._owed:
             raise RuntimeError("the schedule ended before all weight gradients were computed")
 
-    @torch.no_grad()
     def _work_off(self, notes: list[Note]) -> None:
         self._owed -= 1
-        while notes:
+        self._add_all(notes)
+
+    @torch.no_grad()
+    def _add_all(self, notes: list[Note]) -> None:
+        while notes:  # each lets go of its activations when it is done
             leaf, gradient = notes.pop(0)
             self._add(leaf, gradient())

@@ -32,12 +32,13 @@ def stage_bounds(
         _require_bounds(partition, count, stages)
         return [0, *partition, count]
     kind = partition.removeprefix(BY_CLASS)
-    if kinds.count(kind) < stages:
+    found = kinds.count(kind)
+    if found < stages:
         enough = [name for name in dict.fromkeys(kinds) if kinds.count(name) >= stages]
         other = get_close_matches(kind, enough, 1, cutoff=0) or [""]
         instead = f"{BY_CLASS}{other[0]} or cost" if other[0] else "cost"
         raise UserError(
-            f"parallel.partition is {partition} but the model has {kinds.count(kind)} layers of that class "
+            f"parallel.partition is {partition} but the model has {found} layer{'s' * (found != 1)} of that class "
             f"and {stages} stages; use {instead}."
         )
     return partition_by_class(kinds, kind, stages)
