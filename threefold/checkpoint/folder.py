@@ -47,6 +47,8 @@ class Facts:
         eod: id of the token that ends a document.
         tokenizer_sha256: of tokenizer.json.
         tokens, documents: how many the data has.
+        loss_scale: of the next step, where there is one.
+        good_steps: for which it has held.
     """
 
     step: int
@@ -56,6 +58,8 @@ class Facts:
     tokenizer_sha256: str
     tokens: int
     documents: int
+    loss_scale: float | None = None
+    good_steps: int = 0
 
 
 @dataclass(frozen=True)

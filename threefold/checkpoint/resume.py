@@ -21,6 +21,7 @@ _FREE_KEYS = frozenset(
         "train.micro_batch_size",
         "train.gradient_accumulation_steps",
         "train.device",
+        "precision.loss_scale",  # the checkpoint has what became of it
         "train.compile",
         "train.recompute",
         "train.recompute_every",

@@ -1,6 +1,6 @@
 """Rules between settings, each one sentence when broken."""
 
-from math import lcm
+from math import lcm, log2
 
 from threefold.config.compatibility import check_together
 from threefold.config.pipeline_checks import check_pipeline
@@ -18,6 +18,7 @@ def check(config: Config, vocab_size: int) -> None:
     _check_data(config)
     _check_layout(config)
     _check_optimizer(config)
+    _check_precision(config)
     _check_recompute(config)
     check_together(config)
     if config.precision.dtype == "fp64" and config.train.device == "cuda":
@@ -91,6 +92,15 @@ def _check_sequence(config: Config) -> None:
         key = "parallel.cp" if length % chunks else "parallel.sequence_parallel"
         rule = f"the ranks share each sequence in {unit} equal parts; use data.sequence_length"
         raise problem(config, key, f"{rule} {nearest_multiple(length, unit)} instead of {length}")
+
+
+def _check_precision(config: Config) -> None:
+    precision = config.precision
+    if not precision.master_weights and precision.dtype != "bf16":
+        rule = f"precision.dtype is {precision.dtype} and only bf16 goes without; use true or precision.dtype bf16"
+        raise problem(config, "precision.master_weights", rule)
+    if (nearest := 2.0 ** round(log2(precision.loss_scale))) != precision.loss_scale:
+        raise problem(config, "precision.loss_scale", f"must be a power of two; use {nearest:g}")
 
 
 def _check_recompute(config: Config) -> None:

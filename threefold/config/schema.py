@@ -165,8 +165,17 @@ class TrainConfig(Section):
 class PrecisionConfig(Section):
     """The numbers that are computed with."""
 
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Precision of the computation; `bf16` keeps fp32 master weights, `fp64` is for the CPU."""
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Precision of the computation; `bf16` and `fp16` keep fp32 master weights and add gradients up in fp32, `fp64` is
+    for the CPU."""
+    loss_scale: float = Field(default=65536.0, ge=1)
+    """For `fp16` alone: what the loss is multiplied by at first, a power of two. It halves when the gradient overflows,
+    and that step makes no update."""
+    loss_scale_window: int = Field(default=1000, ge=1)
+    """For `fp16` alone: steps without overflow after which the loss scale doubles."""
+    master_weights: bool = True
+    """Whether weights, gradients and optimizer states are fp32 where `dtype` is narrower. With false, which needs
+    `bf16`, they are bf16 too: less memory, but an update below a 256th of its weight is lost."""
 
 
 class OptimizerConfig(Section):

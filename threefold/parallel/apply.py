@@ -27,6 +27,7 @@ class Division:
         dtype: what the parameters compute in.
         sharing: what the replicas share; None where each has its own copy of everything.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
+        master_weights: whether parameters narrower than fp32 are updated, and their gradients added up, in fp32.
     """
 
     mesh: Mesh
@@ -35,11 +36,17 @@ class Division:
     dtype: torch.dtype = torch.float32
     sharing: Sharing | None = None
     cp_method: str = "all-gather"
+    master_weights: bool = True
 
     @property
     def region(self) -> Region:
         """What the splits of single layers are told."""
         return Region(self.mesh.tp, self.mesh.cp, self.sequence_parallel, self.cp_method)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """What weights are updated and gradients added up in."""
+        return torch.promote_types(self.dtype, torch.float32) if self.master_weights else self.dtype
 
 
 def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: Division) -> list[Stage]:
@@ -63,7 +70,7 @@ def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: 
         _allocate(nn.ModuleList(stages), division.mesh.device, division.dtype)
     else:
         # Still without memory, so that no rank ever holds more than its own part; in the width of the masters.
-        _allocate(nn.ModuleList(stages), torch.device("meta"), torch.promote_types(division.dtype, torch.float32))
+        _allocate(nn.ModuleList(stages), torch.device("meta"), division.master_dtype)
         share_out(stages, division.sharing, division.mesh, division.dtype)
     return stages
 

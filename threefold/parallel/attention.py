@@ -38,7 +38,7 @@ class CausalAttention(nn.Module):
         hidden = later(queries, keys, q.device)
         if apart is not None:
             hidden = (hidden | apart).unsqueeze(1)
-        weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = (q * q.shape[-1] ** -0.5 @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1)
         return (self.dropout(weights, samples.keys) @ v).transpose(1, 2).flatten(2)
 
 

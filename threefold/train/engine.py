@@ -25,13 +25,14 @@ from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.split import ModelPlan
 from threefold.parallel.zero import ShardedGradients, make_sharing
 from threefold.train.division import stage_map
-from threefold.train.optimizer import Optimizer, master_dtype
+from threefold.train.loss_scale import LossScale
+from threefold.train.optimizer import Optimizer
 from threefold.train.schedule import learning_rate
 
 _NORM_PIECE = 1 << 14  # elements
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,16 @@ class StepResult:
         grad_norm: global norm of the gradient, before it was clipped.
         lr: the learning rate of this update.
         tokens: tokens of the global batch that count.
+        skipped: whether the gradient was not finite, so that no update was made.
+        loss_scale: what the loss was multiplied by for the backward pass; None where it never is.
     """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int
+    skipped: bool = False
+    loss_scale: float | None = None
 
 
 class Engine:
@@ -69,7 +74,13 @@ class Engine:
         sharing = make_sharing(mesh, config.parallel.zero, config.parallel.zero_shards)
         parallel = config.parallel
         self.division = Division(
-            mesh, stage_map(plan, config), parallel.sequence_parallel, dtype, sharing, parallel.cp_method
+            mesh,
+            stage_map(plan, config),
+            parallel.sequence_parallel,
+            dtype,
+            sharing,
+            parallel.cp_method,
+            config.precision.master_weights,
         )
         self.stages = parallelize(make_model, plan, self.division)
         recompute_(self.stages, config.train.recompute, config.train.recompute_every)
@@ -78,11 +89,14 @@ class Engine:
         self.gradients: Gradients
         if sharing is None:
             leaves = [local(parameter) for _, parameter in parameters]
-            self.gradients = GradientBuckets(leaves, mesh.replicas, master_dtype(dtype))
+            self.gradients = GradientBuckets(leaves, mesh.replicas, self.division.master_dtype)
         else:
             self.gradients = ShardedGradients(self.stages, sharing)
-        self.optimizer = Optimizer(parameters, self.gradients, config.optimizer)
+        self.optimizer = Optimizer(parameters, self.gradients, self.division.master_dtype, config.optimizer)
         self.optimizer.initialise(plan, config.train.seed)
+        precision = config.precision
+        scaled = precision.dtype == "fp16"
+        self.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_window) if scaled else None
         if config.train.compile:
             _compile(self.stages)
         self.runner = self._make_runner()
@@ -114,22 +128,34 @@ class Engine:
     def update(self, local_loss: Tensor, tokens: int, step: int) -> StepResult:
         """Clip the gradients by their global norm and update the weights.
 
+        Where there is a loss scale and loss or norm are not finite, which all ranks see alike, nothing is updated and
+        the scale halves.
+
         Args:
             local_loss, tokens: from `compute_gradients`.
             step: 0 for the first.
+
+        Raises:
+            UserError: loss or norm are not finite, and no smaller loss scale could mend it.
         """
         loss, norm = self._loss_and_norm(local_loss)
+        lr, scale = learning_rate(step + 1, self.config.optimizer), self.loss_scale
+        used = None if scale is None else scale.value
         if not (isfinite(loss) and isfinite(norm)):
-            raise UserError(
-                f"Training diverged at step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
-                f"lower optimizer.lr ({self.config.optimizer.lr:g}), to {self.config.optimizer.lr / 2:g} say."
-            )
+            if scale is None or scale.is_least:
+                raise UserError(
+                    f"Training diverged at step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
+                    f"lower optimizer.lr ({self.config.optimizer.lr:g}), to {self.config.optimizer.lr / 2:g} say."
+                )
+            scale.overflowed()
+            return StepResult(loss, norm, lr, tokens, True, used)
+        if scale is not None:
+            scale.held()
         limit = self.config.optimizer.clip_grad_norm
         if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
             self.gradients.scale_(coefficient)
-        lr = learning_rate(step + 1, self.config.optimizer)
         self.optimizer.step(lr)
-        return StepResult(loss, norm, lr, tokens)
+        return StepResult(loss, norm, lr, tokens, False, used)
 
     def compute_gradients(self, batch: Batch, step: int) -> tuple[Tensor, int]:
         """Fill the gradients with those of the global batch's mean loss.
@@ -143,11 +169,14 @@ class Engine:
             raise UserError(f"No token of the batch of step {step + 1} counts for the loss; look at data.path.")
         keys = sample_keys(self.config.train.seed, step, batch.rows) if self._drops() else None
         self.gradients.begin(self.runner.arrivals)
-        loss = self.runner.forward_backward(self._work(batch, keys), 1 / tokens)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        loss = self.runner.forward_backward(self._work(batch, keys), scale / tokens)
         self.gradients.finish()
         self._sum_over_sequence_shares()
         self.tied.sum_({entry.name: entry.gradient for entry in self.optimizer.entries})
-        return loss, tokens
+        if scale != 1:
+            self.gradients.scale_(1 / scale)
+        return loss / scale, tokens
 
     def _sum_over_sequence_shares(self) -> None:
         """Complete the gradients of weights that every tensor rank holds whole, but used on its own positions alone."""
@@ -172,6 +201,9 @@ class Engine:
             totals[0] = loss
         if self.gradients.counted:
             totals[1] = self._squared_norm()
+        if self.loss_scale is not None:
+            # Zero, or not a number: of what another rank answers for, too, so that none goes on with what overflowed.
+            totals[1] += 0 * squared_norm([entry.gradient for entry in self.optimizer.entries])
         mean, squared = self.mesh.world.all_reduce_(totals).tolist()
         return mean, squared**0.5
 
@@ -211,7 +243,8 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     by short pieces it loses none that matter, at a third of the cost of working in fp64 throughout.
     """
     pieces = [piece for tensor in tensors for piece in tensor.flatten().split(_NORM_PIECE)]
-    return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+    wide = torch.promote_types(pieces[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(pieces, dtype=wide)).double().square().sum()
 
 
 def _compile(stages: Sequence[Stage]) -> None:

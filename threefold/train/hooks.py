@@ -15,7 +15,7 @@ class StepRecord:
     Attributes:
         step: 1 for the first.
         loss: mean over the global batch's tokens that count.
-        grad_norm: before clipping.
+        grad_norm: before clipping; not finite where it overflowed.
         lr: the rate of this update.
         tokens: tokens of the global batch that count for the loss.
         tokens_read: all tokens of the global batch.
@@ -23,6 +23,8 @@ class StepRecord:
         batch: the step's number in its epoch, 0 for the first.
         reader_cost: seconds that the step waited for its data.
         seconds: that it took, reading included.
+        skipped: whether the gradient overflowed, so that no update was made.
+        loss_scale: what the loss was multiplied by for the backward pass; None where it never is.
     """
 
     step: int
@@ -35,6 +37,8 @@ class StepRecord:
     batch: int
     reader_cost: float
     seconds: float
+    skipped: bool = False
+    loss_scale: float | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -32,6 +32,10 @@ class StepLog(Hook):
 
     def after_step(self, record: StepRecord) -> None:
         self._since.append(record)
+        if record.skipped:
+            self._write(
+                f"global step {record.step}, skipped: the gradient overflowed at loss scale {record.loss_scale:g}"
+            )
         if record.step % self.every == 0 or record.step == 1:
             self._write(step_line(self._since, self.ranks))
             self._since = []
@@ -70,4 +74,5 @@ def step_line(since: list[StepRecord], ranks: int) -> str:
         f"avg_reader_cost: {sum(record.reader_cost for record in since) / count:.5f} sec, "
         f"avg_batch_cost: {seconds / count:.5f} sec, speed: {count / seconds:.2f} step/s, "
         f"ips_total: {rate:.0f} tokens/s, ips: {rate / ranks:.0f} tokens/s, learning rate: {last.lr:.5e}"
+        + ("" if last.loss_scale is None else f", loss scale: {last.loss_scale:g}")
     )

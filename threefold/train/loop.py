@@ -73,6 +73,8 @@ class Trainer:
             batch=done - self._first_step(epoch),
             reader_cost=read - started,
             seconds=ended - started,
+            skipped=result.skipped,
+            loss_scale=result.loss_scale,
         )
         self._tell(lambda hook: hook.after_step(record))
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,16 +31,17 @@ class MetricsFile(Hook):
         self._file = self.path.open("a", encoding="utf-8")
 
     def after_step(self, record: StepRecord) -> None:
-        self._write(
-            {
-                "step": record.step,
-                "loss": record.loss,
-                "grad_norm": record.grad_norm,
-                "lr": record.lr,
-                "tokens": record.tokens,
-                "tokens_per_second": round(record.tokens_per_second, 1),
-            }
-        )
+        values = {
+            "step": record.step,
+            "loss": _number(record.loss),
+            "grad_norm": _number(record.grad_norm),
+            "lr": record.lr,
+            "tokens": record.tokens,
+            "tokens_per_second": round(record.tokens_per_second, 1),
+        }
+        if record.loss_scale is not None:
+            values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
+        self._write(values)
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         self._write({"step": record.step, "valid_loss": record.loss, "valid_tokens": record.tokens})
@@ -52,6 +54,11 @@ class MetricsFile(Hook):
         if self._file is not None:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
+
+
+def _number(value: float) -> float | None:
+    """JSON has no numbers that are not finite."""
+    return value if isfinite(value) else None
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -13,11 +13,6 @@ from threefold.parallel.parameter import like, local
 from threefold.parallel.split import ModelPlan
 
 
-def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What weights are updated and gradients added up in, when the model computes in `dtype`: fp32 at least."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 @dataclass(frozen=True)
 class Entry:
     """One parameter as the optimizer sees it.
@@ -54,11 +49,18 @@ class Optimizer:
     Args:
         parameters: each with its name in the whole model.
         gradients: theirs.
+        dtype: what weights are updated in, and their gradients are.
         config: which optimizer, and its constants.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]], gradients: Gradients, config: OptimizerConfig) -> None:
-        self.entries = [_entry(name, parameter, gradients) for name, parameter in parameters]
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        gradients: Gradients,
+        dtype: torch.dtype,
+        config: OptimizerConfig,
+    ) -> None:
+        self.entries = [_entry(name, parameter, gradients, dtype) for name, parameter in parameters]
         self._gradients = gradients
         self._narrow = [entry for entry in self.entries if entry.master is not entry.leaf]
         self._torch = _make(self.entries, config)
@@ -93,10 +95,9 @@ class Optimizer:
                 yield entry.name, state, value
 
 
-def _entry(name: str, parameter: Tensor, gradients: Gradients) -> Entry:
+def _entry(name: str, parameter: Tensor, gradients: Gradients, dtype: torch.dtype) -> Entry:
     leaf = local(parameter)
-    wide = master_dtype(leaf.dtype)
-    master = leaf if leaf.dtype == wide else leaf.detach().to(wide).requires_grad_()
+    master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_()
     return Entry(name, parameter, leaf, master, gradients)
 
 

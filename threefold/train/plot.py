@@ -50,7 +50,7 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    steps = [line for line in metrics if "loss" in line]
+    steps = [line for line in metrics if line.get("loss") is not None]
     evaluations = [line for line in metrics if "valid_loss" in line]
     numbers, losses = [line["step"] for line in steps], [line["loss"] for line in steps]
 

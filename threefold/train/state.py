@@ -64,10 +64,13 @@ class Checkpoints:
         """
         load_tensors(engine_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.publish()
+        facts, scale = checkpoint.facts, self.engine.loss_scale
+        if scale is not None and facts.loss_scale is not None:
+            scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
         return checkpoint.step
 
     def _facts(self, step: int) -> Facts:
-        meta, train = self.files.meta, self.config.train
+        meta, train, scale = self.files.meta, self.config.train, self.engine.loss_scale
         return Facts(
             step=step,
             consumed_samples=step * train.global_batch_size,
@@ -76,4 +79,6 @@ class Checkpoints:
             tokenizer_sha256=meta.tokenizer_sha256,
             tokens=meta.tokens,
             documents=meta.documents,
+            loss_scale=scale.value if scale else None,
+            good_steps=scale.good_steps if scale else 0,
         )

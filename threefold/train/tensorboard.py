@@ -34,15 +34,15 @@ class TensorBoard(Hook):
         self._writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=session))
 
     def after_step(self, record: StepRecord) -> None:
-        self._write(
-            record.step,
-            {
-                "loss/train": record.loss,
-                "gradient_norm": record.grad_norm,
-                "learning_rate": record.lr,
-                "tokens_per_second": record.tokens_per_second,
-            },
-        )
+        values = {
+            "loss/train": record.loss,
+            "gradient_norm": record.grad_norm,
+            "learning_rate": record.lr,
+            "tokens_per_second": record.tokens_per_second,
+        }
+        if record.loss_scale is not None:
+            values["loss_scale"] = record.loss_scale
+        self._write(record.step, values)
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         self._write(record.step, {"loss/validation": record.loss})

@@ -62,7 +62,7 @@ class Runner(ABC):
 
         Args:
             work: the replica's samples, the same on all its stages.
-            scale: what each summed loss is multiplied by (one over the number of tokens that count).
+            scale: what each summed loss is multiplied by (the loss scale over the number of tokens that count).
 
         Returns:
             the scaled loss of all micro-batches together where `has_loss`, zero elsewhere (fp32 or fp64 scalar).

@@ -1,0 +1,233 @@
+"""S39: fp16 with a loss scale that all ranks agree on, bf16 with wide masters or without, in every layout."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.parity import Case, make_engine, relative_error, shard_of
+from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
+from threefold import kernels
+from threefold.config import Config
+from threefold.config.resolve import resolve
+from threefold.errors import UserError
+from threefold.models.layers import CrossEntropy
+from threefold.parallel.layout import Layout
+from threefold.train.engine import Engine, StepResult
+from threefold.train.loss_scale import LossScale
+
+FP16 = Case(dtype="fp16", dropout=0.1)
+
+
+def overflowing(case: Case, place: tuple[int, ...], name: str, bad_step: int, value: float) -> list[Any]:
+    """What each step gave, and the bits of all state before and after it.
+
+    One element of the gradient of `name` that the rank at `place` computes in one step is `value`.
+    """
+    engine = make_engine(case)
+    coordinates = engine.mesh.coordinates
+    seen: list[tuple[StepResult, bytes, bytes]] = []
+    for step in range(4):
+        hooks = []
+        if step == bad_step and (coordinates.dp, coordinates.tp, coordinates.pp) == place:
+            (leaf,) = (entry.leaf for entry in engine.optimizer.entries if entry.name == name)
+            hooks.append(leaf.register_hook(lambda gradient: _spoilt(gradient, value)))
+        before = state_bits(engine)
+        result = engine.train_step(shard_of(case, step, coordinates.dp), step)
+        seen.append((result, before, state_bits(engine)))
+        for hook in hooks:
+            hook.remove()
+    assert engine.loss_scale is not None
+    return [seen, engine.loss_scale.value]
+
+
+def _spoilt(gradient: Tensor, value: float) -> Tensor:
+    spoilt = gradient.clone()
+    spoilt.view(-1)[-1] = value
+    return spoilt
+
+
+def state_bits(engine: Engine) -> bytes:
+    """Masters, what is computed with, and the optimizer's memory, its count of updates included."""
+    tensors = [tensor for entry in engine.optimizer.entries for tensor in (entry.master, entry.leaf)]
+    tensors += [value for _, _, value in engine.optimizer.states()]
+    return b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+
+
+def check_skipped_by_all(ranks: list[list[Any]], bad_step: int) -> None:
+    for rank, (seen, scale) in enumerate(ranks):
+        for step, (result, before, after) in enumerate(seen):
+            bad = step == bad_step
+            assert result.skipped == bad, f"rank {rank} step {step}"
+            assert (after == before) == bad, f"rank {rank} step {step}"
+            assert result.loss_scale == (65536.0 if step <= bad_step else 32768.0)
+            assert result.loss == ranks[0][0][step][0].loss
+        assert scale == 32768.0
+
+
+# Stage 0 has the norm that every tensor rank holds whole, stage 1 the split weights of the last block.
+PLACES = [
+    ((0, 0, 0), "blocks.0.attn.qkv.weight"),
+    ((1, 0, 0), "embed.positions.weight"),
+    ((0, 1, 0), "blocks.0.attn_norm.weight"),
+    ((0, 1, 1), "blocks.2.mlp.down.weight"),
+    ((1, 1, 1), "head.norm.bias"),
+]
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES, ids=str)
+def test_an_overflow_on_one_rank_makes_every_rank_skip(pool, place: tuple[int, ...], name: str) -> None:
+    """S39: on one replica, one tensor rank or one stage, split weights or whole ones; the step after goes on."""
+    case = FP16.with_layout(2, 2, 2)
+    value = float("nan") if place == (1, 0, 0) else float("inf")
+    check_skipped_by_all(pool.run(8, overflowing, case, place, name, 1, value), 1)
+
+
+@pytest.mark.parametrize(("layout", "zero"), [((2, 1, 1), 1), ((2, 2, 1), 3)], ids=str)
+def test_an_overflow_in_one_shard_makes_every_rank_skip(pool, layout: tuple[int, int, int], zero: int) -> None:
+    case = replace(FP16.with_layout(*layout), settings=(("parallel.zero", zero), ("precision.loss_scale", 2.0**40)))
+    ranks = pool.run(case.world_size, losses_and_skips, case, 3)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert ranks[0] == [(True, 2.0**40), (True, 2.0**39), (True, 2.0**38)]
+
+
+def losses_and_skips(case: Case, steps: int) -> list[tuple[bool, float | None]]:
+    engine = make_engine(case)
+    results = [engine.train_step(shard_of(case, step, engine.mesh.dp.index), step) for step in range(steps)]
+    return [(result.skipped, result.loss_scale) for result in results]
+
+
+def test_a_scale_that_is_too_large_falls_until_the_gradients_fit(pool) -> None:
+    case = replace(FP16, settings=(("precision.loss_scale", 2.0**26), ("precision.loss_scale_window", 2)))
+    ((*steps,),) = pool.run(1, losses_and_skips, case, 24)
+    skips = [skipped for skipped, _ in steps]
+    assert skips[0]
+    assert not all(skips[-4:])
+    scales = [scale for _, scale in steps]
+    for (skipped, scale), after in zip(steps, scales[1:], strict=False):
+        assert after == scale / 2 if skipped else after in (scale, scale * 2)
+
+
+def hopeless(case: Case) -> None:
+    engine = make_engine(case)
+    for entry in engine.optimizer.entries:
+        entry.leaf.detach().fill_(torch.inf)
+    engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
+
+
+def test_what_overflows_unscaled_has_diverged(pool) -> None:
+    case = replace(FP16.with_layout(1, 1, 2), settings=(("precision.loss_scale", 1.0),))
+    with pytest.raises(Exception, match=r"Training diverged at step 1: the loss is nan .* lower optimizer.lr"):
+        pool.run(2, hopeless, case)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_other_precisions_have_no_scale(pool, dtype: str) -> None:
+    assert pool.run(1, losses_and_skips, Case(dtype=dtype), 1) == [[(False, None)]]
+
+
+def test_the_scale_doubles_after_a_window_and_halves_to_a_floor() -> None:
+    scale = LossScale(4.0, window=3)
+    for expected in (4.0, 4.0, 8.0, 8.0):
+        scale.held()
+        assert scale.value == expected
+    scale.overflowed()
+    assert (scale.value, scale.good_steps) == (4.0, 0)
+    for _ in range(3):
+        assert not scale.is_least or scale.value == 1.0
+        scale.overflowed()
+    assert scale.value == 1.0
+    assert scale.is_least
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "window"),
+    [((2, 1, 2), (2, 1, 2), 3), ((1, 1, 2), (2, 2, 1), 1000)],  # which scale overflows depends on the micro-batches
+    ids=str,
+)
+def test_half_and_half_is_the_whole(
+    pool, small_run: Run, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int], window: int
+) -> None:
+    """k steps, a checkpoint and k steps: the losses, scales and skips of 2k steps, in another layout too."""
+    settings = (("precision.loss_scale", 2.0**22), ("precision.loss_scale_window", window))
+    run = small_run.but(dtype="fp16", set=settings)
+    runs = [run.but(dp=dp, tp=tp, pp=pp) for dp, tp, pp in (before, after)]
+    pool.run(runs[0].world_size, train_rank, runs[0].but(steps=12), tmp_path / "whole")
+    pool.run(runs[0].world_size, train_rank, runs[0].but(steps=6), tmp_path / "parts")
+    facts = manifest(tmp_path / "parts" / "checkpoints" / "step_00000006")
+    pool.run(runs[1].world_size, train_rank, runs[1].but(steps=12), tmp_path / "parts", True)
+    whole, parts = (list(steps_of(tmp_path / name).values()) for name in ("whole", "parts"))
+    assert facts["loss_scale"] == whole[6]["loss_scale"] < 2.0**22
+    for key in ("loss_scale", "skipped"):
+        assert [line[key] for line in parts] == [line[key] for line in whole]
+    assert whole[0]["skipped"]
+    assert whole[0]["grad_norm"] is None
+    assert not all(line["skipped"] for line in whole[-2:])
+    losses = losses_of(tmp_path / "whole")
+    assert losses_of(tmp_path / "parts") == (losses if before == after else pytest.approx(losses, rel=2e-3))
+    log = (tmp_path / "whole" / "train.log").read_text()
+    assert "global step 1, skipped: the gradient overflowed at loss scale 4.1943e+06" in log
+    assert f"loss scale: {whole[11]['loss_scale']:g}" in log
+
+
+def states_of(case: Case) -> set[torch.dtype]:
+    engine = make_engine(case)
+    engine.train_step(shard_of(case, 0, 0), 0)
+    found = {value.dtype for _, _, value in engine.optimizer.states() if value.dim()}
+    return found | {entry.gradient.dtype for entry in engine.optimizer.entries}
+
+
+def test_pure_bf16_keeps_nothing_wide(pool) -> None:
+    case = Case(dtype="bf16")
+    assert pool.run(1, states_of, case) == [{torch.float32}]
+    assert pool.run(1, states_of, replace(case, settings=(("precision.master_weights", False),))) == [{torch.bfloat16}]
+
+
+@pytest.mark.parametrize(
+    ("precision", "sentence"),
+    [
+        ({"master_weights": False}, "precision.master_weights is False but precision.dtype is fp32 and only bf16"),
+        ({"master_weights": False, "dtype": "fp16"}, "master_weights is False but precision.dtype is fp16"),
+        ({"dtype": "fp16", "loss_scale": 1000.0}, "loss_scale is 1000.0 but must be a power of two; use 1024"),
+    ],
+)
+def test_what_cannot_be_is_refused(precision: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        resolve(Config.model_validate({"data": {"path": "unused"}, "precision": precision}), 67)
+
+
+def _errors(compute: Any, *inputs: Tensor) -> list[float]:
+    """Relative errors of the result and the inputs' gradients in fp16 against fp64 from the same numbers."""
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        leaves = [each.half().to(dtype).requires_grad_() for each in inputs]
+        out = compute(*leaves)
+        weights = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+        found.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
+    return [relative_error(got.double(), exact.double()) for got, exact in zip(*found, strict=True)]
+
+
+def test_fp16_on_a_cpu_adds_up_wide() -> None:
+    """Products, norms, attention and loss of fp16 numbers: wrong by roundings of the result, not of each addend."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator) + 0.1  # of one sign: adding up in fp16 would show
+
+    limit = 4 * torch.finfo(torch.float16).eps
+    assert max(_errors(kernels.linear, draw(7, 2000), draw(5, 2000), draw(5))) < limit
+    assert max(_errors(lambda x, w, b: F.layer_norm(x, (999,), w, b), draw(9, 999), draw(999), draw(999))) < limit
+    assert max(_errors(kernels.causal_attention, *(draw(2, 40, 2, 6) for _ in range(3)))) < 2 * limit
+    labels = torch.arange(9)
+    assert max(_errors(lambda logits: CrossEntropy()(logits * 8, labels).double(), draw(9, 60000))) < limit
+    table, ids = torch.zeros(3, 2, dtype=torch.float16, requires_grad=True), torch.zeros(5000, dtype=torch.int64)
+    (gradient,) = torch.autograd.grad(kernels.embedding(ids, table).sum(), table)
+    assert gradient[0].tolist() == [5000.0, 5000.0]  # in fp16, 2048 + 1 is 2048
+
+
+def test_places_are_where_the_test_says() -> None:
+    assert {Layout(2, 2, 2).rank_of(dp=dp, tp=tp, pp=pp) for (dp, tp, pp), _ in PLACES} == {0, 4, 1, 3, 7}
