@@ -102,7 +102,7 @@ def test_values_of_overrides(text: str, value: object) -> None:
         ("data: {path: x}\nparallel: {dp: 0}\n", "run.yaml, line 2: parallel.dp is 0 but must be at least 1."),
         ("data: {path: x}\noptimizer: {lr: .inf}\n", "run.yaml, line 2: optimizer.lr is inf but must be a finite number."),
         ("data: {path: x}\noptimizer: {betas: [1]}\n", "run.yaml, line 2: optimizer.betas is [1] but must be a list of two numbers."),
-        ("data: {path: x}\nprecision: {dtype: bf6}\n", "run.yaml, line 2: precision.dtype is 'bf6' but must be one of fp32, bf16, fp64; the nearest is bf16."),
+        ("data: {path: x}\nprecision: {dtype: bf6}\n", "run.yaml, line 2: precision.dtype is 'bf6' but must be one of fp32, bf16, fp16, fp64; the nearest is bf16."),
         ("data: {path: x}\nmodel: {tie_embeddings: 1}\n", "run.yaml, line 2: model.tie_embeddings is 1 but must be true or false."),
         ("data: tokens\n", "run.yaml, line 1: data is 'tokens' but must be a section with settings below it."),
         ("data: {path: x}\ntrain: {seed: 1}\ntrain: {seed: 2}\n", "run.yaml, line 3: train is set twice, first on line 2."),
