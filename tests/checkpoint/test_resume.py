@@ -1,6 +1,7 @@
 """Half a run, a checkpoint, and the other half in any layout: the losses of the unbroken run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,37 @@ def test_another_layout_goes_on_equal(
     first, second = (run.but(dp=dp, tp=tp, pp=pp) for dp, tp, pp in (before, after))
     losses = broken_run(pool, first, second, tmp_path / "broken")
     assert same(losses, losses_of(tmp_path / "unbroken"), dtype)
+
+
+def zero(stage: int, **changes: Any) -> dict[str, Any]:
+    return {"dp": 2, "set": (("parallel.zero", stage),), **changes}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (zero(3, dp=3, tp=2), {"pp": 2}),
+        ({"pp": 2}, zero(3, dp=3, tp=2)),
+        (zero(1, pp=2), zero(2, tp=2)),
+        (zero(2, dp=4, set=(("parallel.zero", 2), ("parallel.zero_shards", 2))), {"dtype": "fp64", "dp": 2}),
+    ],
+    ids=str,
+)
+def test_shards_of_the_replicas_go_on_equal(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Also where 301 rows are cut in two by tp and in three by the replicas, which torch itself reckons wrongly."""
+    run = small_run.but(dtype="fp64", steps=WHOLE, set=(("train.global_batch_size", 12),))
+    pool.run(1, train_rank, run, tmp_path / "unbroken")
+    first, second = (run.but(**{**each, "set": run.set + each.get("set", ())}) for each in (before, after))
+    assert same(broken_run(pool, first, second, tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")
+
+
+def test_narrow_shards_go_on_bit_equal(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """The shards are the wide masters."""
+    run = small_run.but(dtype="bf16", **zero(3))
+    pool.run(2, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
+    assert broken_run(pool, run, run, tmp_path / "broken") == losses_of(tmp_path / "unbroken")
 
 
 def test_untied_weights(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ CASES = {
     "cp pp": Case(cp=3, pp=2, **EVEN, dropout=0.1),
     "cp ring": Case(cp=3, settings=RING, **EVEN),
     "cp ring bf16": Case(cp=2, tp=2, settings=RING, dtype="bf16", **EVEN),
+    "zero 1": Case(dp=3, settings=(("parallel.zero", 1),), accumulation=4),
+    "zero 2, bf16": Case(dp=2, tp=2, settings=(("parallel.zero", 2),), tie=False, dtype="bf16"),
+    "zero 3": Case(dp=3, tp=2, settings=(("parallel.zero", 3),)),
+    "zero 3 pp": Case(dp=3, pp=2, settings=(("parallel.zero", 3),), schedule="gpipe", accumulation=4),
+    "zero 2 of two copies": Case(dp=4, settings=(("parallel.zero", 2), ("parallel.zero_shards", 2))),
+    "zero 1 of two copies, cp": Case(dp=4, cp=2, settings=(("parallel.zero", 1), ("parallel.zero_shards", 2)), **EVEN),
     "dualpipev": Case(pp=2, schedule="dualpipev", **EVEN, accumulation=4),
 }
 

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from threefold.checkpoint.strided import StridedPart, is_strided
 from threefold.errors import UserError
 
 
@@ -64,7 +65,8 @@ def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool) -> None:
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+    detached = {name: tensor.detach() for name, tensor in tensors.items()}
+    return {name: StridedPart.of(tensor) if is_strided(tensor) else tensor for name, tensor in detached.items()}
 
 
 def _reason(error: CheckpointException) -> str:

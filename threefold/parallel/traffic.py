@@ -118,12 +118,34 @@ class _Step:
         yield "world", "all_reduce", int(world > 1), _LOSS_AND_NORM
 
     def _gradients(self) -> Iterator[Carried]:
-        """Each parameter once, in buckets, over all that hold the same weights."""
+        """Each parameter once, in buckets, over all that hold the same weights; with zero by `_shared`."""
         dp, cp = self.parallel.dp, self.parallel.cp
-        if dp * cp > 1:
-            axis = "dp·cp" if dp > 1 < cp else "dp" if dp > 1 else "cp"
+        axis = "dp·cp" if dp > 1 < cp else "dp" if dp > 1 else "cp"
+        if self.parallel.zero:
+            yield from self._shared(axis)
+        elif dp * cp > 1:
             for bucket in in_buckets([self.wide * size for size in self._parameters()], int):
                 yield axis, "all_reduce", 1, sum(bucket)
+
+    def _shared(self, axis: str) -> Iterator[Carried]:
+        """Weights gathered and gradients scattered layer by layer, rows padded to equal shards; then between copies."""
+        stage, shards = self.parallel.zero, self.parallel.zero_shards * self.parallel.cp
+        layers = list(self._shapes())
+        if self.stages.ranks == (0,) and self.config.model.tie_embeddings:
+            layers[0] += layers.pop()  # they share a weight
+        for shapes in layers:
+            padded = sum(-(-rows // shards) * shards * columns for rows, columns in shapes)
+            yield axis, "all_gather", 2 * self.micro_batches if stage == 3 else 1, padded * self.itemsize
+            yield axis, "reduce_scatter", 1 if stage == 1 else self.micro_batches, padded * self.wide
+        if self.parallel.zero_shards < self.parallel.dp:
+            held = sum(self._of_shard(rows) * columns for shapes in layers for rows, columns in shapes)
+            yield axis, "all_reduce", 1, held * self.wide
+
+    def _of_shard(self, rows: int) -> int:
+        """How many of `rows` the replicas leave to this one when they share them."""
+        cp, shards = self.parallel.cp, self.parallel.zero_shards
+        start, end = shard_bounds(rows, shards * cp, self.place.dp % shards * cp + self.place.cp)
+        return end - start
 
     def _tensor(self) -> Iterator[Carried]:
         """Forward: after the embedding and each half of a block; backward: before each half and the head."""
@@ -177,7 +199,8 @@ class _Step:
     def _ties(self) -> Iterator[Carried]:
         """The gradient of a weight that the first and the last layer share, where those are not one rank's."""
         if self.config.model.tie_embeddings and self.has_embedding != self.has_head:
-            yield "tie", "all_reduce", 1, self.wide * self._rows() * self.config.model.hidden_size
+            rows = self._of_shard(self._rows()) if self.parallel.zero else self._rows()
+            yield "tie", "all_reduce", 1, self.wide * rows * self.config.model.hidden_size
 
     def _rows(self) -> int:
         start, end = shard_bounds(self.config.model.vocab_size, self.parallel.tp, self.place.tp)
@@ -185,21 +208,21 @@ class _Step:
 
     def _parameters(self) -> Iterator[int]:
         """Elements of each parameter that this rank holds, in the order of the model."""
+        yield from (rows * columns for shapes in self._shapes() for rows, columns in shapes)
+
+    def _shapes(self) -> Iterator[list[tuple[int, int]]]:
+        """For each layer of this rank, rows and columns of its parameters (1 column for a vector)."""
         model, tp = self.config.model, self.parallel.tp
         hidden, inner = model.hidden_size, model.ffn_hidden_size // tp
-        table = self._rows() * hidden
+        table, norm = (self._rows(), hidden), [(hidden, 1), (hidden, 1)]
         if self.has_embedding:
-            yield table
-            yield from self._positions()
+            yield [table, *((size // hidden, hidden) for size in self._positions())]
+        attention = [(3 * hidden // tp, hidden), (3 * hidden // tp, 1), (hidden, hidden // tp), (hidden, 1)]
+        mlp = [(inner, hidden), (inner, 1), (hidden, inner), (hidden, 1)]
         for _ in range(self.blocks):
-            yield from (hidden, hidden)
-            yield from (3 * hidden // tp * hidden, 3 * hidden // tp, hidden // tp * hidden, hidden)
-            yield from (hidden, hidden)
-            yield from (inner * hidden, inner, inner * hidden, hidden)
+            yield [*norm, *attention, *norm, *mlp]
         if self.has_head:
-            yield from (hidden, hidden)
-            if not (model.tie_embeddings and self.has_embedding):
-                yield table
+            yield norm if model.tie_embeddings and self.has_embedding else [*norm, table]
 
     def _held_whole(self) -> Iterator[int]:
         """Elements of the parameters that the tensor axis does not split: positions, norms and row-parallel biases."""
