@@ -51,8 +51,8 @@ RULES: tuple[Rule, ...] = (
         "zero-bubble",
         "parallel.zero",
         lambda config: config.parallel.zero > 0 and config.parallel.schedule in SPLIT_BACKWARD,
-        "parallel.schedule {config.parallel.schedule} computes the gradients of the weights later than those of the "
-        "activations, when shared weights are gone; use 0 or schedule interleaved",
+        "parallel.schedule {config.parallel.schedule} puts the gradients of the weights off until after their layer's "
+        "backward pass, at whose end fully_shard shares them out; use 0 or schedule interleaved",
     ),
     Rule(
         "zero",

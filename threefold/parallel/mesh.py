@@ -78,9 +78,12 @@ class Mesh:
             shards: how many neighbouring dp replicas (with all their cp ranks) share a copy; a divisor of dp.
         """
         name = self.replicas.name
-        held_by = self._shard_mesh(shards)
-        ranks = next(group for group in self.layout.shard_groups(shards) if self.rank in group)
-        shared = self._axis(name, tuple(ranks), held_by.get_group(), held_by)
+        ranks = tuple(next(group for group in self.layout.shard_groups(shards) if self.rank in group))
+        if ranks == self.replicas.ranks and self.replicas.device_mesh is not None:
+            shared = self.replicas
+        else:
+            held_by = self._shard_mesh(shards)
+            shared = self._axis(name, ranks, held_by.get_group(), held_by)
         copies = self.new_axis(name, self.layout.copy_groups(shards))
         assert copies is not None  # each rank is in one of them
         return shared, copies
