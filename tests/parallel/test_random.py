@@ -6,7 +6,6 @@ from torch import Tensor
 
 from threefold.parallel.random import (
     Dropout,
-    RandomStreams,
     Slice,
     _philox2x32,
     fill_normal_,
@@ -100,35 +99,6 @@ def test_dropout_replays() -> None:
     state = torch.get_rng_state()
     assert torch.equal(dropout(x, keys), dropout(x, keys))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def streams(tp: int) -> RandomStreams:
-    return RandomStreams(seed=7, dp=1, pp=0, tp=tp)
-
-
-def draw(random: RandomStreams, name: str) -> Tensor:
-    with random.fork(name):
-        return torch.rand(5)
-
-
-def test_global_stream_agrees_in_a_tensor_group_and_local_differs() -> None:
-    ranks = [streams(tp) for tp in range(4)]
-    together = [draw(random, "global") for random in ranks]
-    apart = [draw(random, "local") for random in ranks]
-    assert all(torch.equal(drawn, together[0]) for drawn in together)
-    assert len({tuple(drawn.tolist()) for drawn in [*apart, together[0]]}) == 5  # local is nowhere global
-
-
-def test_streams_go_on_where_a_checkpoint_left_them_and_leave_torchs_own_alone() -> None:
-    random = streams(0)
-    draw(random, "global")
-    saved = random.state_dict()
-    outside = torch.get_rng_state()
-    expected = draw(random, "global")
-    resumed = streams(0)
-    resumed.load_state_dict(saved)
-    assert torch.equal(draw(resumed, "global"), expected)
-    assert torch.equal(torch.get_rng_state(), outside)
 
 
 def test_nearly_everything_can_be_dropped() -> None:

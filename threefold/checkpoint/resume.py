@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.folder import CONFIG, Checkpoint, newest
+from threefold.checkpoint.tensors import stored_names
 from threefold.config import Config, load_config
 from threefold.data.format import Meta
 from threefold.errors import UserError
+from threefold.parallel.layout import Layout
+from threefold.parallel.streams import STREAMS, stored_as
 
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
 """Settings that change no result, by their beginning."""
@@ -88,8 +91,17 @@ def find_resumption(run_dir: Path, config: Config) -> Resumption:
             f"train.max_steps is {config.train.max_steps} and {checkpoint.path} is at step {checkpoint.step} already; "
             f"set it to {checkpoint.step + 1} at least to go on."
         )
-    warnings = tuple(f"{key} is {now!r} from here on; up to now it was {before!r}." for key, before, now in changes)
-    return Resumption(checkpoint, warnings)
+    warnings = [f"{key} is {now!r} from here on; up to now it was {before!r}." for key, before, now in changes]
+    return Resumption(checkpoint, (*warnings, *_restarted_streams(checkpoint, config)))
+
+
+def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
+    """A sentence if the model draws from its ranks' streams, which go on in the same layout alone."""
+    parallel = config.parallel
+    layout = Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp)
+    stored = [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]
+    if stored and not any(name.startswith(stored_as(layout)) for name in stored):
+        yield "The random streams that the model draws from belong to another layout; they start anew from here on."
 
 
 def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:

@@ -51,6 +51,11 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     _load(tensors, folder, alone=False)
 
 
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors that a whole checkpoint has."""
+    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
 def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """As `load_tensors`, in a process that is in no process group."""
     _load(tensors, folder, alone=True)

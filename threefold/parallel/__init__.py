@@ -13,8 +13,9 @@ from threefold.parallel.layout import Layout
 from threefold.parallel.loss import ParallelCrossEntropy
 from threefold.parallel.mesh import Axis, Mesh
 from threefold.parallel.pipeline.partition import partition_by_class, partition_by_cost, partition_uniform
-from threefold.parallel.random import Dropout, RandomStreams, sample_keys
+from threefold.parallel.random import Dropout, sample_keys
 from threefold.parallel.sequence import sum_over_shares_
+from threefold.parallel.streams import RandomStreams
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 __all__ = [

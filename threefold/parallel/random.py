@@ -9,9 +9,8 @@ et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014); the 32-b
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import pi, prod
 from typing import Protocol
 
@@ -218,59 +217,3 @@ def name_sites(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Dropout):
             module.site = stream_key("site", name)
-
-
-@dataclass
-class RandomStreams:
-    """Named torch generators for code that draws in sequence: `global` agrees inside a tp group, `local` differs.
-
-    The keyed functions above are what Threefold's own layers use; this tracker serves models that call torch's random
-    operations themselves. Its state is part of a checkpoint.
-
-    Args:
-        seed: the run's seed.
-        dp, pp, tp: this rank's coordinates; `global` depends on dp and pp alone, `local` on tp too.
-    """
-
-    seed: int
-    dp: int
-    pp: int
-    tp: int
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def __post_init__(self) -> None:
-        self._states = {
-            name: torch.Generator(self.device).manual_seed(stream_key("stream", name, self.seed, *place)).get_state()
-            for name, place in (("global", (self.dp, self.pp)), ("local", (self.dp, self.pp, self.tp)))
-        }
-
-    @contextmanager
-    def fork(self, name: str) -> Iterator[None]:
-        """Run a block with torch's default generator on the stream `name`, and put the generator back after it.
-
-        Raises:
-            KeyError: there is no stream of that name.
-        """
-        outer = self._default_state()
-        self._set_default_state(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = self._default_state()
-            self._set_default_state(outer)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The state of each stream, for a checkpoint."""
-        return dict(self._states)
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._states = dict(state)
-
-    def _default_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
-
-    def _set_default_state(self, state: Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)

@@ -10,13 +10,15 @@ all ranks of a group run the same operations and so end at the same one.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.streams import streams_of
 
 
 def recompute_(stages: Sequence[Stage], mode: str, every: int = 1) -> None:
@@ -72,13 +74,16 @@ def _matching(names: Iterator[str], patterns: Sequence[str]) -> list[str]:
 
 def _keep_inputs_alone(module: nn.Module) -> None:
     """Wrap `forward` of this one object: what hooks its call (sharded weights) stays outside the replay."""
-    module.forward = _replayed(module.forward)
+    module.forward = _replayed(module.forward, module)
 
 
-def _replayed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _replayed(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        streams = streams_of(module)
+        contexts = streams.replays if streams else noop_context_fn
+        replayed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        return replayed(forward, *args, **kwargs)
 
     return run

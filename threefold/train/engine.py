@@ -23,6 +23,7 @@ from threefold.parallel.recompute import recompute_
 from threefold.parallel.samples import Samples
 from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.split import ModelPlan
+from threefold.parallel.streams import RandomStreams, lend
 from threefold.parallel.zero import ShardedGradients, make_sharing
 from threefold.train.division import stage_map
 from threefold.train.loss_scale import LossScale
@@ -84,6 +85,8 @@ class Engine:
         )
         self.stages = parallelize(make_model, plan, self.division)
         recompute_(self.stages, config.train.recompute, config.train.recompute_every)
+        self.streams = RandomStreams(config.train.seed, mesh.coordinates, mesh.device)
+        lend(self.streams, nn.ModuleList(self.stages))
         self.tied = TiedWeights(plan, self.division.stages, mesh)
         parameters = list(whole_parameters(self.stages))
         self.gradients: Gradients
@@ -187,7 +190,8 @@ class Engine:
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Summed loss and number of tokens that count in a global batch; gradients and randomness stay as they are."""
         work = self._work(batch, None)
-        loss = self.runner.evaluate(work).double()
+        with self.streams.preserved():
+            loss = self.runner.evaluate(work).double()
         totals = torch.stack([loss, (work.labels != IGNORED).sum().to(loss)])
         if not (self.runner.has_loss and self.mesh.tp.is_first):
             totals.zero_()

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts
 from threefold.checkpoint.save import save_checkpoint
-from threefold.checkpoint.tensors import load_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config import Config
 from threefold.data.files import TokenFiles
 from threefold.data.format import TOKENIZER_FILE
+from threefold.parallel.streams import STREAMS, stored_as
 from threefold.train.engine import Engine
 
 MODEL = "model."
@@ -54,6 +55,8 @@ class Checkpoints:
         """
         world, keep = self.engine.mesh.world, self.config.checkpoint.keep
         tensors = engine_tensors(self.engine)
+        if self.engine.streams.used:
+            tensors |= self.engine.streams.stored(self.engine.mesh.layout)
         return save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, world, keep)
 
     def restore(self, checkpoint: Checkpoint) -> int:
@@ -67,7 +70,20 @@ class Checkpoints:
         facts, scale = checkpoint.facts, self.engine.loss_scale
         if scale is not None and facts.loss_scale is not None:
             scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
+        self._restore_streams(checkpoint)
         return checkpoint.step
+
+    def _restore_streams(self, checkpoint: Checkpoint) -> None:
+        """Go on where this rank's streams were; in another layout anew, from the seed and the step."""
+        streams, layout = self.engine.streams, self.engine.mesh.layout
+        names = stored_names(checkpoint.path)
+        if any(name.startswith(stored_as(layout)) for name in names):
+            mine = {name: state for name, state in streams.stored(layout).items() if name in names}
+            load_tensors(mine, checkpoint.path)
+            if mine:  # else this rank's stage never drew
+                streams.load_stored(mine, layout)
+        elif any(name.startswith(STREAMS) for name in names):
+            streams.reseed("after", checkpoint.step)
 
     def _facts(self, step: int) -> Facts:
         meta, train, scale = self.files.meta, self.config.train, self.engine.loss_scale
