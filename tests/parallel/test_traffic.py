@@ -12,6 +12,8 @@ from threefold.parallel.traffic import Table, Volume, step_traffic, wire_bytes
 SHARED = (("parallel.sequence_parallel", True),)
 ROTARY_SHARED = (*SHARED, ("model.position_embedding", "rope"))
 RING = (("parallel.cp_method", "ring"),)
+FULL, CORE = (("train.recompute", "full"),), (("train.recompute", "selective"),)
+NARROW = (("precision.master_weights", False),)
 EVEN = {"sequence": 12, "layers": 4}
 
 
@@ -57,6 +59,14 @@ CASES = {
     "zero 3 pp": Case(dp=3, pp=2, settings=(("parallel.zero", 3),), schedule="gpipe", accumulation=4),
     "zero 2 of two copies": Case(dp=4, settings=(("parallel.zero", 2), ("parallel.zero_shards", 2))),
     "zero 1 of two copies, cp": Case(dp=4, cp=2, settings=(("parallel.zero", 1), ("parallel.zero_shards", 2)), **EVEN),
+    "recompute": Case(tp=2, pp=2, settings=(*FULL, ("train.recompute_every", 2)), **EVEN),
+    "recompute, dropout, sequence": Case(tp=2, settings=(*FULL, *SHARED), dropout=0.1, **EVEN),
+    "recompute, sequence, cp": Case(tp=2, cp=2, settings=(*FULL, *SHARED), **EVEN),
+    "recompute of the core, cp": Case(cp=2, settings=CORE, **EVEN),
+    "recompute of the core, ring": Case(cp=2, settings=(*CORE, *RING), **EVEN),
+    "sequence, zero 2": Case(dp=2, tp=2, settings=(*SHARED, ("parallel.zero", 2)), **EVEN),
+    "narrow weights, sequence": Case(dp=2, tp=2, dtype="bf16", settings=(*SHARED, *NARROW), **EVEN),
+    "fp16": Case(dp=2, tp=2, pp=2, dtype="fp16", settings=SHARED, **EVEN),
     "dualpipev": Case(pp=2, schedule="dualpipev", **EVEN, accumulation=4),
 }
 

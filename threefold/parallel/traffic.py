@@ -13,7 +13,7 @@ from threefold.parallel.data import in_buckets
 from threefold.parallel.layout import Coordinates
 from threefold.parallel.pipeline.placement import StageMap
 
-_ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2}
+_ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _COUNT = 8  # bytes of the number of tokens that count
 _LOSS_AND_NORM = 2 * 8
 
@@ -88,14 +88,19 @@ class _Step:
         model, parallel, train = config.model, config.parallel, config.train
         self.parallel = parallel
         self.itemsize = _ITEMSIZE[config.precision.dtype]
-        self.wide = max(4, self.itemsize)  # of gradients and losses
+        self.wide = max(4, self.itemsize)  # of losses
+        self.summed = self.wide if config.precision.master_weights else self.itemsize  # of gradients
         self.micro_batches = train.gradient_accumulation_steps
         self.tokens = train.micro_batch_size * config.data.sequence_length // parallel.cp
         self.activation = self.tokens * model.hidden_size * self.itemsize
         self.mine = stages.held_by(place.pp)
         layers = {layer for stage in self.mine for layer in range(*stages.layers(stage))}
         self.has_embedding, self.has_head = 0 in layers, model.num_layers + 1 in layers
-        self.blocks = len(layers) - self.has_embedding - self.has_head
+        blocks = layers & set(range(1, model.num_layers + 1))
+        self.blocks = len(blocks)
+        replayed = blocks & set(range(1, model.num_layers + 1, train.recompute_every))
+        self.replayed_cores = len(replayed) if train.recompute != "none" else 0
+        self.replayed = len(replayed) if train.recompute == "full" else 0
 
     def collectives(self) -> Iterator[Carried]:
         yield from self._scalars()
@@ -124,7 +129,7 @@ class _Step:
         if self.parallel.zero:
             yield from self._shared(axis)
         elif dp * cp > 1:
-            for bucket in in_buckets([self.wide * size for size in self._parameters()], int):
+            for bucket in in_buckets([self.summed * size for size in self._parameters()], int):
                 yield axis, "all_reduce", 1, sum(bucket)
 
     def _shared(self, axis: str) -> Iterator[Carried]:
@@ -136,10 +141,10 @@ class _Step:
         for shapes in layers:
             padded = sum(-(-rows // shards) * shards * columns for rows, columns in shapes)
             yield axis, "all_gather", 2 * self.micro_batches if stage == 3 else 1, padded * self.itemsize
-            yield axis, "reduce_scatter", 1 if stage == 1 else self.micro_batches, padded * self.wide
+            yield axis, "reduce_scatter", 1 if stage == 1 else self.micro_batches, padded * self.summed
         if self.parallel.zero_shards < self.parallel.dp:
             held = sum(self._of_shard(rows) * columns for shapes in layers for rows, columns in shapes)
-            yield axis, "all_reduce", 1, held * self.wide
+            yield axis, "all_reduce", 1, held * self.summed
 
     def _of_shard(self, rows: int) -> int:
         """How many of `rows` the replicas leave to this one when they share them."""
@@ -149,24 +154,23 @@ class _Step:
 
     def _tensor(self) -> Iterator[Carried]:
         """Forward: after the embedding and each half of a block; backward: before each half and the head."""
-        each = self.has_embedding + 4 * self.blocks + self.has_head
+        each = self.has_embedding + 4 * self.blocks + self.has_head + self._replayed_sums()
         yield "tp", "all_reduce", self.micro_batches * each, self.activation
 
     def _tensor_shared(self) -> Iterator[Carried]:
-        """Before each half of a block and the head a gather, after it the adjoint, and each again where it is kept as
-        a share; weights that are held whole are summed over the shares."""
-        per_half = 2 * self.blocks
-        # A half gathers forward, its adjoint of the output gathers backward, and the input is gathered again.
-        yield (
-            "tp",
-            "all_gather",
-            self.micro_batches * (3 * per_half + self.has_embedding + 2 * self.has_head),
-            (self.activation),
-        )
-        scatters = 2 * per_half + self.has_embedding + self.has_head
+        """A gather before each half of a block, a reduce-scatter after it, the adjoint of each backward, and the input
+        gathered again; weights that are held whole are summed over the shares."""
+        gathers = 6 * self.blocks + self.has_embedding + 2 * self.has_head + 2 * self.replayed
+        scatters = 4 * self.blocks + self.has_embedding + self.has_head + self._replayed_sums()
+        yield "tp", "all_gather", self.micro_batches * gathers, self.activation
         yield "tp", "reduce_scatter", self.micro_batches * scatters, self.activation
-        held_whole = self.wide * sum(self._held_whole())
+        held_whole = self.summed * sum(self._held_whole())
         yield "tp", "all_reduce", int(held_whole > 0), held_whole
+
+    def _replayed_sums(self) -> int:
+        """Sums after the halves of blocks that are computed again; the last is left out where nothing after it keeps
+        anything, as a dropout does."""
+        return self.replayed * (2 if self.config.model.hidden_dropout else 1)
 
     def _loss(self) -> Iterator[Carried]:
         """Per token a maximum, and two sums in one."""
@@ -179,14 +183,15 @@ class _Step:
             yield from self._ring()
             return
         keys_and_values = 2 * self.activation * self.parallel.cp // self.parallel.tp
-        yield "cp", "all_gather", self.micro_batches * self.blocks, keys_and_values
+        yield "cp", "all_gather", self.micro_batches * (self.blocks + self.replayed_cores), keys_and_values
         yield "cp", "reduce_scatter", self.micro_batches * self.blocks, keys_and_values
 
     def _ring(self) -> Iterator[Carried]:
         """Each rank's keys and values to all others, forward and backward; their gradients all the way round, wide."""
-        own, times = 2 * self.activation // self.parallel.tp, self.micro_batches * self.blocks
-        yield "cp", "send", times * 2 * (self.parallel.cp - 1), own
-        yield "cp", "send", times * self.parallel.cp, own // self.itemsize * self.wide
+        own, passes = 2 * self.activation // self.parallel.tp, 2 * self.blocks + self.replayed_cores
+        yield "cp", "send", self.micro_batches * passes * (self.parallel.cp - 1), own
+        gradients = own // self.itemsize * self.wide
+        yield "cp", "send", self.micro_batches * self.blocks * self.parallel.cp, gradients
 
     def _pipeline(self) -> Iterator[Carried]:
         """Activations to the next stage and their gradients to the one before, where that is another rank's."""
@@ -200,7 +205,7 @@ class _Step:
         """The gradient of a weight that the first and the last layer share, where those are not one rank's."""
         if self.config.model.tie_embeddings and self.has_embedding != self.has_head:
             rows = self._of_shard(self._rows()) if self.parallel.zero else self._rows()
-            yield "tie", "all_reduce", 1, self.wide * rows * self.config.model.hidden_size
+            yield "tie", "all_reduce", 1, self.summed * rows * self.config.model.hidden_size
 
     def _rows(self) -> int:
         start, end = shard_bounds(self.config.model.vocab_size, self.parallel.tp, self.place.tp)
@@ -226,9 +231,11 @@ class _Step:
 
     def _held_whole(self) -> Iterator[int]:
         """Elements of the parameters that the tensor axis does not split: positions, norms and row-parallel biases."""
+        hidden = self.config.model.hidden_size
+        share = self._of_shard if self.parallel.zero else int
         if self.has_embedding:
-            yield from self._positions()
-        yield (6 * self.blocks + 2 * self.has_head) * self.config.model.hidden_size
+            yield from (share(size // hidden) * hidden for size in self._positions())
+        yield (6 * self.blocks + 2 * self.has_head) * share(hidden)
 
     def _positions(self) -> Iterator[int]:
         """Elements of the learned positions, where positions are learned."""
