@@ -36,7 +36,13 @@ def narrow_departures(expected: Trace, traces: list[Trace], limit: float) -> lis
 @pytest.mark.parametrize(("dtype", "limit"), [("bf16", 1.5e-2), ("fp16", 3e-3)])
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"dp": 2, "tp": 2, "pp": 2}, {"tp": 2, "cp": 2, "sequence": 12}, {"pp": 2, "schedule": "zbv"}],
+    [
+        {},
+        {"dp": 2, "tp": 2, "pp": 2},
+        {"tp": 2, "cp": 2, "sequence": 12},
+        {"pp": 2, "schedule": "zbv"},
+        {"dp": 2, "tp": 2, "settings": (("parallel.zero", 2),)},
+    ],
     ids=str,
 )
 def test_gradients_are_those_of_fp32_to_what_the_dtype_rounds(
@@ -48,11 +54,13 @@ def test_gradients_are_those_of_fp32_to_what_the_dtype_rounds(
     assert not narrow_departures(exact, pool.run(case.world_size, in_layout, case), limit)
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp": 2, "tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 3, "zero": 1}], ids=str)
 def test_pure_bf16_follows_fp32(pool, expected, layout: dict[str, int]) -> None:
     """Weights, gradients and Adam's memory in bf16: ten steps within two hundredths; what ranks share, bit-equal."""
     reference = expected(Case(steps=10)).losses
-    case = Case(steps=10, dtype="bf16", settings=(("precision.master_weights", False),), **layout)
+    axes = {"zero": 0, **layout}
+    settings = (("precision.master_weights", False), ("parallel.zero", axes.pop("zero")))
+    case = Case(steps=10, dtype="bf16", settings=settings, **axes)
     traces = pool.run(case.world_size, in_layout, case)
     assert traces[0].losses == pytest.approx(reference, rel=2e-2)
     for trace in traces:
