@@ -93,7 +93,7 @@ def layer_dropped() -> list[Patch]:
 
     def skip_one(self: stage.Stage, x: Tensor, labels: Any = None, samples: Any = ()) -> Tensor:
         names = tuple(name for name in self.layer_names if name != "blocks.1")
-        with patch.object(stage.Stage, "layer_names", names):
+        with patch.object(self, "layer_names", names):
             return forward(self, x, labels, samples)
 
     return [replace(stage.Stage, "forward", skip_one)]

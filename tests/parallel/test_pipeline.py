@@ -208,3 +208,11 @@ def objects_sent(case: Case) -> tuple[int, int]:
 def test_declared_shapes_need_no_metadata_traffic(pool) -> None:
     case = Case(layers=4).with_layout(1, 1, 3)
     assert pool.run(3, objects_sent, case) == [(0, 1)] * 3
+
+
+def test_a_stage_takes_no_name_that_a_layer_may_have() -> None:
+    names = ("first", "plan", "end", "is_last", "layers")
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+    plan = ModelPlan({"*": Replicated()}, names, (1.0,) * len(names), lambda name: Normal(1.0))
+    stage = Stage(model, plan, 0, len(names))
+    assert {name for name, _ in stage.named_parameters()} == {name for name, _ in model.named_parameters()}

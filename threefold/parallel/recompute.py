@@ -33,9 +33,9 @@ def recompute_(stages: Sequence[Stage], mode: str, every: int = 1) -> None:
     if mode == "none":
         return
     for stage in stages:
-        chosen = set(chosen_layers(stage.plan.layers, stage.plan.recompute, mode, every))
+        chosen = set(chosen_layers(stage.model_plan.layers, stage.model_plan.recompute, mode, every))
         for layer in chosen.intersection(stage.layer_names):
-            for name in _matching(_names_below(stage, layer), stage.plan.recompute[mode]):
+            for name in _matching(_names_below(stage, layer), stage.model_plan.recompute[mode]):
                 _keep_inputs_alone(stage.get_submodule(name))
 
 

@@ -60,8 +60,9 @@ def disagreement(fingerprints: list[int], layout: Layout) -> str | None:
         for rank in ranks:
             if fingerprints[rank] != common:
                 place = layout.coordinates(rank)
+                named = f"dp {place.dp}, pp {place.pp}, tp {place.tp}" + (f", cp {place.cp}" if layout.cp > 1 else "")
                 return (
-                    f"rank {rank} (dp {place.dp}, pp {place.pp}, tp {place.tp}) read other samples than the others "
+                    f"rank {rank} ({named}) read other samples than the others "
                     "of its replica; give every host the same files at data.path"
                 )
         if common in usual:

@@ -18,7 +18,7 @@ from threefold.parallel.parameter import is_split, local
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner, Work
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
-from threefold.parallel.random import sample_keys
+from threefold.parallel.random import Dropout, sample_keys
 from threefold.parallel.recompute import recompute_
 from threefold.parallel.samples import Samples
 from threefold.parallel.sequence import sum_over_shares_
@@ -100,6 +100,8 @@ class Engine:
         precision = config.precision
         scaled = precision.dtype == "fp16"
         self.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_window) if scaled else None
+        modules = [module for stage in self.stages for module in stage.modules()]
+        self._drops = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
         if config.train.compile:
             _compile(self.stages)
         self.runner = self._make_runner()
@@ -170,7 +172,7 @@ class Engine:
         tokens = self._count(batch.labels)
         if tokens == 0:
             raise UserError(f"No token of the batch of step {step + 1} counts for the loss; look at data.path.")
-        keys = sample_keys(self.config.train.seed, step, batch.rows) if self._drops() else None
+        keys = sample_keys(self.config.train.seed, step, batch.rows) if self._drops else None
         self.gradients.begin(self.runner.arrivals)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         loss = self.runner.forward_backward(self._work(batch, keys), scale / tokens)
@@ -223,10 +225,6 @@ class Engine:
     def _count(self, labels: Tensor) -> int:
         """Tokens of the global batch that count, from the labels of this replica's rows."""
         return int(self.mesh.dp.all_reduce_((labels != IGNORED).sum()))
-
-    def _drops(self) -> bool:
-        model = self.config.model
-        return model.hidden_dropout > 0 or model.attention_dropout > 0
 
     def _work(self, batch: Batch, keys: Tensor | None) -> Work:
         """The batch as this rank works on it: its own positions of every sequence, on its device."""

@@ -97,7 +97,7 @@ class Pipe(PipelineStage):
             len(stages.ranks),
             mesh.device,
             input_args=shapes.tokens if number == 0 else shapes.activation,
-            output_args=shapes.loss if stage.is_last else shapes.activation,
+            output_args=shapes.loss if stage.gives_loss else shapes.activation,
             group=mesh.pp.group,
             dw_builder=deferred,
         )

@@ -124,7 +124,7 @@ class PipelineRunner(Runner):
         add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
         self._stages, self._division = stages, division
-        self.has_loss = any(stage.is_last for stage in stages)
+        self.has_loss = any(stage.gives_loss for stage in stages)
         # With several stages on a rank, a tied weight may get a gradient from each, or one that was put off.
         self.arrivals = micro_batches if schedule in SINGLE else None
         loss_dtype = torch.promote_types(division.dtype, torch.float32)

@@ -23,15 +23,12 @@ class Stage(nn.Module):
 
     def __init__(self, model: nn.Module, plan: ModelPlan, first: int, end: int) -> None:
         super().__init__()
-        self.plan = plan
-        self.first, self.end = first, end
-        self.is_last = end == len(plan.layers)
+        # Names that no layer of a model is likely to have, since layers stand beside them.
+        self.model_plan = plan
+        self.layer_names: tuple[str, ...] = plan.layers[first:end]
+        self.gives_loss = end == len(plan.layers)
         for name in plan.layers[first:end]:
             _place(self, name, model.get_submodule(name))
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        return self.plan.layers[self.first : self.end]
 
     def forward(self, x: Tensor, labels: Tensor | None = None, samples: Samples = NOTHING) -> Tensor:
         """Run the stage's layers.
@@ -48,7 +45,7 @@ class Stage(nn.Module):
         layers = [self.get_submodule(name) for name in self.layer_names]
         for layer in layers[:-1]:
             x = layer(x, samples)
-        return layers[-1](x, labels) if self.is_last else layers[-1](x, samples)
+        return layers[-1](x, labels) if self.gives_loss else layers[-1](x, samples)
 
 
 def whole_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -58,7 +55,7 @@ def whole_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
         for name, parameter in stage.named_parameters():
             if parameter not in seen:
                 seen.add(parameter)
-                yield stage.plan.whole_name(name), stored(parameter)
+                yield stage.model_plan.whole_name(name), stored(parameter)
 
 
 def _place(root: nn.Module, name: str, module: nn.Module) -> None:
