@@ -29,14 +29,15 @@ def test_layout(pool, expected, stage: int, layout: tuple[int, int, int]) -> Non
     check(pool, expected, zero(stage).with_layout(*layout))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("layout", "changes"),
+    ("stage", "layout", "changes"),
     [
-        ((2, 1, 1), {"dtype": "fp32", "accumulation": 3}),
-        ((2, 1, 1), {"tie": False, "accumulation": 1}),
-        ((2, 1, 2), {"dtype": "fp32", "optimizer": "sgd", "schedule": "gpipe", "accumulation": 3}),
-        ((2, 2, 1), {"dtype": "fp32", "clip": 0.0}),
+        (1, (2, 1, 1), {"dtype": "fp32", "accumulation": 3}),
+        (3, (2, 1, 1), {"dtype": "fp32", "accumulation": 3}),
+        (1, (2, 1, 1), {"tie": False, "accumulation": 1}),
+        (3, (2, 1, 1), {"tie": False, "accumulation": 1}),
+        (2, (2, 1, 2), {"dtype": "fp32", "optimizer": "sgd", "schedule": "gpipe", "accumulation": 3}),
+        (2, (2, 2, 1), {"dtype": "fp32", "clip": 0.0}),
     ],
     ids=str,
 )
@@ -44,10 +45,9 @@ def test_variant(pool, expected, stage: int, layout: tuple[int, int, int], chang
     check(pool, expected, zero(stage, **changes).with_layout(*layout))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_some_ranks_have_nothing(pool, expected, stage: int) -> None:
+def test_some_ranks_have_nothing(pool, expected) -> None:
     """The table of 13 positions has no row left for the last of eight replicas."""
-    check(pool, expected, zero(stage, accumulation=1).with_layout(8, 1, 1))
+    check(pool, expected, zero(3, accumulation=1).with_layout(8, 1, 1))
 
 
 @pytest.mark.parametrize(("stage", "layout"), [(1, (4, 1, 1)), (2, (4, 1, 2)), (3, (4, 2, 1))], ids=str)
@@ -56,12 +56,12 @@ def test_hybrid(pool, expected, stage: int, layout: tuple[int, int, int]) -> Non
     check(pool, expected, zero(stage, shards=2).with_layout(*layout))
 
 
-@pytest.mark.parametrize(("stage", "dp", "shards"), [(1, 1, 1), (2, 2, 2), (3, 4, 2)])
+@pytest.mark.parametrize(("stage", "dp", "shards"), [(1, 1, 1), (2, 4, 2), (3, 2, 2)])
 def test_context_ranks_share_too(pool, expected, stage: int, dp: int, shards: int) -> None:
     check(pool, expected, zero(stage, shards=shards, dp=dp, cp=2, sequence=16))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_sequence_parallel(pool, expected, stage: int) -> None:
     """Norms and biases get partial gradients over tp, which are summed in their shards."""
     case = zero(stage, dp=2, tp=2, sequence=12)
@@ -80,7 +80,7 @@ def test_recompute(pool, expected, stage: int, pp: int) -> None:
     check(pool, expected, replace(case, settings=(*case.settings, ("train.recompute", "full"))))
 
 
-@pytest.mark.parametrize(("stage", "layout"), [(1, (2, 1, 1)), (2, (2, 1, 2)), (3, (2, 2, 1))], ids=str)
+@pytest.mark.parametrize(("stage", "layout"), [(2, (2, 1, 2)), (3, (2, 1, 1))], ids=str)
 def test_half_precision_follows_single_precision(pool, expected, stage: int, layout: tuple[int, int, int]) -> None:
     """The shards are fp32 masters; weights are gathered in bf16."""
     reference = expected(Case(steps=20)).losses[:8]
