@@ -30,6 +30,8 @@ _FREE_KEYS = frozenset(
         "train.recompute_every",
     )
 )
+_ROUNDING = frozenset(("parallel.gradient_compression",))
+"""Settings under `_FREE` that change what is rounded, and so the results a little."""
 _SHAPES = frozenset(
     f"model.{key}"
     for key in (
@@ -111,7 +113,8 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
         for name in {**before[section], **now[section]}:
             key = f"{section}.{name}"
             old, new = before[section].get(name), now[section].get(name)
-            if old != new and not key.startswith(_FREE) and key not in _FREE_KEYS:
+            free = (key.startswith(_FREE) and key not in _ROUNDING) or key in _FREE_KEYS
+            if old != new and not free:
                 yield key, old, new
 
 

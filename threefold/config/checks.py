@@ -99,6 +99,9 @@ def _check_precision(config: Config) -> None:
     if not precision.master_weights and precision.dtype != "bf16":
         rule = f"precision.dtype is {precision.dtype} and only bf16 goes without; use true or precision.dtype bf16"
         raise problem(config, "precision.master_weights", rule)
+    if config.parallel.gradient_compression != "none" and precision.dtype == "fp64":
+        rule = "precision.dtype is fp64, of whose digits it would drop all but three; use none or precision.dtype fp32"
+        raise problem(config, "parallel.gradient_compression", rule)
     if (nearest := 2.0 ** round(log2(precision.loss_scale))) != precision.loss_scale:
         raise problem(config, "precision.loss_scale", f"must be a power of two; use {nearest:g}")
 

@@ -69,6 +69,21 @@ RULES: tuple[Rule, ...] = (
         "compiled layers cannot put the gradients of their weights off, which is what parallel.schedule "
         "{config.parallel.schedule} is for; use false or schedule interleaved",
     ),
+    Rule(
+        "compression",
+        "zero",
+        "parallel.gradient_compression",
+        lambda config: config.parallel.gradient_compression != "none" and config.parallel.zero > 0,
+        "parallel.zero is {config.parallel.zero}, which would also add the micro-batches up in 16 bits; use none or "
+        "parallel.zero 0",
+    ),
+    Rule(
+        "compression",
+        "pure-bf16",
+        "parallel.gradient_compression",
+        lambda config: config.parallel.gradient_compression != "none" and not config.precision.master_weights,
+        "precision.master_weights is false, so the gradients have 16 bits already; use none or master_weights true",
+    ),
 )
 
 

@@ -91,6 +91,19 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("full", "blocks computed again in the backward pass", {"train.recompute": "full"}, {}, ("recompute",)),
     Feature("bf16", "bf16 with fp32 masters", {"precision.dtype": "bf16"}),
+    Feature("fp16", "fp16 with a loss scale and fp32 masters", {"precision.dtype": "fp16"}),
+    Feature(
+        "pure-bf16",
+        "bf16 without fp32 masters",
+        {"precision.dtype": "bf16", "precision.master_weights": False},
+    ),
+    Feature(
+        "compressed",
+        "gradients summed in 16 bits",
+        {"parallel.gradient_compression": "fp16"},
+        {"parallel.dp": 2, "precision.dtype": "fp32"},
+        ("dp", "compression"),
+    ),
     Feature("compile", "compiled layers", {"train.compile": True}),
     Feature("tied", "tied embeddings", {"model.tie_embeddings": True}),
     Feature("documents", "attention that stops at documents", {"data.separate_documents": True}),
@@ -98,8 +111,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("dropout", "dropout", {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}),
     Feature("accumulation", "several micro-batches a step", {"train.gradient_accumulation_steps": 2}),
 )
-SIXTEEN_BIT = ("bf16",)
-"""Features that compute in 16 bits, whose results are near those of fp64 but not equal up to its rounding."""
+SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "compressed")
+"""Features that compute or sum in 16 bits, whose results are near those of fp64 but not equal up to its rounding."""
 
 _BASE: dict[str, Settings] = {
     "data": {"path": "tokens", "sequence_length": 8},

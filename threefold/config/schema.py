@@ -130,6 +130,9 @@ class ParallelConfig(Section):
     zero_shards: int = _derived(ge=1)
     """Data-parallel replicas that share one copy where `zero` is not 0; the others hold further copies. Default: `dp`,
     one copy."""
+    gradient_compression: Literal["none", "fp16", "bf16"] = "none"
+    """What gradients are rounded to while they are summed over the data- and context-parallel ranks: half the bytes,
+    for sums that are off by as many roundings as there are ranks. Before that they are added up in fp32."""
 
 
 class TrainConfig(Section):

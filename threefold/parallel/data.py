@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.parallel.mesh import Axis
+from threefold.parallel.axis import Axis
+from threefold.parallel.compression import NarrowSum, start_narrow_sum
 
 Item = TypeVar("Item")
 
@@ -32,6 +33,7 @@ class _Bucket:
         self.views = [part.view(leaf.shape) for part, leaf in zip(self.flat.split(sizes), leaves, strict=True)]
         self.waiting = 0
         self.work: dist.Work | None = None
+        self.narrow: NarrowSum | None = None
         self.started = False
 
 
@@ -82,12 +84,19 @@ class GradientBuckets(Gradients):
         dtype: what gradients are added up in; parameters of that very dtype get their `.grad` inside the bucket.
         bucket_bytes: size from which a bucket is closed and the next one begun. A bucket is one collective: large ones
             cost less, small ones start earlier.
+        wire: a narrower dtype that buckets are summed in; None for their own.
     """
 
     def __init__(
-        self, leaves: Iterable[Tensor], axis: Axis, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+        self,
+        leaves: Iterable[Tensor],
+        axis: Axis,
+        dtype: torch.dtype,
+        bucket_bytes: int = BUCKET_BYTES,
+        wire: torch.dtype | None = None,
     ) -> None:
         self._axis = axis
+        self._wire = wire if axis.size > 1 else None
         parts = in_buckets(list(leaves), lambda leaf: leaf.numel() * dtype.itemsize, bucket_bytes)
         self._buckets = [_Bucket(part, dtype) for part in parts]
         self._views: dict[Tensor, Tensor] = {}
@@ -110,7 +119,7 @@ class GradientBuckets(Gradients):
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.waiting = -1 if arrivals is None else arrivals * len(bucket.leaves)  # from -1 it never gets to 0
-            bucket.started, bucket.work = False, None
+            bucket.started, bucket.work, bucket.narrow = False, None, None
 
     def finish(self) -> None:
         for bucket in self._buckets:
@@ -119,6 +128,9 @@ class GradientBuckets(Gradients):
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
+            if bucket.narrow is not None:
+                bucket.narrow.finish()
+                bucket.narrow = None
 
     @property
     def counted(self) -> bool:
@@ -142,7 +154,10 @@ class GradientBuckets(Gradients):
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.started = True
-        bucket.work = self._axis.start_all_reduce_(bucket.flat)
+        if self._wire is None:
+            bucket.work = self._axis.start_all_reduce_(bucket.flat)
+        else:
+            bucket.narrow = start_narrow_sum(bucket.flat, self._axis, self._wire)
 
 
 def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Bucket]", leaf: Tensor) -> None:

@@ -129,8 +129,11 @@ class _Step:
         if self.parallel.zero:
             yield from self._shared(axis)
         elif dp * cp > 1:
+            compression = self.parallel.gradient_compression
             for bucket in in_buckets([self.summed * size for size in self._parameters()], int):
-                yield axis, "all_reduce", 1, sum(bucket)
+                nbytes = sum(bucket)
+                yield axis, "all_reduce", 1, nbytes if compression == "none" else nbytes // self.summed * 2
+                yield axis, "all_reduce_max", int(compression == "fp16"), self.summed  # to agree on a power of two
 
     def _shared(self, axis: str) -> Iterator[Carried]:
         """Weights gathered and gradients scattered layer by layer, rows padded to equal shards; then between copies."""

@@ -12,6 +12,7 @@ from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.labels import IGNORED
 from threefold.parallel.apply import Division, parallelize
+from threefold.parallel.compression import FORMATS
 from threefold.parallel.data import GradientBuckets, Gradients
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import is_split, local
@@ -92,7 +93,8 @@ class Engine:
         self.gradients: Gradients
         if sharing is None:
             leaves = [local(parameter) for _, parameter in parameters]
-            self.gradients = GradientBuckets(leaves, mesh.replicas, self.division.master_dtype)
+            wire = FORMATS.get(parallel.gradient_compression)
+            self.gradients = GradientBuckets(leaves, mesh.replicas, self.division.master_dtype, wire=wire)
         else:
             self.gradients = ShardedGradients(self.stages, sharing)
         self.optimizer = Optimizer(parameters, self.gradients, self.division.master_dtype, config.optimizer)
@@ -208,10 +210,13 @@ class Engine:
         if self.gradients.counted:
             totals[1] = self._squared_norm()
         if self.loss_scale is not None:
-            # Zero, or not a number: of what another rank answers for, too, so that none goes on with what overflowed.
-            totals[1] += 0 * squared_norm([entry.gradient for entry in self.optimizer.entries])
+            totals[1] += self._overflow()
         mean, squared = self.mesh.world.all_reduce_(totals).tolist()
         return mean, squared**0.5
+
+    def _overflow(self) -> Tensor:
+        """Zero, or not a number where any gradient of this rank overflowed, those that another answers for included."""
+        return 0 * squared_norm([entry.gradient for entry in self.optimizer.entries])
 
     def _squared_norm(self) -> Tensor:
         """Sum of squares of the gradients that this rank answers for: each element of the whole model once."""
