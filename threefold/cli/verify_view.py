@@ -160,9 +160,11 @@ class TableView(View):
         super().add(result)
         self.console.print(self._columns.row(result))
         for line in explanation(result, len(self.shapes)):
-            self.console.print(Padding(Text(line), (0, 0, 0, 4)), style="yellow" if result.verdict == FAILED else "red")
+            self.console.print(
+                Padding(Text(line), (0, 0, 0, 4), expand=False), style="yellow" if result.verdict == FAILED else "red"
+            )
         if self.verbose and result.details:
-            self.console.print(Padding(Text(result.details.rstrip()), (0, 0, 0, 4)), style="dim")
+            self.console.print(Padding(Text(result.details.rstrip()), (0, 0, 0, 4), expand=False), style="dim")
         self._progress.advance(self._task)
 
     def finish(self) -> None:
@@ -273,8 +275,9 @@ def explanation(result: Result, parameters: int) -> list[str]:
     if result.first:
         first = result.first
         lines.append(f"first: {first}, off by {first.relative:.1e}, on {first.where(result.variant.layout)}")
-    if result.departing:
-        lines.append(f"{len(result.departing)} of {parameters} parameters depart")
+    if result.departing and result.first:
+        when = f"in step {result.first.step}" if result.first.step else "from the start"
+        lines.append(f"{len(result.departing)} of {parameters} parameters depart {when}")
     if result.nearest_to_loss:
         lines[-1] += (
             f"; the loss is right and so is every gradient behind {result.nearest_to_loss}: "

@@ -73,7 +73,7 @@ class Result:
             weights after the update, and there the first in model order and the lowest rank.
         nearest_to_loss: where gradients depart while the step's loss is equal: the last of them in model order. The
             backward pass goes from the last layer to the first, so what is wrong is there.
-        departing: names of the parameters whose tensors depart, in model order.
+        departing: names of the parameters that depart in the step of the first departure, in model order.
         sent: axis → most bytes that a rank's tensors have in the collectives of one step.
         message: what went wrong where the verdict is `error`, or a departure that is no number's.
         details: the traceback of an error.
@@ -126,7 +126,8 @@ def judge(
         key=lambda place: (place.step, _FIRST.index(place.what), number.get(place.parameter, 0), place.rank),
         default=None,
     )
-    departing = sorted({place.parameter for place in wrong if place.parameter}, key=lambda name: number.get(name, 0))
+    early = {place.parameter for place in wrong if first and place.step == first.step and place.parameter}
+    departing = sorted(early, key=lambda name: number.get(name, 0))
     return Result(
         variant,
         DEPARTS if wrong or missing else EQUAL,

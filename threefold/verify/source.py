@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -124,15 +125,26 @@ def check_source(source: ModelSource, config: Config) -> int:
         raise UserError(
             f"{source}: costs has {len(plan.costs)} numbers but layers has {len(plan.layers)}; give each layer one."
         )
-    inside = tuple(layer + "." for layer in plan.layers)
-    for name, _ in model.named_parameters():
-        if not name.startswith(inside):
-            raise UserError(f"{source}: the parameter {name!r} lies in none of the plan's layers; name its layer.")
+    _check_table(source, model, plan, names)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in (*plan.ties, *plan.ties.values()):
         if name not in parameters:
             raise UserError(f"{source}: ties names {name!r}, which is no parameter of the model.")
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _check_table(source: ModelSource, model: nn.Module, plan: ModelPlan, names: set[str]) -> None:
+    inside = tuple(layer + "." for layer in plan.layers)
+    covered = tuple(name + "." for name in names if any(fnmatchcase(name, pattern) for pattern in plan.split))
+    for name, _ in model.named_parameters():
+        if not name.startswith(inside):
+            raise UserError(f"{source}: the parameter {name!r} lies in none of the plan's layers; name its layer.")
+        if not name.startswith(covered):
+            module = name.rpartition(".")[0]
+            raise UserError(f"{source}: split says nothing about the parameter {name!r}; give {module!r} Replicated().")
+    for pattern in plan.split:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"{source}: split names {pattern!r}, which is no module of the model.")
 
 
 def _kind(value: object) -> str:
@@ -141,5 +153,4 @@ def _kind(value: object) -> str:
 
 def _told(error: Exception) -> str:
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    where = f" on line {error.lineno}" if isinstance(error, SyntaxError) else ""
-    return f"{type(error).__name__}{': ' if first else ''}{first}{where}"
+    return f"{type(error).__name__}{': ' if first else ''}{first}"
