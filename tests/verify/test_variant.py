@@ -29,6 +29,7 @@ def test_one_layout_in_many_spellings(text: str) -> None:
             {"parallel.schedule": "zbv", "parallel.stage_chunks": 2, "train.recompute": "full"},
             "pp2 zbv chunks2 recompute=full",
         ),
+        ("cp2 ring", {"parallel.cp_method": "ring"}, "cp2 ring"),
         ("dp4 zero1 shards2", {"parallel.zero": 1, "parallel.zero_shards": 2}, "dp4 zero1 shards2"),
         ("dp1 accumulation=4", {"train.gradient_accumulation_steps": 4}, "dp1 accumulation4"),
     ],

@@ -64,7 +64,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("dp", "data parallelism", {"parallel.dp": 2}),
     Feature("tp", "tensor parallelism", {"parallel.tp": 2}),
     Feature("pp", "pipeline parallelism, schedule `1f1b`", {"parallel.pp": 2}),
-    Feature("cp", "context parallelism", {"parallel.cp": 2}),
+    Feature(
+        "cp", "context parallelism, keys and values gathered", {"parallel.cp_method": "all-gather"}, {"parallel.cp": 2}
+    ),
+    Feature("ring", "context parallelism as a ring", {"parallel.cp_method": "ring"}, {"parallel.cp": 2}, ("cp",)),
     Feature("sp", "sequence parallelism", {"parallel.sequence_parallel": True}, {"parallel.tp": 2}, ("tp",)),
     _schedule("gpipe"),
     _schedule("interleaved"),
@@ -90,7 +93,7 @@ FEATURES: tuple[Feature, ...] = (
         ("recompute",),
     ),
     Feature("full", "blocks computed again in the backward pass", {"train.recompute": "full"}, {}, ("recompute",)),
-    Feature("bf16", "bf16 with fp32 masters", {"precision.dtype": "bf16"}),
+    Feature("bf16", "bf16 with fp32 masters", {"precision.dtype": "bf16", "precision.master_weights": True}),
     Feature("fp16", "fp16 with a loss scale and fp32 masters", {"precision.dtype": "fp16"}),
     Feature(
         "pure-bf16",
@@ -224,7 +227,10 @@ def markdown() -> str:
 
 def _switches(feature: Feature) -> str:
     given = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in feature.settings.items())
-    needs = ", ".join(f"`{key}` {_yaml(value)} or more" for key, value in feature.needs.items())
+    needs = ", ".join(
+        f"`{key}` {_yaml(value)}" + (" or more" if isinstance(value, int) else "")
+        for key, value in feature.needs.items()
+    )
     return f"{given}; needs {needs}" if needs else given
 
 

@@ -112,8 +112,10 @@ def _meetings(variant: Variant) -> set[frozenset[Any]]:
 
 
 def _with_extras(base: Config, variant: Variant, number: int) -> Variant:
-    """The variant with what `candidates` leaves out, where it composes: recomputation in turns, and hybrid shards."""
+    """The variant with what `candidates` leaves out, where it composes: in turns a ring and recomputation; hybrids."""
     extras: list[tuple[str, Any]] = []
+    if variant.layout.cp > 1 and number % 2:
+        extras.append(("parallel.cp_method", "ring"))
     if mode := (None, "selective", "full")[number % 3]:
         extras.append(("train.recompute", mode))
     if variant.setting("parallel.zero") and variant.layout.dp > 2:

@@ -64,6 +64,7 @@ class Variant:
 
 
 ORDER = (
+    "parallel.cp_method",
     "parallel.schedule",
     "parallel.stage_chunks",
     "parallel.zero",
@@ -114,12 +115,24 @@ def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
         yield NUMBERS[number[1]], int(number[2])
     elif word in SCHEDULES or (name == "schedule" and value in SCHEDULES):
         yield "parallel.schedule", value or word
+    elif word == "ring":
+        yield "parallel.cp_method", "ring"
     elif word == "sp":
         yield "parallel.sequence_parallel", True
     elif name == "recompute" and (value or "full") in RECOMPUTE:
         yield "train.recompute", value or "full"
     else:
-        known = [*SCHEDULES, "zero1", "zero2", "zero3", "sp", "recompute=full", "recompute=selective", "chunks2"]
+        known = [
+            *SCHEDULES,
+            "zero1",
+            "zero2",
+            "zero3",
+            "sp",
+            "ring",
+            "recompute=full",
+            "recompute=selective",
+            "chunks2",
+        ]
         close = get_close_matches(word, [*known, "dp2", "tp2", "pp2", "cp2"], n=1, cutoff=0.3)
         nearest = close[0] if close else "dp2"
         raise UserError(
@@ -129,7 +142,7 @@ def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _word(key: str, value: Any) -> str:
-    if key == "parallel.schedule":
+    if key in ("parallel.schedule", "parallel.cp_method"):
         return str(value)
     if key == "parallel.sequence_parallel":
         return "sp"
