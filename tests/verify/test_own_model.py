@@ -11,7 +11,7 @@ from threefold.verify.report import DEPARTS, EQUAL
 from threefold.verify.source import FileSource
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
-LAYOUTS = ("dp2", "tp2", "pp2 zbv", "cp2", "dp2·tp2·pp2 interleaved sp", "dp2·tp2 zero3 recompute=full")
+LAYOUTS = ("dp2", "tp2", "pp2 zbv", "cp2", "dp2·tp2·pp2 interleaved sp", "dp2·tp2 zero3 full")
 
 
 def example(plan: str, *layouts: str):

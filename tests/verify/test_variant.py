@@ -25,9 +25,9 @@ def test_one_layout_in_many_spellings(text: str) -> None:
         ("tp4,pp2:interleaved", {"parallel.schedule": "interleaved"}, "tp4·pp2 interleaved"),
         ("dp2 zero=3 sp tp2", {"parallel.zero": 3, "parallel.sequence_parallel": True}, "dp2·tp2 zero3 sp"),
         (
-            "pp2 schedule=zbv chunks2 recompute",
+            "pp2 schedule=zbv chunks2 recompute=full",
             {"parallel.schedule": "zbv", "parallel.stage_chunks": 2, "train.recompute": "full"},
-            "pp2 zbv chunks2 recompute=full",
+            "pp2 zbv chunks2 full",
         ),
         ("cp2 ring", {"parallel.cp_method": "ring"}, "cp2 ring"),
         ("dp4 zero1 shards2", {"parallel.zero": 1, "parallel.zero_shards": 2}, "dp4 zero1 shards2"),

@@ -30,7 +30,7 @@ _MARKS = {
     DEPARTS: Text("✗ DEPARTS", "bold red"),
     FAILED: Text("! error", "bold yellow"),
 }
-_WIDTH_OF_A_FILE = 136
+_WIDTH_OF_A_FILE = 140
 _LAYOUT, _WHERE, _WIDEST_WHERE = 16, 24, 44
 """Widths of the columns that adapt: the least, the least and the most."""
 

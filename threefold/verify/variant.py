@@ -87,7 +87,7 @@ def parse_layouts(texts: list[str]) -> list[Variant]:
 
 
 def parse(text: str) -> Variant:
-    """One layout: axes with their sizes, and words such as `zbv`, `zero3`, `sp`, `recompute=full`, in any order.
+    """One layout: axes with their sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
 
     Between the words may stand spaces, commas, colons, `·`, `×`, `+`; `=` before a number is optional.
 
@@ -108,19 +108,18 @@ def parse(text: str) -> Variant:
 
 
 def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
-    name, _, value = word.partition("=")
     if _AXES.fullmatch(word):
         yield from ((axis, int(size)) for axis, size in _AXIS.findall(word))
     elif number := _NUMBER.fullmatch(word):
         yield NUMBERS[number[1]], int(number[2])
-    elif word in SCHEDULES or (name == "schedule" and value in SCHEDULES):
-        yield "parallel.schedule", value or word
+    elif (schedule := word.removeprefix("schedule=")) in SCHEDULES:
+        yield "parallel.schedule", schedule
     elif word == "ring":
         yield "parallel.cp_method", "ring"
     elif word == "sp":
         yield "parallel.sequence_parallel", True
-    elif name == "recompute" and (value or "full") in RECOMPUTE:
-        yield "train.recompute", value or "full"
+    elif (mode := word.removeprefix("recompute=")) in RECOMPUTE:
+        yield "train.recompute", mode
     else:
         known = [
             *SCHEDULES,
@@ -142,10 +141,8 @@ def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _word(key: str, value: Any) -> str:
-    if key in ("parallel.schedule", "parallel.cp_method"):
+    if key in ("parallel.schedule", "parallel.cp_method", "train.recompute"):
         return str(value)
     if key == "parallel.sequence_parallel":
         return "sp"
-    if key == "train.recompute":
-        return f"recompute={value}"
     return f"{next(word for word, meant in NUMBERS.items() if meant == key)}{value}"
