@@ -186,7 +186,7 @@ class TableView(View):
             "model": f"{task.source}, {self.parameters:,} parameters",
             "size": size,
             "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
-            f"{task.rows}, some labels masked; {config.optimizer.name}",
+            f"{task.rows}, some labels masked; {_optimizer(config)}",
             "equal": f"a relative error of at most {task.tolerance:.0e} in {config.precision.dtype}: initial weights, "
             "and loss, gradients, their norm and weights of each step",
         }
@@ -284,6 +284,11 @@ def explanation(result: Result, parameters: int) -> list[str]:
             "look at the backward pass from there to the loss"
         )
     return [f"{line.rstrip('.')}." for line in lines]
+
+
+def _optimizer(config: Config) -> str:
+    optimizer = config.optimizer
+    return f"{optimizer.name}, eps {optimizer.eps:g}" if optimizer.name == "adamw" else optimizer.name
 
 
 def _bytes(result: Result, axes: tuple[str, ...]) -> Text:

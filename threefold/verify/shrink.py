@@ -12,11 +12,15 @@ from threefold.verify.variant import Variant
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS = 4, 64, 12, 3
 """What sizes are shrunk to, where nothing asks for more."""
+LEAST_EPS = 1e-5
+"""Of Adam. With 1e-8 it turns gradients that are rounding noise into updates, and the steps after show little else."""
 Settings = dict[str, dict[str, Any]]
 
 
 def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     """The config as one process runs it for a comparison: resolved, on the CPU, in `dtype`, nothing compiled.
+
+    Adam's eps is `LEAST_EPS` at least.
 
     Args:
         vocab_size: of the data, for a config that names none.
@@ -28,6 +32,7 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     settings["parallel"] = {key: settings["parallel"][key] for key in ("partition",) if _is_general(config)}
     settings["precision"] = {"dtype": dtype}
     settings["train"].update(device="cpu", compile=False, global_batch_size=batch_sizes(config).global_batch_size)
+    settings["optimizer"]["eps"] = max(config.optimizer.eps, LEAST_EPS)
     settings["model"].setdefault("vocab_size", vocab_size)
     return resolve(config_of(settings), vocab_size=1)
 
