@@ -8,20 +8,17 @@ from torch import Tensor
 
 from threefold.config import Config
 from threefold.config.resolve import resolve
-from threefold.data.loader import Batch
+from threefold.data.loader import Batch, Share
 from threefold.labels import IGNORED
 from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
-from threefold.parallel.apply import draw_
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import offset
-from threefold.parallel.random import sample_keys
-from threefold.parallel.samples import Samples
 from threefold.train.engine import Engine
-from threefold.train.schedule import learning_rate
-
-TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
+from threefold.verify import oracle
+from threefold.verify.compare import TOLERANCE
+from threefold.verify.data import Rows
 
 
 @dataclass(frozen=True)
@@ -154,40 +151,26 @@ def shard_of(case: Case, step: int, dp: int) -> Batch:
     return Batch(tokens[rows], labels[rows], rows, None if documents is None else documents[rows])
 
 
+@dataclass(frozen=True)
+class CaseRows(Rows):
+    """The whole batches of a case."""
+
+    case: Case
+
+    def read(self, config: Config, step: int, share: Share) -> Batch:
+        return shard_of(self.case.unsplit, step, 0)
+
+    def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Batch:
+        """With the labels that the case masks, and no others."""
+        return shard_of(self.case.unsplit, step, 0)
+
+
 def one_process(case: Case) -> Trace:
     """The unsplit model, torch's own optimizer and clip, and the whole batch in one pass: nothing of the engine."""
     config = case.config
-    dtype = {"fp32": torch.float32, "fp64": torch.float64}[case.dtype]
     plan = gpt_plan(config.model, case.sequence)
-    model = GPT(config.model).to(dtype)
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        draw_(parameter, parameter, name, plan, config.train.seed)
-    decayed = [p for p in parameters.values() if p.dim() >= 2]
-    others = [p for p in parameters.values() if p.dim() < 2]
-    settings = config.optimizer
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    if case.optimizer == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
-    else:
-        optimizer = torch.optim.SGD(groups)
-    trace = Trace(initial={name: p.detach().clone() for name, p in parameters.items()})
-    for step in range(case.steps):
-        tokens, labels = global_batch(case, step)
-        keys = sample_keys(config.train.seed, step, torch.arange(case.batch)) if case.dropout else None
-        optimizer.zero_grad()
-        loss = model(tokens, labels, Samples(keys, documents_of(case, step))) / (labels != IGNORED).sum()
-        loss.backward()
-        trace.gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
-        trace.losses.append(loss.item())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
-        trace.norms.append(norm.item())
-        torch.nn.utils.clip_grad_norm_(parameters.values(), case.clip or float("inf"))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step + 1, settings)
-        optimizer.step()
-    trace.final = {name: p.detach().clone() for name, p in parameters.items()}
-    return trace
+    trace = oracle.one_process(lambda: GPT(config.model), plan, config, CaseRows(case), case.steps)
+    return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1])
 
 
 def make_engine(case: Case) -> Engine:
