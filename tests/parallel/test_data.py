@@ -68,6 +68,22 @@ def test_a_parameter_that_one_replica_did_not_use_is_summed_all_the_same(pool) -
         assert maybe.tolist() == [1.0, 1.0, 1.0]
 
 
+def buckets_complete_in_another_order() -> list[list[float]]:
+    """Three buckets of different sizes; the first rank does not use the last weight, so its first bucket waits."""
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    weights = [nn.Parameter(torch.ones(size)) for size in (2, 3, 5)]
+    buckets = GradientBuckets(weights, mesh.dp, torch.float32, bucket_bytes=1)
+    buckets.begin(1)
+    sum(weight.sum() for weight in weights[: 2 + mesh.rank]).backward()  # type: ignore[union-attr]
+    buckets.finish()
+    return [buckets[weight].tolist() for weight in weights]
+
+
+def test_buckets_are_summed_in_one_order_whatever_each_replica_used(pool) -> None:
+    for summed in pool.run(2, buckets_complete_in_another_order):
+        assert summed == [[2.0] * 2, [2.0] * 3, [1.0] * 5]
+
+
 def narrow_sum() -> Tensor:
     """Many small bf16 gradients, which would stop growing if they were added up in bf16."""
     mesh = Mesh(Layout())

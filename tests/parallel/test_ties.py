@@ -1,16 +1,19 @@
 """S24: any set of tied modules, on one rank or several, computes what one process computes."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.support.parity import Case, departures
-from tests.support.tied_model import in_layout, one_process
+from tests.support.tied_model import SHARED, in_layout, one_process
+from threefold.errors import UserError
 from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.tied import shared_between
 from threefold.parallel.split import ModelPlan, Normal
+from threefold.train.division import stage_map
 
 BASE = Case(dtype="fp64", layers=7, dropout=0.1, accumulation=4, steps=3)
 
@@ -27,7 +30,7 @@ def one(pool) -> Any:
         ("1f1b", 1, 1, 4, 1, "uniform"),  # three ranks share it
         ("1f1b", 1, 2, 2, 1, "class:Block"),  # two uses on the first rank, one on the second
         ("1f1b", 1, 2, 2, 1, (3,)),  # one use on the first rank, two on the second
-        ("interleaved", 1, 1, 2, 4, "cost"),
+        ("interleaved", 1, 2, 2, 4, "cost"),  # two stages of a rank have one module in common
         ("zero-bubble", 2, 1, 2, 2, "cost"),
         ("zbv", 1, 2, 3, 2, (1, 3, 4, 5, 8)),
     ],
@@ -67,6 +70,18 @@ def test_each_rank_that_uses_tied_modules_is_named_once_and_the_owner_first() ->
     folded = StageMap((0, 1, 2, 3, 4), (0, 1, 1, 0))
     assert shared_between(plan(shared=(("a", "d"), ("b", "c"))), folded) == {}
     assert shared_between(plan(shared=(("a", "b", "c", "d"),)), folded) == {"a": (0, 1)}
+
+
+def test_sharing_weights_between_stages_of_a_rank_is_refused_where_replicas_share_them_out() -> None:
+    """`fully_shard` gathers a weight for one stage alone: each stage would get a copy of its own, and drift apart."""
+    chunks = (("parallel.stage_chunks", 4), ("parallel.zero", 2))
+    config = BASE.with_layout(2, 1, 2, schedule="interleaved", settings=chunks).config
+    whole = gpt_plan(config.model, config.data.sequence_length)
+    stage_map(whole, config)  # the first and the last stage are on different ranks
+    with pytest.raises(UserError, match=r"zero is 2 but blocks\.1\.mlp and blocks\.3\.mlp share .* rank 1; use 0"):
+        stage_map(replace(whole, shared=(SHARED,)), config)
+    one_stage = BASE.with_layout(2, 1, 2, settings=(("parallel.zero", 2), ("parallel.partition", (3,)))).config
+    stage_map(replace(whole, shared=(SHARED,)), one_stage)
 
 
 def test_tied_names_have_one_whole_name() -> None:

@@ -63,8 +63,7 @@ def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: 
         model = make_model()
     numbers = division.stages.held_by(division.mesh.pp.index)
     stages = [Stage(model, plan, *division.stages.layers(number)) for number in numbers]
-    for stage in stages:
-        split_modules(stage, plan.split, division.region)
+    split_modules(stages, plan.split, division.region)
     _tie(stages, plan)
     if division.sharing is None:
         _allocate(nn.ModuleList(stages), division.mesh.device, division.dtype)

@@ -34,7 +34,6 @@ class _Bucket:
         self.waiting = 0
         self.work: dist.Work | None = None
         self.narrow: NarrowSum | None = None
-        self.started = False
 
 
 class Gradients(ABC):
@@ -78,6 +77,9 @@ class Gradients(ABC):
 class GradientBuckets(Gradients):
     """Gradients that every replica holds, summed over an axis.
 
+    Buckets are summed in one order on all ranks: a complete one waits for those before it, as another rank may complete
+    them in another order where the ranks' samples use other parameters.
+
     Args:
         leaves: the tensors that autograd gives gradients to.
         axis: the replicas to sum over.
@@ -99,6 +101,7 @@ class GradientBuckets(Gradients):
         self._wire = wire if axis.size > 1 else None
         parts = in_buckets(list(leaves), lambda leaf: leaf.numel() * dtype.itemsize, bucket_bytes)
         self._buckets = [_Bucket(part, dtype) for part in parts]
+        self._started = 0
         self._views: dict[Tensor, Tensor] = {}
         for bucket in self._buckets:
             for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
@@ -116,15 +119,15 @@ class GradientBuckets(Gradients):
         return len(self._buckets)
 
     def begin(self, arrivals: int | None) -> None:
+        self._started = 0
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.waiting = -1 if arrivals is None else arrivals * len(bucket.leaves)  # from -1 it never gets to 0
-            bucket.started, bucket.work, bucket.narrow = False, None, None
+            bucket.work = bucket.narrow = None
 
     def finish(self) -> None:
-        for bucket in self._buckets:
-            if not bucket.started:  # a parameter that got no gradient on this rank may have got one elsewhere
-                self._start(bucket)
+        for bucket in self._buckets[self._started :]:  # what got no gradient on this rank may have got one elsewhere
+            self._start(bucket)
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -149,11 +152,11 @@ class GradientBuckets(Gradients):
             view.add_(leaf.grad)
             leaf.grad = None
         bucket.waiting -= 1
-        if bucket.waiting == 0:
-            self._start(bucket)
+        while self._started < len(self._buckets) and self._buckets[self._started].waiting == 0:
+            self._start(self._buckets[self._started])
 
     def _start(self, bucket: _Bucket) -> None:
-        bucket.started = True
+        self._started += 1
         if self._wire is None:
             bucket.work = self._axis.start_all_reduce_(bucket.flat)
         else:

@@ -198,12 +198,32 @@ class ModelPlan:
         return self.ties.get(name, name)
 
 
-def split_modules(model: nn.Module, table: Mapping[str, Split], region: Region) -> None:
+def split_modules(stages: Sequence[nn.Module], table: Mapping[str, Split], region: Region) -> None:
     """Replace each module that the table names by its version for `region`, in place.
+
+    Args:
+        stages: all that a rank has of a model, as they may have modules in common.
+        table: of the whole model.
+        region: what the versions are for.
 
     Raises:
         ValueError: a parameter lies in no module of the table, so nobody said how it is to be cut.
     """
+    named = [(stage, *each) for stage in stages for each in _named(stage, table)]
+    if not region.divides:
+        return
+    made: dict[nn.Module, nn.Module] = {}  # a module that appears in several places is split once
+    for stage, name, module, split in named:
+        if isinstance(split, _OVER_TENSOR_AXIS) and region.tp.size == 1:
+            continue
+        if module not in made:
+            made[module] = split.apply(module, region)
+        parent, _, attribute = name.rpartition(".")
+        setattr(stage.get_submodule(parent), attribute, made[module])
+
+
+def _named(model: nn.Module, table: Mapping[str, Split]) -> list[tuple[str, nn.Module, Split]]:
+    """The modules inside that the table names, and how each is split."""
     named = [
         (name, module, split)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -216,16 +236,7 @@ def split_modules(model: nn.Module, table: Mapping[str, Split], region: Region) 
             raise ValueError(
                 f"the split table says nothing about the parameter {name!r}; give it Replicated() at least"
             )
-    if not region.divides:
-        return
-    made: dict[nn.Module, nn.Module] = {}  # a module that appears in several places is split once
-    for name, module, split in named:
-        if isinstance(split, _OVER_TENSOR_AXIS) and region.tp.size == 1:
-            continue
-        if module not in made:
-            made[module] = split.apply(module, region)
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, made[module])
+    return named
 
 
 def _expect(module: nn.Module, kind: type[Kind]) -> Kind:

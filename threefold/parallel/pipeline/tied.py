@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
@@ -76,14 +76,27 @@ def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ..
     return used
 
 
+def between_stages_of_a_rank(plan: ModelPlan, stages: StageMap) -> tuple[str, str, int] | None:
+    """Two names that share a weight from different stages of one pp rank, and that rank; None where none do."""
+    for group in plan.tied_groups():
+        places = [(name, _stage_of(name, plan, stages)) for name in group]
+        for (name, stage), (other, later) in combinations(places, 2):
+            if stage != later and stages.ranks[stage] == stages.ranks[later]:
+                return name, other, stages.ranks[stage]
+    return None
+
+
 def _covers(owner: str, name: str) -> bool:
     """Whether the parameter `name` is the one called `owner`, or lies in the module of that name."""
     return name == owner or name.startswith(owner + ".")
 
 
 def _rank_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
-    layer = next(place for place, layer in enumerate(plan.layers) if _covers(layer, name))
-    return stages.ranks[stages.stage_of(layer)]
+    return stages.ranks[_stage_of(name, plan, stages)]
+
+
+def _stage_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
+    return stages.stage_of(next(place for place, layer in enumerate(plan.layers) if _covers(layer, name)))
 
 
 def _axis(ranks: tuple[int, ...], mesh: Mesh) -> Axis | None:
