@@ -153,7 +153,7 @@ class _OneDnnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
+        flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # -1 is no number of rows of no features
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (
             _times_transposed(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
@@ -177,7 +177,7 @@ class _DeferredLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
+        flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # -1 is no number of rows of no features
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         leaf, bias = ctx.leaves
         if wants_weight:

@@ -146,6 +146,7 @@ def test_batch_sizes_that_disagree(sizes: Sizes, dp: int, expected: str) -> None
         ({"parallel": {"zero": 1}}, "parallel.zero is 1 but parallel.dp is 1, so no replica is there to share with; use 0 or dp 2."),
         ({"parallel": {"zero": 1, "dp": 8, "zero_shards": 3}}, "parallel.zero_shards is 3 but must divide parallel.dp 8; use 2."),
         ({"parallel": {"zero": 2, "dp": 4, "zero_shards": 1}}, "parallel.zero_shards is 1 but a replica alone shares nothing and parallel.zero is 2; use 4, or zero 0."),
+        ({"parallel": {"zero": 3, "dp": 2, "tp": 64}, "model": {"num_attention_heads": 64}}, "parallel.zero is 3 but parallel.tp 64 leaves a rank without rows of the 1000 of model.vocab_size; use 0 or model.vocab_size 1009."),
         ({"parallel": {"zero": 3, "dp": 2}, "train": {"compile": True}}, "parallel.zero is 3 but train.compile is true and gathering weights cannot be compiled; use 0 or compile false."),
         ({"parallel": {"zero": 1, "dp": 2, "pp": 2, "schedule": "zbv"}}, "parallel.zero is 1 but parallel.schedule zbv puts the gradients of the weights off until after their layer's backward pass, at whose end fully_shard shares them out; use 0 or schedule interleaved."),
         ({"model": {"position_embedding": "rope", "hidden_size": 40}}, "model.position_embedding is rope but the width of a head, model.hidden_size / model.num_attention_heads = 5, must be even for it; use model.hidden_size 48, or learned."),

@@ -36,6 +36,18 @@ def recomputed_reentrant(call: Any, x: Tensor) -> Tensor:
     return checkpoint(call, x, use_reentrant=True)
 
 
+def test_a_tensor_rank_without_features_of_its_own() -> None:
+    """As where a small vocabulary is split over many."""
+    weight, x = torch.empty(0, 7, requires_grad=True), torch.randn(2, 3, 7, requires_grad=True)
+    deferred, sums = store(weight)
+    with deferred.collecting():
+        linear(x, weight, None).backward(torch.empty(2, 3, 0))
+        deferred.take()()
+    assert x.grad is not None
+    assert not x.grad.any()
+    assert sums[weight].shape == (0, 7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("run", [plain, recomputed, recomputed_reentrant])
 def test_the_backward_pass_leaves_them_out_and_they_follow(run: Any, dtype: torch.dtype) -> None:

@@ -78,6 +78,10 @@ def _check_zero(config: Config) -> None:
     if parallel.zero_shards * parallel.cp == 1:
         rule = f"a replica alone shares nothing and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
         raise problem(config, "parallel.zero_shards", rule)
+    vocab, before_last = config.model.vocab_size, parallel.tp - 1
+    if before_last and before_last * (rows := -(-vocab // parallel.tp)) >= vocab:  # fully_shard takes no empty tensor
+        rule = f"parallel.tp {parallel.tp} leaves a rank without rows of the {vocab} of model.vocab_size"
+        raise problem(config, "parallel.zero", f"{rule}; use 0 or model.vocab_size {before_last * rows + 1}")
 
 
 def _check_sequence(config: Config) -> None:
