@@ -255,9 +255,14 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def _compile(stages: Sequence[Stage]) -> None:
-    """Have each layer compiled at its first use."""
+    """Have each layer but the model's first compiled at its first use.
+
+    The first is a look-up, which gains nothing; and torch 2.13 on a CPU compiles a look-up with a keyed mask after it
+    into code that reads and writes out of bounds.
+    """
     torch.compiler.reset()  # nothing of an earlier engine of this process
-    layers = [stage.get_submodule(name) for stage in stages for name in stage.layer_names]
+    names = [(stage, name) for stage in stages for name in stage.layer_names if name != stage.model_plan.layers[0]]
+    layers = [stage.get_submodule(name) for stage, name in names]
     # Each dropout has a stream of its own, for which its layer is compiled anew.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(layers))
     for layer in layers:
