@@ -59,7 +59,7 @@ def verify(
     selection = _select(small, variants, ranks, every)
     task = Task(small, steps, choose_rows(given), FileSource.parse(model) if model else GPTSource(), full)
     view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)
-    with view, verifier(task, selection) as check:
+    with verifier(task, selection) as check, view:  # workers are forked before the live line has its thread
         check.run_one_process()
         view.begin(check.shapes)
         for variant in selection.variants:
