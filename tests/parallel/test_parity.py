@@ -51,6 +51,7 @@ def test_layout(pool, expected, layout: tuple[int, int, int], dtype: str) -> Non
     check(pool, expected, Case(layers=7, dropout=0.2, dtype=dtype).with_layout(*layout))
 
 
+@pytest.mark.slow  # `test_variant` has each of the three in a few layouts
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_layout_without_dropout_accumulation_or_masks(pool, expected, layout: tuple[int, int, int]) -> None:
     check(pool, expected, Case(layers=7, dtype="fp64", uneven=False, accumulation=1).with_layout(*layout))
