@@ -1,6 +1,5 @@
 """S38: what the backward pass computes again: the same gradients bit for bit, and the memory that the formula says."""
 
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -200,12 +199,3 @@ def test_settings_that_say_nothing_are_refused(train: dict[str, Any], sentence: 
     given = {"model": {"num_layers": 3}, "data": {"path": "unused"}, "train": train}
     with pytest.raises(UserError, match=sentence):
         resolve(Config.model_validate(given), 67)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_compiled_layers(pool, expected, mode: str) -> None:
-    case = with_recompute(Case(layers=2, compile=True), mode)
-    found = departures(expected(case), pool.run(1, in_layout, case), case)
-    assert not found, "\n".join(found[:10])

@@ -34,6 +34,20 @@ class Rule:
 RULES: tuple[Rule, ...] = (
     Rule(
         "compile",
+        "selective",
+        "train.compile",
+        lambda config: config.train.compile and config.train.recompute == "selective",
+        "train.recompute selective cannot be replayed inside a compiled layer; use false or recompute none",
+    ),
+    Rule(
+        "compile",
+        "full",
+        "train.compile",
+        lambda config: config.train.compile and config.train.recompute == "full",
+        "train.recompute full cannot be replayed inside a compiled layer; use false or recompute none",
+    ),
+    Rule(
+        "compile",
         "tp",
         "train.compile",
         lambda config: config.train.compile and config.parallel.tp > 1,
