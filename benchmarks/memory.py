@@ -47,8 +47,7 @@ def config(parallel: dict[str, Any], **train: Any) -> Config:
 
 
 def make_engine(settings: Config) -> Engine:
-    parallel = settings.parallel
-    mesh = Mesh(Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp))
+    mesh = Mesh(Layout.of(settings.parallel))
     return Engine(lambda: GPT(settings.model), gpt_plan(settings.model, LENGTH), mesh, settings)
 
 

@@ -25,8 +25,7 @@ from threefold.train.run import open_loader
 
 
 def engine_of(config: Config) -> Engine:
-    parallel = config.parallel
-    mesh = Mesh(Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp))
+    mesh = Mesh(Layout.of(config.parallel))
     return Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
 
 

@@ -99,8 +99,7 @@ def find_resumption(run_dir: Path, config: Config) -> Resumption:
 
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """A sentence if the model draws from its ranks' streams, which go on in the same layout alone."""
-    parallel = config.parallel
-    layout = Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp)
+    layout = Layout.of(config.parallel)
     stored = [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]
     if stored and not any(name.startswith(stored_as(layout)) for name in stored):
         yield "The random streams that the model draws from belong to another layout; they start anew from here on."

@@ -28,7 +28,7 @@ def resolve_run(config: Config) -> Config:
     resolved = resolve(config, files.vocab_size)
     for part in ("train", "valid") if resolved.train.eval_every else ("train",):
         PackedSamples.open(files, part, resolved.data.split, resolved.data.sequence_length)
-    layout, place = _layout(resolved), find_place()
+    layout, place = Layout.of(resolved.parallel), find_place()
     if place:
         layout.require_world(place.world_size)
     local_world_size = place.local_world_size if place else layout.world_size
@@ -69,7 +69,7 @@ class TrainingRun:
             _store(self.config, self.run_dir)
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
         arguments = (self.config, self.run_dir, self.resume)
-        ranks = _layout(self.config).world_size
+        ranks = Layout.of(self.config.parallel).world_size
         run(_train, arguments, ranks, device=device, run_dir=self.run_dir, console_ranks=console_ranks)
 
 
@@ -90,11 +90,6 @@ def prepare_training(config: Config, run_dir: Path, *, resume: bool = False) -> 
     elif newest(run_dir):
         raise UserError(f"{run_dir} already has checkpoints; go on with --resume, or choose another --run-dir.")
     return TrainingRun(resolved, run_dir, resume, speaks=place is None or place.rank == 0)
-
-
-def _layout(config: Config) -> Layout:
-    parallel = config.parallel
-    return Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp)
 
 
 def _store(config: Config, run_dir: Path) -> None:

@@ -1,6 +1,6 @@
 """One axis of the mesh: the ranks along it, what they can do together, and a record of what they did."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +99,17 @@ class Axis:
         else:
             self._reduce_contiguous(tensor, dist.ReduceOp.SUM)
         return tensor
+
+    def all_reduce_together_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each of `tensors`, of one dtype and in one order on all ranks, over the axis: in place, in one go."""
+        if self.size == 1 or not tensors:
+            return
+        if len(tensors) == 1:
+            self.all_reduce_(tensors[0])
+            return
+        total = self.all_reduce_(torch.cat([tensor.flatten() for tensor in tensors]))
+        parts = total.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(list(tensors), [part.view_as(to) for part, to in zip(parts, tensors, strict=True)])
 
     def all_reduce_max_(self, tensor: Tensor) -> Tensor:
         """Maximum of `tensor` over the axis, in place."""

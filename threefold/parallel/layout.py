@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from threefold.config.schema import ParallelConfig
 from threefold.errors import UserError
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -42,6 +43,11 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Self:
+        """What a config's settings ask for."""
+        return cls(parallel.dp, parallel.tp, parallel.pp, parallel.cp)
 
     def __post_init__(self) -> None:
         for axis in AXES:

@@ -160,6 +160,11 @@ def keep_mask(keys: Tensor, site: int, shape: torch.Size, p: float, parts: Mappi
     return _mix32(column, row_keys.unsqueeze(-1)) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
+def drop(x: Tensor, keys: Tensor, site: int, p: float, parts: Mapping[int, Part]) -> Tensor:
+    """`x` without the elements that `keep_mask` drops, the others scaled so that the mean stays."""
+    return x * keep_mask(keys, site, x.shape, p, parts).to(x.dtype).mul_(1 / (1 - p))
+
+
 def _mix32(column: Tensor, row_key: Tensor) -> Tensor:
     """Uniform int32 for each element, from its column and its row's 64-bit key."""
     low = _low_word(row_key)
@@ -205,8 +210,7 @@ class Dropout(nn.Module):
         """Drop elements of `x` [B, …] by the samples' keys [B]; returns `x` itself where nothing is dropped."""
         if keys is None or not self.draws(keys):
             return x
-        keep = keep_mask(keys, self.site, x.shape, self.p, self.parts)
-        return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
+        return drop(x, keys, self.site, self.p, self.parts)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -17,7 +17,7 @@ from threefold.kernels import later
 from threefold.parallel.attention import CausalAttention
 from threefold.parallel.axis import Axis
 from threefold.parallel.context import Chunk
-from threefold.parallel.random import Part, Slice, keep_mask
+from threefold.parallel.random import Part, Slice, drop
 from threefold.parallel.samples import NOTHING, Samples
 from threefold.parallel.sequence import SequenceCut
 
@@ -126,8 +126,7 @@ class _Pair:
             return weights
         count = 2 * self.ring.axis.size
         parts: dict[int, Part] = {1: self.ring.heads, 2: Chunk(self.query, count), 3: Chunk(self.key, count)}
-        keep = keep_mask(keys, self.ring.site, weights.shape, p, parts)
-        return weights * keep.to(weights.dtype).mul_(1 / (1 - p))
+        return drop(weights, keys, self.ring.site, p, parts)
 
 
 class _Attention(torch.autograd.Function):

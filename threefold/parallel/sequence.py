@@ -157,10 +157,4 @@ def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
         gradients: all of one dtype, in the same order on every rank; replaced by their sums over the axis.
         axis: the ranks that share the sequence.
     """
-    if not gradients or axis.size == 1:
-        return
-    total = axis.all_reduce_(torch.cat([gradient.flatten() for gradient in gradients]))
-    sizes = [gradient.numel() for gradient in gradients]
-    torch._foreach_copy_(
-        list(gradients), [part.view_as(to) for part, to in zip(total.split(sizes), gradients, strict=True)]
-    )
+    axis.all_reduce_together_(gradients)

@@ -171,12 +171,7 @@ class ShardedGradients(Gradients):
             module.reshard()
 
     def _sum_copies(self) -> None:
-        if self._sharing.copies.size == 1:
-            return
-        shards = list(self._gradients.values())
-        total = self._sharing.copies.all_reduce_(torch.cat([shard.flatten() for shard in shards]))
-        parts = total.split([shard.numel() for shard in shards])
-        torch._foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)])
+        self._sharing.copies.all_reduce_together_(list(self._gradients.values()))
 
     def _modules(self) -> Iterator[FSDPModule]:
         for root in self._roots:

@@ -38,9 +38,8 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
     Raises:
         UserError: on every rank, what the user can mend: bad data, nothing to resume, divergence, a full disk.
     """
-    parallel = config.parallel
     keep_freed_memory()
-    mesh = Mesh(Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp), _device(config))
+    mesh = Mesh(Layout.of(config.parallel), _device(config))
     resumption = find_resumption(run_dir, config) if resume else None
     mesh.world.barrier()  # all have looked before any changes what is there
     files = TokenFiles.open(Path(config.data.path))

@@ -35,8 +35,7 @@ class RankReport:
 
 def run_rank(source: ModelSource, config: Config, rows: Rows, steps: int, folder: str) -> RankReport:
     """Train for `steps` steps as this rank of the config's layout, beside the trace of one process in `folder`."""
-    parallel = config.parallel
-    mesh = Mesh(Layout(parallel.dp, parallel.tp, parallel.pp, parallel.cp))
+    mesh = Mesh(Layout.of(config.parallel))
     make_model, plan = source.load(config)
     engine = Engine(make_model, plan, mesh, config)
     held = held_parts(engine)

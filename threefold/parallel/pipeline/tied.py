@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
-import torch
 from torch import Tensor
 
 from threefold.parallel.axis import Axis
@@ -54,12 +53,7 @@ class TiedWeights:
         for owner, axis in self._axes.items():
             # In one order on every rank, whatever stages it holds.
             mine = [gradients[name] for name in sorted(gradients) if _covers(owner, name)]
-            if len(mine) == 1:
-                axis.all_reduce_(mine[0])
-                continue
-            total = axis.all_reduce_(torch.cat([gradient.flatten() for gradient in mine]))
-            parts = total.split([gradient.numel() for gradient in mine])
-            torch._foreach_copy_(mine, [part.view_as(to) for part, to in zip(parts, mine, strict=True)])
+            axis.all_reduce_together_(mine)
 
     def _axis_of(self, name: str) -> Axis | None:
         return next((axis for owner, axis in self._axes.items() if _covers(owner, name)), None)
