@@ -57,23 +57,32 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, apart: Tensor | None = Non
 
     Args:
         q: [B, Q, heads, d].
-        k, v: [B, K, heads, d], K ≥ Q.
-        apart: bool [B, Q, K], true where a query must not see a key either, though never its own; None for nowhere.
+        k, v: [B, K, key-value heads, d], K ≥ Q; each of their heads serves as many neighbouring ones of `q`.
+        apart: bool [B or 1, Q, K], true where a query must not see a key either, though never its own; None for
+            nowhere.
 
     Returns:
         [B, Q, heads · d].
     """
     if _plain_attention_is_faster(k):
-        return _plain_attention(q, k, v, apart)
+        return _plain_attention(q, serve_heads(k, q.shape[2]), serve_heads(v, q.shape[2]), apart)
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
     if apart is not None:
         allowed = ~(apart | later(q.shape[2], k.shape[2], q.device)).unsqueeze(1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=grouped)
     elif q.shape[2] == k.shape[2]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:  # torch's own causal mask would align the first query with the first key
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
+
+
+def serve_heads(x: Tensor, heads: int, dim: int = 2) -> Tensor:
+    """Keys or values with each head of `dim` repeated for all the query heads that it serves, `heads` in all."""
+    served = heads // x.shape[dim]
+    return x if served == 1 else x.repeat_interleave(served, dim)
 
 
 def later(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -102,7 +111,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, apart: Tensor | None) -> T
     q, k, v = (each.transpose(1, 2).reshape(batch * heads, -1, width) for each in (q, k, v))
     bias = torch.full((queries, keys), -torch.inf, dtype=q.dtype).triu_(1 + keys - queries)
     if apart is not None:
-        bias = bias.masked_fill(apart, -torch.inf).repeat_interleave(heads, 0)
+        bias = bias.masked_fill(apart, -torch.inf).expand(batch, -1, -1).repeat_interleave(heads, 0)
     out = torch.baddbmm(bias, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
     return out.view(batch, heads, queries, width).transpose(1, 2).flatten(2)
 

@@ -20,7 +20,7 @@ from threefold.verify.compare import GRADIENT, LOSS, Error
 from threefold.verify.data import RandomRows
 from threefold.verify.oracle import write_trace
 from threefold.verify.rank import RankReport, run_rank
-from threefold.verify.source import GPTSource
+from threefold.verify.source import ConfigSource
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 CELLS = list(cells())
@@ -95,7 +95,7 @@ def compare(pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Feature
         if str(settings) not in known:
             known[str(settings)] = tmp_path_factory.mktemp("one-process")
             alone = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "fp64"})})
-            pool.run(1, write_trace, GPTSource(), alone, RandomRows(), STEPS, str(known[str(settings)]))
+            pool.run(1, write_trace, ConfigSource(), alone, RandomRows(), STEPS, str(known[str(settings)]))
         return known[str(settings)]
 
     def run(features: Features) -> list[Error]:
@@ -103,7 +103,7 @@ def compare(pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Feature
         parallel = config.parallel
         ranks = parallel.dp * parallel.tp * parallel.pp * parallel.cp
         folder = trace(config)
-        reports: list[RankReport] = pool.run(ranks, run_rank, GPTSource(), config, RandomRows(), STEPS, str(folder))
+        reports: list[RankReport] = pool.run(ranks, run_rank, ConfigSource(), config, RandomRows(), STEPS, str(folder))
         return [error for report in reports for error in report.errors]
 
     return run

@@ -12,8 +12,9 @@ from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
 from threefold.parallel.apply import draw_
 from threefold.parallel.axis import Event
+from threefold.parallel.rotary import Rotary
 from threefold.parallel.samples import Samples
-from threefold.parallel.sequence import Rotary, SequenceCut
+from threefold.parallel.sequence import SequenceCut
 
 
 def case(**changes: object) -> Case:

@@ -1,6 +1,7 @@
 """One process against a layout: the same model, batches and steps on both sides, and every number compared."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.data.loader import Batch, Share
 from threefold.labels import IGNORED
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
+from threefold.models.registry import make_model, model_plan
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import offset
@@ -41,6 +41,7 @@ class Case:
     accumulation: int = 2
     dropout: float = 0.0
     positions: str = "learned"
+    model: tuple[tuple[str, Any], ...] = ()  # further settings of the model
     documents: bool = False
     uneven: bool = True
     counted: tuple[int, int] | None = None  # the positions whose labels count, if not all
@@ -80,6 +81,7 @@ class Case:
                 "tie_embeddings": self.tie,
                 "position_embedding": self.positions,
                 "rope_theta": 100.0,
+                **dict(self.model),
             },
             "data": {"path": "unused", "sequence_length": self.sequence, "separate_documents": self.documents},
             "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "schedule": self.schedule},
@@ -168,15 +170,15 @@ class CaseRows(Rows):
 def one_process(case: Case) -> Trace:
     """The unsplit model, torch's own optimizer and clip, and the whole batch in one pass: nothing of the engine."""
     config = case.config
-    plan = gpt_plan(config.model, case.sequence)
-    trace = oracle.one_process(lambda: GPT(config.model), plan, config, CaseRows(case), case.steps)
+    plan = model_plan(config.model, case.sequence)
+    trace = oracle.one_process(partial(make_model, config.model), plan, config, CaseRows(case), case.steps)
     return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1])
 
 
 def make_engine(case: Case) -> Engine:
     config = case.config
     mesh = Mesh(Layout(case.dp, case.tp, case.pp, case.cp))
-    return Engine(lambda: GPT(config.model), gpt_plan(config.model, case.sequence), mesh, config)
+    return Engine(partial(make_model, config.model), model_plan(config.model, case.sequence), mesh, config)
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:

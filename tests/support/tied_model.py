@@ -33,10 +33,10 @@ def tied_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
 
 
 def in_layout(case: Case) -> Trace:
-    with patch.object(parity, "GPT", TiedGPT), patch.object(parity, "gpt_plan", tied_plan):
+    with patch.object(parity, "make_model", TiedGPT), patch.object(parity, "model_plan", tied_plan):
         return parity.in_layout(case)
 
 
 def one_process(case: Case) -> Trace:
-    with patch.object(parity, "GPT", TiedGPT), patch.object(parity, "gpt_plan", tied_plan):
+    with patch.object(parity, "make_model", TiedGPT), patch.object(parity, "model_plan", tied_plan):
         return parity.one_process(case)

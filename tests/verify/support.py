@@ -11,7 +11,7 @@ from threefold.verify.data import RandomRows
 from threefold.verify.report import Result
 from threefold.verify.run import Task, Verifier
 from threefold.verify.shrink import prepare, shrink
-from threefold.verify.source import GPTSource, ModelSource
+from threefold.verify.source import ConfigSource, ModelSource
 from threefold.verify.variant import Variant, parse
 
 LAYOUTS = ("dp2", "tp2", "pp2", "dp2·tp2·pp2")
@@ -33,7 +33,7 @@ def task(
     *layouts: str,
     dtype: str = "fp64",
     given: Config | None = None,
-    source: ModelSource = GPTSource(),  # noqa: B008
+    source: ModelSource = ConfigSource(),  # noqa: B008
 ) -> Task:
     """Three steps of the config, shrunk for the layouts."""
     variants = [parse(layout) for layout in layouts]

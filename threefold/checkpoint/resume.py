@@ -35,14 +35,25 @@ _ROUNDING = frozenset(("parallel.gradient_compression",))
 _SHAPES = frozenset(
     f"model.{key}"
     for key in (
+        "architecture",
         "num_layers",
         "hidden_size",
         "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
         "ffn_hidden_size",
         "vocab_size",
         "max_position_embeddings",
         "position_embedding",
         "tie_embeddings",
+        "qkv_bias",
+        "qk_norm",
+        "num_experts",
+        "expert_ffn_hidden_size",
+        "shared_expert_ffn_hidden_size",
+        "shared_expert_gate",
+        "moe_every",
+        "dense_layers",
     )
 )
 _ORDER = frozenset(("train.seed", "train.global_batch_size", "data.sequence_length", "data.split"))

@@ -47,7 +47,7 @@ def verify(
     from threefold.verify.run import Task, choose_rows, verifier, vocabulary
     from threefold.verify.select import possible
     from threefold.verify.shrink import prepare, shrink
-    from threefold.verify.source import FileSource, GPTSource
+    from threefold.verify.source import ConfigSource, FileSource
     from threefold.verify.variant import parse_layouts
 
     given = load_config(config, overrides or ())
@@ -57,7 +57,7 @@ def verify(
     base = prepare(given, dtype, vocabulary(given))
     small = base if full else shrink(base, variants or possible(ranks))
     selection = _select(small, variants, ranks, every)
-    task = Task(small, steps, choose_rows(given), FileSource.parse(model) if model else GPTSource(), full)
+    task = Task(small, steps, choose_rows(given), FileSource.parse(model) if model else ConfigSource(), full)
     view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)
     with verifier(task, selection) as check, view:  # workers are forked before the live line has its thread
         check.run_one_process()

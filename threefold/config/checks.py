@@ -3,6 +3,7 @@
 from math import lcm, log2
 
 from threefold.config.compatibility import check_together
+from threefold.config.model_checks import check_division, check_model
 from threefold.config.pipeline_checks import check_pipeline
 from threefold.config.problem import nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
@@ -14,7 +15,7 @@ def check(config: Config, vocab_size: int) -> None:
     Raises:
         UserError: the first rule that is broken.
     """
-    _check_model(config, vocab_size)
+    check_model(config, vocab_size)
     _check_data(config)
     _check_layout(config)
     _check_optimizer(config)
@@ -25,23 +26,6 @@ def check(config: Config, vocab_size: int) -> None:
         raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
 
 
-def _check_model(config: Config, vocab_size: int) -> None:
-    model = config.model
-    if model.hidden_size % model.num_attention_heads:
-        nearest = nearest_divisor(model.num_attention_heads, model.hidden_size)
-        rule = f"must divide model.hidden_size {model.hidden_size}; use {nearest}"
-        raise problem(config, "model.num_attention_heads", rule)
-    width = model.hidden_size // model.num_attention_heads
-    if model.position_embedding == "rope" and width % 2:
-        rule = f"the width of a head, model.hidden_size / model.num_attention_heads = {width}, must be even for it"
-        nearest = (width + 1) * model.num_attention_heads
-        raise problem(config, "model.position_embedding", f"{rule}; use model.hidden_size {nearest}, or learned")
-    if model.vocab_size < vocab_size:
-        raise problem(
-            config, "model.vocab_size", f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"
-        )
-
-
 def _check_data(config: Config) -> None:
     longest = config.model.max_position_embeddings
     if config.data.sequence_length > longest:
@@ -50,17 +34,7 @@ def _check_data(config: Config) -> None:
 
 
 def _check_layout(config: Config) -> None:
-    model, parallel = config.model, config.parallel
-    if model.num_attention_heads % parallel.tp:
-        heads = model.num_attention_heads
-        rule = f"must divide model.num_attention_heads {heads}; use {nearest_divisor(parallel.tp, heads)}"
-        raise problem(config, "parallel.tp", rule)
-    if model.ffn_hidden_size % parallel.tp:
-        nearest = nearest_multiple(model.ffn_hidden_size, parallel.tp)
-        rule = f"must be a multiple of parallel.tp {parallel.tp}; use {nearest}"
-        raise problem(config, "model.ffn_hidden_size", rule)
-    if parallel.tp > model.vocab_size:
-        raise problem(config, "parallel.tp", f"model.vocab_size is {model.vocab_size}; use at most {model.vocab_size}")
+    check_division(config)
     check_pipeline(config)
     _check_sequence(config)
     _check_zero(config)

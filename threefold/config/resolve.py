@@ -41,9 +41,8 @@ def _derived(config: Config, vocab_size: int) -> dict[str, Any]:
         warmup = min(LONGEST_DEFAULT_WARMUP, decay_steps // 10)
     stable = max(0, decay_steps * 4 // 5 - warmup) if optimizer.decay == "wsd" else 0
     return {
-        "model.ffn_hidden_size": 4 * model.hidden_size,
+        **{f"model.{name}": value for name, value in model.filled(sequence).items()},
         "model.vocab_size": vocab_size,
-        "model.max_position_embeddings": sequence,
         "data.sequence_length": sequence,
         "parallel.stage_chunks": 1 if config.parallel.schedule in ("1f1b", "gpipe") else 2,
         "parallel.zero_shards": config.parallel.dp,

@@ -7,80 +7,12 @@ resolved config; everything after resolving may rely on it.
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
-from threefold.config.presets import PRESETS, PresetName
-
-
-def _derived(**limits: Any) -> Any:
-    """A setting that `resolve` fills when it is not given."""
-    return Field(default=None, **limits)
-
+from threefold.config.model import ModelConfig
+from threefold.config.section import Section, derived
 
 Schedule = Literal["1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
-
-
-class Section(BaseModel):
-    """Settings that belong together; null in a file means the default."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, given: Any) -> Any:
-        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
-
-    def settings(self) -> dict[str, Any]:
-        """The settings that have a value, as plain YAML values."""
-        values = {key: getattr(self, key) for key in type(self).model_fields}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
-
-
-class ModelConfig(Section):
-    """The network: a GPT-2 style decoder."""
-
-    preset: PresetName = _derived()
-    """A published model whose sizes are taken; settings given beside it override the preset's."""
-    num_layers: int = Field(default=8, ge=1)
-    """Transformer blocks."""
-    hidden_size: int = Field(default=256, ge=1)
-    """Width of the residual stream; a multiple of `num_attention_heads`."""
-    num_attention_heads: int = Field(default=8, ge=1)
-    """Attention heads in each block; a multiple of `parallel.tp`."""
-    ffn_hidden_size: int = _derived(ge=1)
-    """Width inside the feed-forward network; a multiple of `parallel.tp`. Default: 4 · `hidden_size`."""
-    vocab_size: int = _derived(ge=1)
-    """Rows of the embedding; at least the tokenizer's vocabulary, divisible by `parallel.tp` or not. Default: the
-    tokenizer's vocabulary (a preset's: the published one)."""
-    max_position_embeddings: int = _derived(ge=1)
-    """Longest sequence the model can read. Default: `data.sequence_length`."""
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of dropping an element of the embeddings and of what each block adds to the residual stream."""
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of dropping an attention weight."""
-    position_embedding: Literal["learned", "rope"] = "learned"
-    """How the model knows the order of tokens: `learned`, a vector for each position, or `rope`, which turns queries
-    and keys by their position (rotary embedding); the width of a head is even for it."""
-    rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the angles of `rope`; a larger one suits longer sequences."""
-    initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of the initial weights."""
-    tie_embeddings: bool = True
-    """Whether the output head shares the token embedding's weight."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _apply_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("preset"), str):
-            return given
-        return {**PRESETS.get(given["preset"], {}), **given}
 
 
 class DataConfig(Section):
@@ -89,7 +21,7 @@ class DataConfig(Section):
     path: str = Field(min_length=1)
     """Folder that `threefold data prepare` wrote: token files and their tokenizer. The only setting that has no
     default."""
-    sequence_length: int = _derived(ge=1)
+    sequence_length: int = derived(ge=1)
     """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
     split: str = "949,50,1"
     """Weights of the training, validation and test parts, over documents; a part that is left out has 0."""
@@ -104,6 +36,9 @@ class ParallelConfig(Section):
     """Data-parallel replicas; the batch is divided among them."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel shards of each layer."""
+    ep: int = Field(default=1, ge=1)
+    """Expert-parallel parts of the experts of each layer, shared among as many neighbouring data-parallel replicas; a
+    divisor of `dp` and of `model.num_experts`."""
     pp: int = Field(default=1, ge=1)
     """Pipeline ranks; at most `model.num_layers`."""
     cp: int = Field(default=1, ge=1)
@@ -116,7 +51,7 @@ class ParallelConfig(Section):
     of all of them. `interleaved`, `looped-bfs` and `zero-bubble` give each rank `stage_chunks` stages; `zbv` and
     `dualpipev` give it two, the first and the last on one rank. `zero-bubble`, `zbv` and `dualpipev` fill the idle time
     with the gradients of the weights."""
-    stage_chunks: int = _derived(ge=1)
+    stage_chunks: int = derived(ge=1)
     """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, else 2."""
     partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
     """How layers are shared among the pipeline stages: `cost` balances what they compute, `uniform` their number,
@@ -127,7 +62,7 @@ class ParallelConfig(Section):
     zero: int = Field(default=0, ge=0, le=3)
     """What the data-parallel ranks share instead of holding it whole: 1 the optimizer's state, 2 the gradients too, 3
     the weights too."""
-    zero_shards: int = _derived(ge=1)
+    zero_shards: int = derived(ge=1)
     """Data-parallel replicas that share one copy where `zero` is not 0; the others hold further copies. Default: `dp`,
     one copy."""
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
@@ -140,12 +75,12 @@ class TrainConfig(Section):
 
     max_steps: int = Field(default=1000, ge=1)
     """Optimizer steps of the run."""
-    global_batch_size: int = _derived(ge=1)
+    global_batch_size: int = derived(ge=1)
     """Sequences in an optimizer step, over all ranks. Default: follows from the other two, else 32."""
-    micro_batch_size: int = _derived(ge=1)
+    micro_batch_size: int = derived(ge=1)
     """Sequences that go through the network at once on one replica. Default: follows from the other two, else the
     largest size up to 4 that divides the replica's share and leaves a pipeline two micro-batches per stage."""
-    gradient_accumulation_steps: int = _derived(ge=1)
+    gradient_accumulation_steps: int = derived(ge=1)
     """Micro-batches of one replica in an optimizer step. Default: follows from the batch sizes."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Seed of the initial weights, the order of the samples and dropout."""
@@ -188,16 +123,16 @@ class OptimizerConfig(Section):
     """Optimizer; `sgd` has no momentum."""
     lr: float = Field(default=6e-4, gt=0)
     """Highest learning rate."""
-    min_lr: float = _derived(ge=0)
+    min_lr: float = derived(ge=0)
     """Learning rate at the end of the decay; at most `lr`. Default: a tenth of `lr`."""
-    warmup_steps: int = _derived(ge=0)
+    warmup_steps: int = derived(ge=0)
     """Steps of linear warm-up from 0. Default: a tenth of `decay_steps`, at most 100."""
     decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the decay after the warm-up; `wsd` (warm-up, stable, decay) holds `lr` for `stable_steps` and then
     decays linearly."""
-    decay_steps: int = _derived(ge=1)
+    decay_steps: int = derived(ge=1)
     """Step at which `min_lr` is reached, warm-up included. Default: `train.max_steps`."""
-    stable_steps: int = _derived(ge=0)
+    stable_steps: int = derived(ge=0)
     """Steps at `lr` between warm-up and decay, for `wsd` only. Default: up to four fifths of `decay_steps`."""
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     """Adam's decay rates of the first and second moment, each in [0, 1)."""

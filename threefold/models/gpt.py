@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from threefold.config import ModelConfig
 from threefold.models.layers import CrossEntropy, Embedding, Linear
+from threefold.models.rope import rotary
 from threefold.parallel.attention import CausalAttention
 from threefold.parallel.random import Dropout, name_sites
 from threefold.parallel.samples import NOTHING, Samples
-from threefold.parallel.sequence import PositionEmbedding, Rotary
+from threefold.parallel.sequence import PositionEmbedding
 
 
 class Input(nn.Module):
@@ -39,7 +40,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
-        self.rotary = Rotary(self.head_dim, config.rope_theta) if config.position_embedding == "rope" else None
+        self.rotary = rotary(config) if config.position_embedding == "rope" else None
         self.proj = Linear(config.hidden_size, config.hidden_size)
         self.core = CausalAttention(config.attention_dropout)
 
@@ -69,9 +70,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attn_norm = nn.LayerNorm(config.hidden_size)
+        self.attn_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
         self.dropout = nn.ModuleDict({name: Dropout(config.hidden_dropout) for name in ("attn", "mlp")})
 
@@ -86,7 +87,7 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.loss = CrossEntropy()
 

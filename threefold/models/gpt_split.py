@@ -1,15 +1,11 @@
 """How GPT's weights are cut, what its layers cost, and what its weights start from."""
 
-from fnmatch import fnmatchcase
-
 from threefold.config import ModelConfig
+from threefold.models.initial import initial_values
 from threefold.parallel.split import (
     AttentionCore,
     Column,
-    Constant,
-    Initial,
     ModelPlan,
-    Normal,
     OverContext,
     OverSequence,
     Replicated,
@@ -52,18 +48,8 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         split=split,
         layers=("embed", *(f"blocks.{number}" for number in range(layers)), "head"),
         costs=tuple(float(cost) for cost in costs),
-        initial=lambda name: _initial(name, config),
+        initial=lambda name: initial_values(name, config),
         kinds=("Input", *["Block"] * layers, "Head"),
         ties={"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
         recompute={"selective": ("blocks.*.attn.core",), "full": ("blocks.*",)},
     )
-
-
-def _initial(name: str, config: ModelConfig) -> Initial:
-    """GPT-2's: N(0, range²), narrower by 1/√(2·layers) where a layer's output joins the residual stream."""
-    if name.endswith(".bias"):
-        return Constant(0.0)
-    if fnmatchcase(name, "*norm.weight"):
-        return Constant(1.0)
-    joins_residual = fnmatchcase(name, "*.attn.proj.weight") or fnmatchcase(name, "*.mlp.down.weight")
-    return Normal(config.initializer_range * ((2 * config.num_layers) ** -0.5 if joins_residual else 1.0))

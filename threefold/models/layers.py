@@ -23,6 +23,27 @@ class Embedding(nn.Embedding):
         return embedding(input, self.weight)
 
 
+class SwiGLU(nn.Module):
+    """A feed-forward network whose inner features are gated (Shazeer, arXiv 2002.05202).
+
+    The rows of `gate_up` alternate, a gate's before that of what it gates, so a contiguous cut is one between features.
+
+    Args:
+        hidden: H.
+        inner: F, the inner features.
+    """
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden, 2 * inner, bias=False)
+        self.down = Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] → [..., H]."""
+        gate, up = self.gate_up(x).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down(F.silu(gate) * up)
+
+
 class CrossEntropy(nn.Module):
     """The loss of each token, computed in fp32 at least."""
 

@@ -49,9 +49,10 @@ class ContextParallelAttention(nn.Module):
         self.chunks = nn.ModuleList(_of_chunk(core, heads, Chunk(number, 2 * axis.size)) for number in self.numbers)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
-        """`q`, `k`, `v` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
+        """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
 
         Args:
+            k, v: [B, S / cp, key-value heads, d], of the same.
             samples: dropout keys, and the documents of the whole sequence.
 
         Raises:
@@ -70,7 +71,7 @@ class ContextParallelAttention(nn.Module):
 
 def _of_chunk(core: CausalAttention, heads: Slice, queries: Chunk) -> CausalAttention:
     """`core` for some queries, its dropout the same as in the whole."""
-    attention = CausalAttention(core.dropout.p)
+    attention = CausalAttention(core.dropout.p, core.window)
     attention.dropout.site = core.dropout.site
     # Of the weights [B, heads, queries, keys]; the keys are taken from the first on, so their places are right.
     attention.dropout.parts = {1: heads, 2: queries}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from threefold.kernels import later
-from threefold.parallel.attention import CausalAttention
+from threefold.kernels import later, serve_heads
+from threefold.parallel.attention import CausalAttention, out_of_window
 from threefold.parallel.axis import Axis
 from threefold.parallel.context import Chunk
 from threefold.parallel.random import Part, Slice, drop
@@ -35,12 +35,13 @@ class RingAttention(nn.Module):
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
-        self.dropout, self.axis, self.heads = core.dropout, axis, heads
+        self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
-        """`q`, `k`, `v` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
+        """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
 
         Args:
+            k, v: [B, S / cp, key-value heads, d], of the same.
             samples: dropout keys, and the documents of the whole sequence.
 
         Raises:
@@ -49,7 +50,7 @@ class RingAttention(nn.Module):
         if q.shape[1] % 2:
             raise ValueError(f"{q.shape[1]} positions of a rank are not two chunks of one length")
         p = self.dropout.p if self.dropout.draws(samples.keys) else 0.0
-        ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples)
+        ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples, self.window)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out: Tensor = _Attention.apply(q, k, v, ring)
         return out.transpose(1, 2).flatten(2)
@@ -62,6 +63,7 @@ class _Ring:
     Attributes:
         p: probability of dropping a weight, 0 where none is dropped.
         site: stream of the dropout.
+        window: how many positions back a query attends to; 0 for all.
     """
 
     axis: Axis
@@ -69,6 +71,7 @@ class _Ring:
     p: float
     site: int
     samples: Samples
+    window: int
 
     @property
     def mine(self) -> tuple[int, int]:
@@ -113,6 +116,9 @@ class _Pair:
         size = q.shape[2]
         if self.query == self.key:
             scores.masked_fill_(later(size, size, q.device), -torch.inf)
+        if self.ring.window:
+            ahead = (self.query - self.key) * size  # the queries' chunk begins so many positions after the keys'
+            scores.masked_fill_(out_of_window(size, size, self.ring.window - ahead, q.device), -torch.inf)
         if self.ring.samples.documents is not None:
             chunks = self.ring.samples.documents.split(size, 1)
             apart = chunks[self.query][:, :, None] != chunks[self.key][:, None]
@@ -138,7 +144,7 @@ class _Attention(torch.autograd.Function):
         total = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # log-sum-exp of the scores so far
         for owner, block in ring.rounds(own):
             for pair in ring.pairs(owner):
-                query, key, value = q.chunk(2, 2)[pair.row], *block.chunk(2, 3)[pair.column]
+                query, (key, value) = q.chunk(2, 2)[pair.row], _served(block, q).chunk(2, 3)[pair.column]
                 mean, sofar = out.chunk(2, 2)[pair.row], total.chunk(2, 2)[pair.row]
                 scores = pair.scores(query, key)
                 joined = torch.logaddexp(sofar, scores.logsumexp(-1))
@@ -163,18 +169,28 @@ class _Attention(torch.autograd.Function):
                 query, upper, base, shared, to_query = (
                     each.chunk(2, 2)[pair.row] for each in (q, grad, _finite(total), common, grad_q)
                 )
-                key, value = block.chunk(2, 3)[pair.column]
+                key, value = _served(block, q).chunk(2, 3)[pair.column]
                 to_key, to_value = grad_own.chunk(2, 3)[pair.column]
                 weights = (pair.scores(query, key) - base.unsqueeze(-1)).exp_()
-                to_value.add_(pair.drop(weights).to(q.dtype).mT @ upper)
+                to_value.add_(_gathered(pair.drop(weights).to(q.dtype).mT @ upper, own))
                 of_weights = pair.drop((upper @ value.mT).to(out.dtype))
                 of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(q.shape[-1] ** -0.5).to(q.dtype)
                 to_query.add_(of_scores @ key)
-                to_key.add_(of_scores.mT @ query)
+                to_key.add_(_gathered(of_scores.mT @ query, own))
             # It travels behind its block, and after a whole round it is with the rank whose block it is.
             grad_own = ring.axis.start_shift(grad_own)()
         grad_k, grad_v = grad_own.to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _served(block: Tensor, q: Tensor) -> Tensor:
+    """Keys and values [2, B, key-value heads, S, d] for all heads of `q` [B, heads, S, d]."""
+    return serve_heads(block, q.shape[1], dim=2)
+
+
+def _gathered(gradient: Tensor, own: Tensor) -> Tensor:
+    """The gradient of keys or values as all heads have it, [B, heads, c, d], added up for the key-value heads."""
+    return gradient.unflatten(1, (own.shape[2], -1)).sum(2)
 
 
 def _finite(total: Tensor) -> Tensor:

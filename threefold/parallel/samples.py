@@ -12,10 +12,13 @@ class Samples(NamedTuple):
         keys: int64 [B], from which dropout masks follow; None to drop nothing.
         documents: int64 [B, S], the document of each token of the whole sequence, where attention stops at their
             bounds; None where it does not.
+        weights: float [B, S], what the losses that layers add for each token of the whole sequence count for in the
+            gradient; None where they count for nothing.
     """
 
     keys: Tensor | None = None
     documents: Tensor | None = None
+    weights: Tensor | None = None
 
 
 NOTHING = Samples()

@@ -113,43 +113,6 @@ class PositionEmbedding(nn.Embedding):
         return embedding(self.part.indices(size, x.device), self.weight)
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864): turns queries and keys by their position.
-
-    Element i of a head's first half and element i of its second half are one pair, as in Hugging Face's Llama.
-
-    Args:
-        head_dim: d, even.
-        theta: base of the angles; pair i of d/2 turns by position · theta^(−2i/d).
-
-    Attributes:
-        part: the positions that this rank's queries and keys cover (set when a model is split).
-    """
-
-    part: Part = Slice()
-
-    def __init__(self, head_dim: int, theta: float) -> None:
-        super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """`q`, `k` [B, S, heads, d], each turned; worked out in fp32 at least."""
-        # Exact angles of far positions need fp64; a table of them would be a buffer that every rank has to fill.
-        powers = torch.arange(0, self.head_dim, 2, device=q.device, dtype=torch.float64) / -self.head_dim
-        angles = torch.outer(self.part.indices(q.shape[1], q.device).double(), self.theta**powers)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        cos, sin = (each.to(wide).unsqueeze(1) for each in (angles.cos(), angles.sin()))  # [S, 1, d/2]
-        return _turn(q, cos, sin), _turn(k, cos, sin)
-
-    def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, theta={self.theta:g}"
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-
-
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
     """Complete the gradients of weights that every rank of `axis` holds whole but used on its own positions alone.
 

@@ -18,7 +18,8 @@ from threefold.parallel.loss import ParallelCrossEntropy
 from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.random import Dropout, Slice
 from threefold.parallel.ring import RingAttention
-from threefold.parallel.sequence import PositionEmbedding, Region, Rotary
+from threefold.parallel.rotary import Rotary
+from threefold.parallel.sequence import PositionEmbedding, Region
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -114,7 +115,16 @@ class Replicated:
         return module
 
 
-Split = Column | Row | Vocab | VocabLoss | AttentionCore | OverContext | OverSequence | Replicated
+@dataclass(frozen=True)
+class PerHead:
+    """A module that every rank of the tensor axis holds whole and applies to its own heads alone, so that each rank has
+    a part of the gradients of its weights: the engine adds them up."""
+
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        return module
+
+
+Split = PerHead | Column | Row | Vocab | VocabLoss | AttentionCore | OverContext | OverSequence | Replicated
 _OVER_TENSOR_AXIS = (Column, Row, Vocab, VocabLoss)
 
 
@@ -169,6 +179,11 @@ class ModelPlan:
         for user, owner in borrowed.items():
             if owner in borrowed:
                 raise ValueError(f"{user!r} shares the weights of {owner!r}, which shares those of {borrowed[owner]!r}")
+
+    def has_partial_gradient(self, name: str) -> bool:
+        """Whether each tensor rank has a part only of the gradient of a parameter that it holds whole."""
+        module = name.rpartition(".")[0]
+        return any(isinstance(split, PerHead) and fnmatchcase(module, key) for key, split in self.split.items())
 
     def stage_bounds(self, stages: int, partition: str | Sequence[int] = "cost") -> list[int]:
         """First layer of each pipeline stage, and the number of layers.

@@ -179,16 +179,24 @@ class Engine:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         loss = self.runner.forward_backward(self._work(batch, keys), scale / tokens)
         self.gradients.finish()
-        self._sum_over_sequence_shares()
+        self._sum_over_tensor_ranks()
         self.tied.sum_({entry.name: entry.gradient for entry in self.optimizer.entries})
         if scale != 1:
             self.gradients.scale_(1 / scale)
         return loss / scale, tokens
 
-    def _sum_over_sequence_shares(self) -> None:
-        """Complete the gradients of weights that every tensor rank holds whole, but used on its own positions alone."""
-        if self.division.sequence_parallel:
-            shared = [entry.gradient for entry in self.optimizer.entries if not is_split(entry.parameter)]
+    def _sum_over_tensor_ranks(self) -> None:
+        """Complete the gradients of weights that every tensor rank holds whole, but used on its own positions or heads
+        alone."""
+        if self.mesh.tp.size == 1:
+            return
+        shared = [
+            entry.gradient
+            for entry in self.optimizer.entries
+            if not is_split(entry.parameter)
+            and (self.division.sequence_parallel or self.plan.has_partial_gradient(entry.name))
+        ]
+        if shared:
             sum_over_shares_(shared, self.mesh.tp)
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:

@@ -15,8 +15,7 @@ from threefold.checkpoint.tensors import load_tensors_alone
 from threefold.config import load_config
 from threefold.data.tokenizer import id_count
 from threefold.errors import UserError
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
+from threefold.models.registry import Model, make_model, model_plan
 from threefold.train.state import MODEL
 
 _WORTH_THREADS = 10_000_000
@@ -77,7 +76,7 @@ class Writer:
         step: updates it was trained for.
     """
 
-    model: GPT
+    model: Model
     tokenizer: Tokenizer
     eod: int
     context: int
@@ -95,10 +94,10 @@ class Writer:
             raise UserError(f"{run} has no complete checkpoint; give the run folder of `threefold train`.")
         config = load_config(checkpoint.path / CONFIG)
         with torch.device("meta"):
-            model = GPT(config.model)
+            model = make_model(config.model)
         weights = {name: torch.empty(tensor.shape) for name, tensor in model.named_parameters()}
         load_tensors_alone({MODEL + name: tensor for name, tensor in weights.items()}, checkpoint.path)
-        ties = gpt_plan(config.model, config.data.sequence_length).ties
+        ties = model_plan(config.model, config.data.sequence_length).ties
         model.load_state_dict(weights | {name: weights[owner] for name, owner in ties.items()}, assign=True)
         tokenizer = Tokenizer.from_file(str(checkpoint.path / TOKENIZER))
         return cls(model.eval(), tokenizer, checkpoint.facts.eod, config.data.sequence_length, checkpoint.step)

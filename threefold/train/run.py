@@ -1,6 +1,7 @@
 """A training run as one rank lives it."""
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,8 +12,7 @@ from threefold.data.files import TokenFiles
 from threefold.data.loader import Loader, Share
 from threefold.data.samples import PackedSamples
 from threefold.host import keep_freed_memory
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
+from threefold.models.registry import Model, make_model, model_plan
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Axis, Mesh
 from threefold.parallel.pipeline.placement import StageMap
@@ -44,7 +44,8 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
     mesh.world.barrier()  # all have looked before any changes what is there
     files = TokenFiles.open(Path(config.data.path))
     with closing(open_loader(config, files, mesh.dp)) as loader:
-        engine = Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
+        plan = model_plan(config.model, config.data.sequence_length)
+        engine = Engine(partial(make_model, config.model), plan, mesh, config)
         checkpoints = Checkpoints(run_dir, engine, config, files)
         start = checkpoints.restore(resumption.checkpoint) if resumption else 0
         hooks: list[Hook] = [DataAgreement(mesh, config.log.every)]
@@ -62,7 +63,7 @@ def check_division(config: Config) -> None:
     Raises:
         UserError: they cannot.
     """
-    stage_map(gpt_plan(config.model, config.data.sequence_length), config)
+    stage_map(model_plan(config.model, config.data.sequence_length), config)
 
 
 def open_loader(config: Config, files: TokenFiles, replicas: Axis) -> Loader:
@@ -95,7 +96,7 @@ def reporting_hooks(config: Config, run_dir: Path, ranks: int) -> list[Hook]:
 
 def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
     with torch.device("meta"):
-        model = GPT(config.model)
+        model = make_model(config.model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = config.train
     samples, read = len(loader.train), train.max_steps * train.global_batch_size
@@ -105,11 +106,11 @@ def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
         f"which reads the {samples:,} training samples {read / samples:.2g} times."
     )
     if mesh.pp.size > 1:
-        plan = gpt_plan(config.model, config.data.sequence_length)
+        plan = model_plan(config.model, config.data.sequence_length)
         _announce_stages(model, plan, stage_map(plan, config))
 
 
-def _announce_stages(model: GPT, plan: ModelPlan, stages: StageMap) -> None:
+def _announce_stages(model: Model, plan: ModelPlan, stages: StageMap) -> None:
     """One line for each pipeline stage: its rank on the pp axis, its layers and their parameters.
 
     A tied weight is counted once, at the first stage that uses it.

@@ -19,7 +19,7 @@ from threefold.verify.rank import run_rank
 from threefold.verify.report import FAILED, Result, judge
 from threefold.verify.select import Selection
 from threefold.verify.shrink import compose
-from threefold.verify.source import GPTSource, ModelSource, check_source
+from threefold.verify.source import ConfigSource, ModelSource, check_source
 from threefold.verify.variant import Variant
 
 PATIENCE = {True: timedelta(minutes=30), False: timedelta(minutes=2)}
@@ -43,7 +43,7 @@ class Task:
     config: Config
     steps: int
     rows: Rows
-    source: ModelSource = field(default_factory=GPTSource)
+    source: ModelSource = field(default_factory=ConfigSource)
     full: bool = False
 
     @property

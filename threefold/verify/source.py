@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,20 +14,19 @@ from torch import nn
 
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
+from threefold.models.registry import make_model, model_plan
 from threefold.parallel.split import ModelPlan
 
 MakeModel = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class GPTSource:
+class ConfigSource:
     """The model of `threefold train`."""
 
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         """What makes the model of a resolved config, and its plan."""
-        return lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length)
+        return partial(make_model, config.model), model_plan(config.model, config.data.sequence_length)
 
     def __str__(self) -> str:
         return "GPT"
@@ -57,7 +57,7 @@ class FileSource:
         return cls(Path(file).resolve(), plan or "plan")
 
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
-        """As `GPTSource.load`.
+        """As `ConfigSource.load`.
 
         Raises:
             UserError: the file cannot be imported, lacks a function, or one returns something else than it should.
@@ -105,7 +105,7 @@ class FileSource:
         return f"{self.path.name}:{self.plan}"
 
 
-ModelSource = GPTSource | FileSource
+ModelSource = ConfigSource | FileSource
 
 
 def check_source(source: ModelSource, config: Config) -> int:

@@ -1,0 +1,127 @@
+"""Llama (Touvron et al., arXiv 2302.13971) and its kin Mistral and Qwen, written for one device.
+
+Nothing here knows of ranks. `llama_split.py` beside this file says how each weight is cut when the model is spread over
+a mesh. The `samples` that the layers pass along hold one 64-bit number per sample, from which dropout masks follow, and
+the documents whose bounds attention keeps.
+"""
+
+from torch import Tensor, nn
+
+from threefold.config import ModelConfig
+from threefold.models.layers import CrossEntropy, Embedding, Linear, SwiGLU
+from threefold.models.rope import rotary
+from threefold.parallel.attention import CausalAttention
+from threefold.parallel.random import Dropout, name_sites
+from threefold.parallel.samples import NOTHING, Samples
+
+
+class Input(nn.Module):
+    """Token embeddings."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = Dropout(config.hidden_dropout)
+
+    def forward(self, tokens: Tensor, samples: Samples = NOTHING) -> Tensor:
+        """int64 [B, S] → [B, S, H]."""
+        return self.dropout(self.tokens(tokens), samples.keys)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which several heads of queries share one of keys and values (Ainslie et al., arXiv
+    2305.13245).
+
+    The rows of `qkv` are ordered by key-value head: the queries that it serves, its keys, its values; so a contiguous
+    cut is a cut between such groups.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.head_dim, groups = config.head_dim, config.num_key_value_heads
+        self.served = config.num_attention_heads // groups
+        rows = (self.served + 2) * groups * self.head_dim
+        self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias)
+        self.q_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
+        self.k_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
+        self.rotary = rotary(config)
+        self.core = CausalAttention(config.attention_dropout, config.window(layer))
+        self.proj = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+        """[B, S, H] → [B, S, H]."""
+        groups = self.qkv(x).unflatten(-1, (-1, self.served + 2, self.head_dim))  # [B, S, groups, served + 2, d]
+        q, k, v = groups.split((self.served, 1, 1), 3)
+        q, k, v = (each.flatten(2, 3) for each in (q, k, v))  # [B, S, heads or groups, d]
+        q, k = self.rotary(self.q_norm(q), self.k_norm(k))
+        return self.proj(self.core(q, k, v, samples))
+
+
+class Block(nn.Module):
+    """One transformer layer, normalised before each half."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = _norm(config.hidden_size, config)
+        self.attn = Attention(config, layer)
+        self.mlp_norm = _norm(config.hidden_size, config)
+        self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size)
+        self.dropout = nn.ModuleDict({name: Dropout(config.hidden_dropout) for name in ("attn", "mlp")})
+
+    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+        """[B, S, H] → [B, S, H]."""
+        x = x + self.dropout["attn"](self.attn(self.attn_norm(x), samples), samples.keys)
+        return x + self.dropout["mlp"](self.mlp(self.mlp_norm(x)), samples.keys)
+
+
+class Head(nn.Module):
+    """Final norm, projection to the vocabulary and loss."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = _norm(config.hidden_size, config)
+        self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss = CrossEntropy()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses of the tokens that count."""
+        logits = self.output(self.norm(x))
+        return logits if labels is None else self.loss(logits, labels).sum()
+
+
+class Llama(nn.Module):
+    """The whole model.
+
+    Args:
+        config: its sizes, resolved (no field is None).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed = Input(config)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.head = Head(config)
+        if config.tie_embeddings:
+            self.head.output.weight = self.embed.tokens.weight
+        name_sites(self)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: Samples = NOTHING) -> Tensor:
+        """Logits, or the summed loss.
+
+        Args:
+            tokens: int64 [B, S].
+            labels: int64 [B, S], -100 where a token does not count; None for logits.
+            samples: their dropout keys, if anything is to be dropped, and their documents, if attention keeps to them.
+
+        Returns:
+            logits [B, S, V], or a scalar: the sum over the tokens that count.
+        """
+        x = self.embed(tokens, samples)
+        for block in self.blocks:
+            x = block(x, samples)
+        return self.head(x, labels)
+
+
+def _norm(width: int, config: ModelConfig) -> nn.RMSNorm:
+    """Zhang and Sennrich, arXiv 1910.07467."""
+    return nn.RMSNorm(width, config.norm_eps)

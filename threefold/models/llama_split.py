@@ -1,0 +1,72 @@
+"""How Llama's weights are cut, and what its layers cost."""
+
+from threefold.config import ModelConfig
+from threefold.models.initial import initial_values
+from threefold.parallel.split import (
+    AttentionCore,
+    Column,
+    ModelPlan,
+    OverContext,
+    OverSequence,
+    PerHead,
+    Replicated,
+    Row,
+    Split,
+    Vocab,
+    VocabLoss,
+)
+
+
+def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
+    """The plan of `models.llama.Llama`.
+
+    Args:
+        config: the model's sizes.
+        sequence_length: tokens per sample, for what attention costs.
+    """
+    layers, hidden = config.num_layers, config.hidden_size
+    split: dict[str, Split] = {
+        "embed.tokens": Vocab(),
+        "embed.dropout": OverSequence(),
+        "blocks.*.attn_norm": Replicated(),
+        "blocks.*.attn.qkv": Column(),
+        "blocks.*.attn.q_norm": PerHead(),
+        "blocks.*.attn.k_norm": PerHead(),
+        "blocks.*.attn.rotary": OverContext(),
+        "blocks.*.attn.core": AttentionCore(config.num_attention_heads),
+        "blocks.*.attn.proj": Row(),
+        "blocks.*.mlp_norm": Replicated(),
+        "blocks.*.mlp.gate_up": Column(),
+        "blocks.*.mlp.down": Row(),
+        "blocks.*.dropout.*": OverSequence(),
+        "head.norm": Replicated(),
+        "head.output": Column(),
+        "head.loss": VocabLoss(config.vocab_size),
+    }
+    # A look-up has no multiply-adds, but its gradient and its memory traffic are not free.
+    costs = (
+        config.vocab_size * hidden / 16,
+        *(_attention_cost(config, layer, sequence_length) + _mlp_cost(config, layer) for layer in range(layers)),
+        config.vocab_size * hidden,
+    )
+    return ModelPlan(
+        split=split,
+        layers=("embed", *(f"blocks.{number}" for number in range(layers)), "head"),
+        costs=tuple(float(cost) for cost in costs),
+        initial=lambda name: initial_values(name, config),
+        kinds=("Input", *["Block"] * layers, "Head"),
+        ties={"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
+        recompute={"selective": ("blocks.*.attn.core",), "full": ("blocks.*",)},
+    )
+
+
+def _attention_cost(config: ModelConfig, layer: int, sequence_length: int) -> int:
+    """Multiply-adds per token."""
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    seen = min(config.window(layer) or sequence_length, sequence_length)
+    return config.head_dim * (config.hidden_size * (2 * heads + 2 * groups) + heads * seen)
+
+
+def _mlp_cost(config: ModelConfig, layer: int) -> int:
+    """Multiply-adds per token."""
+    return 3 * config.hidden_size * config.ffn_hidden_size

@@ -1,0 +1,31 @@
+"""Which model a config asks for."""
+
+from threefold.config import ModelConfig
+from threefold.models.gpt import GPT
+from threefold.models.gpt_split import gpt_plan
+from threefold.models.llama import Llama
+from threefold.models.llama_split import llama_plan
+from threefold.parallel.split import ModelPlan
+
+Model = GPT | Llama
+_MODELS: dict[str, type[Model]] = {"gpt": GPT, "llama": Llama}
+_PLANS = {"gpt": gpt_plan, "llama": llama_plan}
+
+
+def make_model(config: ModelConfig) -> Model:
+    """The whole, single-device model.
+
+    Args:
+        config: its sizes, resolved (no field is None).
+    """
+    return _MODELS[config.architecture](config)
+
+
+def model_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
+    """How it is cut.
+
+    Args:
+        config: the model's sizes.
+        sequence_length: tokens per sample, for what attention costs.
+    """
+    return _PLANS[config.architecture](config, sequence_length)
