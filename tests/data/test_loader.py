@@ -139,7 +139,7 @@ def test_the_waiting_time_is_told(make_loader) -> None:
 
 def test_damage_found_while_reading_ahead_reaches_the_caller(make_loader) -> None:
     whole = make_loader().train
-    narrow = dataclasses.replace(whole.files, meta=dataclasses.replace(whole.files.meta, vocab_size=1000 - 1))
+    narrow = dataclasses.replace(whole.files, vocab_size=999)
     train = dataclasses.replace(whole, files=narrow)
     steps = range(-(-len(train) // GLOBAL_BATCH))
     loader = Loader(train, None, Share(GLOBAL_BATCH), seed=1)

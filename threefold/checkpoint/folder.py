@@ -3,7 +3,7 @@
 RUN/checkpoints/step_00000100/
     *.distcp, .metadata   the tensors, as torch.distributed.checkpoint stores them
     config.yaml           the resolved config of the run
-    tokenizer.json        the tokenizer of its data
+    tokenizer.json        the tokenizer of its data, if that is known
     checkpoint.json       the manifest, written last: the `Facts` below and every other file's size
 
 A checkpoint is written as `step_00000100.partial` and renamed when it is whole, so a folder without that ending and
@@ -44,8 +44,8 @@ class Facts:
         step: updates made.
         consumed_samples: training samples read for them.
         seed: the run's.
-        eod: id of the token that ends a document.
-        tokenizer_sha256: of tokenizer.json.
+        eod: id of the token that ends a document; None if there is none.
+        tokenizer_sha256: of tokenizer.json; None if there is none.
         tokens, documents: how many the data has.
         loss_scale: of the next step, where there is one.
         good_steps: for which it has held.
@@ -54,8 +54,8 @@ class Facts:
     step: int
     consumed_samples: int
     seed: int
-    eod: int
-    tokenizer_sha256: str
+    eod: int | None
+    tokenizer_sha256: str | None
     tokens: int
     documents: int
     loss_scale: float | None = None

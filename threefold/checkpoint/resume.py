@@ -8,7 +8,7 @@ from typing import Any
 from threefold.checkpoint.folder import CONFIG, Checkpoint, newest
 from threefold.checkpoint.tensors import stored_names
 from threefold.config import Config, load_config
-from threefold.data.format import Meta
+from threefold.data.opening import open_data
 from threefold.errors import UserError
 from threefold.parallel.layout import Layout
 from threefold.parallel.streams import STREAMS, stored_as
@@ -18,6 +18,7 @@ _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
 _FREE_KEYS = frozenset(
     (
         "data.path",  # what lies there is compared instead
+        "data.tokenizer",
         "model.preset",
         "model.initializer_range",  # only the first weights depend on it
         "train.max_steps",
@@ -98,7 +99,7 @@ def find_resumption(run_dir: Path, config: Config) -> Resumption:
                 f"{config.origin(key)}{key} is {now!r} but {checkpoint.path} was made with {before!r}, {reason}; "
                 f"set it to {before!r}, or start a new run in another folder."
             )
-    _check_data(checkpoint, Path(config.data.path))
+    _check_data(checkpoint, config)
     if checkpoint.step >= config.train.max_steps:
         raise UserError(
             f"train.max_steps is {config.train.max_steps} and {checkpoint.path} is at step {checkpoint.step} already; "
@@ -139,16 +140,16 @@ def _forbidden(key: str) -> str | None:
     return None
 
 
-def _check_data(checkpoint: Checkpoint, path: Path) -> None:
-    meta, facts = Meta.read(path), checkpoint.facts
-    if meta.tokenizer_sha256 != facts.tokenizer_sha256:
+def _check_data(checkpoint: Checkpoint, config: Config) -> None:
+    corpus, facts, path = open_data(config), checkpoint.facts, config.data.path
+    if facts.tokenizer_sha256 not in (None, corpus.tokenizer_sha256):
         raise UserError(
             f"data.path is {path}, whose tokenizer is not the one that {checkpoint.path} was trained with; "
             "give the data it was trained on, or start a new run in another folder."
         )
-    if (meta.tokens, meta.documents) != (facts.tokens, facts.documents):
+    if (corpus.token_count, corpus.document_count) != (facts.tokens, facts.documents):
         raise UserError(
-            f"data.path is {path} with {meta.tokens:,} tokens in {meta.documents:,} documents but "
+            f"data.path is {path} with {corpus.token_count:,} tokens in {corpus.document_count:,} documents but "
             f"{checkpoint.path} was trained on {facts.tokens:,} in {facts.documents:,}; "
             "give that data, or start a new run in another folder."
         )

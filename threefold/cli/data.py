@@ -76,7 +76,9 @@ def show(
         ],
     )
     typer.echo(f"Sample 0 of the training split ({sequence_length} tokens and the last label):\n")
-    typer.echo(files.tokenizer.decode(samples.read(np.array([0]))[0].tolist(), skip_special_tokens=False))
+    tokenizer = files.tokenizer
+    assert tokenizer is not None
+    typer.echo(tokenizer.decode(samples.read(np.array([0]))[0].tolist(), skip_special_tokens=False))
 
 
 class _Bars:
@@ -121,7 +123,7 @@ def _print_facts(files: "TokenFiles") -> None:
             ("stored as", f"{meta.dtype}, {_size(size)}"),
             ("text", f"{_size(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)"),
             ("vocabulary", f"{meta.vocab_size:,} tokens"),
-            ("end of document", f"token {meta.eod} {files.tokenizer.id_to_token(meta.eod)}"),
+            ("end of document", f"token {meta.eod} {files.tokenizer and files.tokenizer.id_to_token(meta.eod)}"),
             ("made from", _sources(files)),
         ],
     )

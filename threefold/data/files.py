@@ -1,37 +1,36 @@
 """Token files, opened for reading: memory-mapped, so that opening costs the same at any size."""
 
-import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from threefold.data.corpus import Corpus, StoredTokens
 from threefold.data.format import DOCUMENT_DTYPE, DOCUMENTS_FILE, DTYPES, TOKENIZER_FILE, TOKENS_FILE, Meta
 from threefold.errors import UserError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+FOLDER_FORMAT: Final = "Threefold"
+_AGAIN: Final = "prepare the data again with `threefold data prepare`"
 
 
-@dataclass(frozen=True, eq=False)
-class TokenFiles:
-    """A folder of token files.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenFiles(Corpus):
+    """A folder that `threefold data prepare` wrote, as a corpus.
+
+    Its documents are memory-mapped like its tokens, none is empty, and each ends with `eod`.
 
     Attributes:
         path: the folder.
         meta: its facts.
-        tokens: [meta.tokens] uint16 or int32, memory-mapped, read only.
-        documents: int64 [meta.documents + 1], memory-mapped, read only: document d is
-            tokens[documents[d]:documents[d + 1]].
+        eod: id of the end-of-document token.
+        tokenizer_file: the folder's own.
     """
 
-    path: Path
     meta: Meta
-    tokens: NDArray[np.integer]
-    documents: NDArray[np.int64]
+    eod: int
+    tokenizer_file: Path
 
     @classmethod
     def open(cls, path: Path | str) -> "TokenFiles":
@@ -44,24 +43,23 @@ class TokenFiles:
         meta = Meta.read(path)
         tokens = _map(path / TOKENS_FILE, DTYPES[meta.dtype], meta.tokens)
         documents = _map(path / DOCUMENTS_FILE, DOCUMENT_DTYPE, meta.documents + 1)
-        files = cls(path, meta, tokens, documents)
+        files = cls(
+            path=path,
+            meta=meta,
+            tokens=tokens,
+            documents=documents,
+            vocab_size=meta.vocab_size,
+            eod=meta.eod,
+            tokenizer_file=path / TOKENIZER_FILE,
+            remedy=_AGAIN,
+        )
         files._check()
         return files
 
-    @property
-    def vocab_size(self) -> int:
-        return self.meta.vocab_size
-
-    @property
-    def eod(self) -> int:
-        """Id of the end-of-document token."""
-        return self.meta.eod
-
-    @cached_property
-    def tokenizer(self) -> "Tokenizer":
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(self.path / TOKENIZER_FILE))
+    def stored(self) -> StoredTokens:
+        """What the files hold, as of any other format."""
+        files = (self.path / TOKENS_FILE, self.path / DOCUMENTS_FILE)
+        return StoredTokens(self.path, FOLDER_FORMAT, files, self.tokens, self.documents)
 
     def _check(self) -> None:
         starts = self.documents
@@ -72,14 +70,10 @@ class TokenFiles:
             raise UserError(
                 f"{self.path / TOKENS_FILE} has a document that does not end with token {self.eod}; {_AGAIN}"
             )
-        tokenizer = self.path / TOKENIZER_FILE
-        if not tokenizer.is_file():
+        if not self.tokenizer_file.is_file():
             raise UserError(f"{self.path} has no {TOKENIZER_FILE}; {_AGAIN}")
-        if hashlib.sha256(tokenizer.read_bytes()).hexdigest() != self.meta.tokenizer_sha256:
-            raise UserError(f"{tokenizer} is not the tokenizer that these tokens were made with; {_AGAIN}")
-
-
-_AGAIN = "prepare the data again with `threefold data prepare`"
+        if self.tokenizer_sha256 != self.meta.tokenizer_sha256:
+            raise UserError(f"{self.tokenizer_file} is not the tokenizer that these tokens were made with; {_AGAIN}")
 
 
 def _map(path: Path, dtype: str, count: int) -> NDArray:

@@ -157,7 +157,7 @@ class Loader:
         tokens = np.ascontiguousarray(windows[:, :-1])
         labels = windows[:, 1:].copy()
         # After the end of a document the next token belongs to another one, which nothing here could predict.
-        labels[tokens == samples.files.eod] = IGNORED
+        labels[samples.ends(indices)] = IGNORED
         documents = torch.from_numpy(samples.documents(indices)) if self.separate_documents else None
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(self.share.rows), documents)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.data.files import TokenFiles
+from threefold.data.corpus import Corpus
 from threefold.data.order import Int64Array
 from threefold.data.split import SPLITS, document_runs
 from threefold.errors import UserError
@@ -23,11 +23,11 @@ class PackedSamples:
         name: the split.
         sequence_length: S, in tokens.
         stream_starts: int64 [runs], where each run of neighbouring documents starts in the stream.
-        shifts: int64 [runs], what to add to a place in the stream to get its place in tokens.bin.
+        shifts: int64 [runs], what to add to a place in the stream to get its place in `files.tokens`.
         tokens: length of the stream.
     """
 
-    files: TokenFiles
+    files: Corpus
     name: str
     sequence_length: int
     stream_starts: Int64Array
@@ -35,13 +35,13 @@ class PackedSamples:
     tokens: int
 
     @classmethod
-    def open(cls, files: TokenFiles, name: str, split: str, sequence_length: int) -> "PackedSamples":
+    def open(cls, files: Corpus, name: str, split: str, sequence_length: int) -> "PackedSamples":
         """The samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
 
         Raises:
             UserError: the split is empty or shorter than one sample, or `split` is malformed.
         """
-        runs = document_runs(files.meta.documents, split, name)
+        runs = document_runs(files.document_count, split, name)
         if not len(runs):
             raise UserError(f'data.split "{split}" gives the {name} split no documents; give it a weight above 0')
         bounds = np.asarray(files.documents[runs])
@@ -52,7 +52,7 @@ class PackedSamples:
         return samples
 
     def __len__(self) -> int:
-        return (self.tokens - 1) // self.sequence_length
+        return max(0, self.tokens - 1) // self.sequence_length
 
     def read(self, indices: Int64Array) -> NDArray[np.int64]:
         """Samples at `indices` (int64 [rows]): int64 [rows, S + 1].
@@ -64,7 +64,7 @@ class PackedSamples:
         if windows.size and not 0 <= windows.min() <= windows.max() < self.files.vocab_size:
             raise UserError(
                 f"{self.files.path} holds a token outside its vocabulary of {self.files.vocab_size}, so it is damaged; "
-                "prepare the data again with `threefold data prepare`"
+                f"{self.files.remedy}"
             )
         return windows
 
@@ -73,8 +73,19 @@ class PackedSamples:
         places = self._places(indices, self.sequence_length)
         return np.searchsorted(self.files.documents, places, side="right") - 1
 
+    def ends(self, indices: Int64Array) -> NDArray[np.bool_]:
+        """Whether each input token of the samples at `indices` ends its document: bool [rows, S].
+
+        That is the end-of-document token wherever it stands; without one, the last token of each document.
+        """
+        places = self._places(indices, self.sequence_length)
+        if self.files.eod is not None:
+            return self.files.tokens[places] == self.files.eod
+        following = np.searchsorted(self.files.documents, places + 1)
+        return self.files.documents[following] == places + 1
+
     def _places(self, indices: Int64Array, length: int) -> Int64Array:
-        """Where the first `length` tokens of the samples stand in tokens.bin: int64 [rows, length]."""
+        """Where the first `length` tokens of the samples stand in `files.tokens`: int64 [rows, length]."""
         places = indices[:, None] * self.sequence_length + np.arange(length)
         runs = np.searchsorted(self.stream_starts, places, side="right") - 1
         return places + self.shifts[runs]
@@ -103,7 +114,7 @@ class SplitFacts:
     samples: int
 
 
-def split_facts(files: TokenFiles, split: str, sequence_length: int) -> list[SplitFacts]:
+def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFacts]:
     """What each split of `files` holds under `split`, also where that is nothing.
 
     Raises:
@@ -111,7 +122,7 @@ def split_facts(files: TokenFiles, split: str, sequence_length: int) -> list[Spl
     """
     facts = []
     for name in SPLITS:
-        runs = document_runs(files.meta.documents, split, name)
+        runs = document_runs(files.document_count, split, name)
         bounds = files.documents[runs]
         documents, tokens = int(np.diff(runs).sum()), int(np.diff(bounds).sum())
         facts.append(SplitFacts(name, documents, tokens, max(0, tokens - 1) // sequence_length))

@@ -43,18 +43,18 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer stored at `path` (a tokenizer.json).
+def load_tokenizer(path: Path, named: str = "--tokenizer") -> Tokenizer:
+    """The tokenizer stored at `path` (a tokenizer.json), which the option or setting `named` gave.
 
     Raises:
         UserError: it does not exist or is none.
     """
     if not path.is_file():
-        raise UserError(f"--tokenizer {path} does not exist; give a tokenizer.json")
+        raise UserError(f"{named} {path} does not exist; give a tokenizer.json")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"--tokenizer {path} is not a tokenizer.json that can be read ({error})") from None
+        raise UserError(f"{named} {path} is not a tokenizer.json that can be read ({error})") from None
 
 
 def end_of_document(tokenizer: Tokenizer, name: str | None) -> int:
@@ -63,13 +63,19 @@ def end_of_document(tokenizer: Tokenizer, name: str | None) -> int:
     Raises:
         UserError: the tokenizer does not have it.
     """
-    names = _END_NAMES if name is None else (name,)
-    for candidate in names:
-        if (token := tokenizer.token_to_id(candidate)) is not None:
-            return token
+    token = find_end(tokenizer) if name is None else tokenizer.token_to_id(name)
+    if token is not None:
+        return token
     if name is not None:
         raise UserError(f"the tokenizer has no token {name}; give --eod one that it has")
-    raise UserError(f"the tokenizer has none of the end-of-document tokens {', '.join(names)}; name its own with --eod")
+    names = ", ".join(_END_NAMES)
+    raise UserError(f"the tokenizer has none of the end-of-document tokens {names}; name its own with --eod")
+
+
+def find_end(tokenizer: Tokenizer) -> int | None:
+    """Id of the token that ends a document, by the usual names; None if the tokenizer knows none of them."""
+    ids = (tokenizer.token_to_id(name) for name in _END_NAMES)
+    return next((token for token in ids if token is not None), None)
 
 
 def id_count(tokenizer: Tokenizer) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, resolve
-from threefold.data.files import TokenFiles
+from threefold.data.opening import open_data
 from threefold.data.samples import PackedSamples
 from threefold.errors import UserError
 from threefold.launch.device import choose_device
@@ -24,7 +24,7 @@ def resolve_run(config: Config) -> Config:
     Raises:
         UserError: settings that cannot go together, no data or too little, or fewer GPUs than ranks.
     """
-    files = TokenFiles.open(Path(config.data.path))
+    files = open_data(config)
     resolved = resolve(config, files.vocab_size)
     for part in ("train", "valid") if resolved.train.eval_every else ("train",):
         PackedSamples.open(files, part, resolved.data.split, resolved.data.sequence_length)

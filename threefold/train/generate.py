@@ -71,14 +71,14 @@ class Writer:
     Attributes:
         model: the whole model, in fp32.
         tokenizer: of its data.
-        eod: the token that ends a document.
+        eod: the token that ends a document, if there is one.
         context: tokens that the model was trained to look back on.
         step: updates it was trained for.
     """
 
     model: Model
     tokenizer: Tokenizer
-    eod: int
+    eod: int | None
     context: int
     step: int
 
@@ -99,6 +99,11 @@ class Writer:
         load_tensors_alone({MODEL + name: tensor for name, tensor in weights.items()}, checkpoint.path)
         ties = model_plan(config.model, config.data.sequence_length).ties
         model.load_state_dict(weights | {name: weights[owner] for name, owner in ties.items()}, assign=True)
+        if checkpoint.facts.tokenizer_sha256 is None:
+            raise UserError(
+                f"{run} was trained on {config.data.path} without a tokenizer, so there are no words for its tokens; "
+                "go on with --resume and data.tokenizer set to their tokenizer.json."
+            )
         tokenizer = Tokenizer.from_file(str(checkpoint.path / TOKENIZER))
         return cls(model.eval(), tokenizer, checkpoint.facts.eod, config.data.sequence_length, checkpoint.step)
 

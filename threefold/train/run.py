@@ -8,8 +8,9 @@ import torch
 
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config
-from threefold.data.files import TokenFiles
+from threefold.data.corpus import Corpus
 from threefold.data.loader import Loader, Share
+from threefold.data.opening import open_data
 from threefold.data.samples import PackedSamples
 from threefold.host import keep_freed_memory
 from threefold.models.registry import Model, make_model, model_plan
@@ -42,7 +43,7 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
     mesh = Mesh(Layout.of(config.parallel), _device(config))
     resumption = find_resumption(run_dir, config) if resume else None
     mesh.world.barrier()  # all have looked before any changes what is there
-    files = TokenFiles.open(Path(config.data.path))
+    files = open_data(config)
     with closing(open_loader(config, files, mesh.dp)) as loader:
         plan = model_plan(config.model, config.data.sequence_length)
         engine = Engine(partial(make_model, config.model), plan, mesh, config)
@@ -66,7 +67,7 @@ def check_division(config: Config) -> None:
     stage_map(model_plan(config.model, config.data.sequence_length), config)
 
 
-def open_loader(config: Config, files: TokenFiles, replicas: Axis) -> Loader:
+def open_loader(config: Config, files: Corpus, replicas: Axis) -> Loader:
     """The batches of this rank's replica.
 
     Raises:

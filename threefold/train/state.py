@@ -8,8 +8,7 @@ from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config import Config
-from threefold.data.files import TokenFiles
-from threefold.data.format import TOKENIZER_FILE
+from threefold.data.corpus import Corpus
 from threefold.parallel.streams import STREAMS, stored_as
 from threefold.train.engine import Engine
 
@@ -37,15 +36,16 @@ class Checkpoints:
         run_dir: the run's folder.
         engine: whose state it is.
         config: resolved.
-        files: the data trained on, its tokenizer included.
+        files: the data trained on, with its tokenizer if that is known.
     """
 
-    def __init__(self, run_dir: Path, engine: Engine, config: Config, files: TokenFiles) -> None:
+    def __init__(self, run_dir: Path, engine: Engine, config: Config, files: Corpus) -> None:
         self.run_dir, self.engine, self.config, self.files = run_dir, engine, config, files
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
-            tokenizer = (files.path / TOKENIZER_FILE).read_text(encoding="utf-8")
-            self._texts = {CONFIG: config.to_yaml(), TOKENIZER: tokenizer}
+            self._texts = {CONFIG: config.to_yaml()}
+            if files.tokenizer_file is not None:
+                self._texts[TOKENIZER] = files.tokenizer_file.read_text(encoding="utf-8")
 
     def save(self, step: int) -> Path:
         """Make the checkpoint after `step` updates, and return its folder.
@@ -86,15 +86,15 @@ class Checkpoints:
             streams.reseed("after", checkpoint.step)
 
     def _facts(self, step: int) -> Facts:
-        meta, train, scale = self.files.meta, self.config.train, self.engine.loss_scale
+        files, train, scale = self.files, self.config.train, self.engine.loss_scale
         return Facts(
             step=step,
             consumed_samples=step * train.global_batch_size,
             seed=train.seed,
-            eod=meta.eod,
-            tokenizer_sha256=meta.tokenizer_sha256,
-            tokens=meta.tokens,
-            documents=meta.documents,
+            eod=files.eod,
+            tokenizer_sha256=files.tokenizer_sha256,
+            tokens=files.token_count,
+            documents=files.document_count,
             loss_scale=scale.value if scale else None,
             good_steps=scale.good_steps if scale else 0,
         )

@@ -3,14 +3,13 @@
 from abc import ABC, abstractmethod
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from threefold.config import Config
-from threefold.data.files import TokenFiles
 from threefold.data.loader import Batch, Loader, Share
+from threefold.data.opening import open_data
 from threefold.data.samples import PackedSamples
 from threefold.labels import IGNORED
 from threefold.parallel.random import stream_key
@@ -64,14 +63,15 @@ class FileRows(Rows):
     """The training rows of the config's token files, through the loader of training.
 
     A model shrunk to a smaller vocabulary sees token numbers modulo it.
+
+    Attributes:
+        given: the config as it was before any shrinking, whose settings tell how its data is read.
     """
 
-    path: Path
+    given: Config
 
     def read(self, config: Config, step: int, share: Share) -> Batch:
-        samples = PackedSamples.open(
-            TokenFiles.open(self.path), "train", config.data.split, config.data.sequence_length
-        )
+        samples = PackedSamples.open(open_data(self.given), "train", config.data.split, config.data.sequence_length)
         with closing(Loader(samples, None, share, config.train.seed, config.data.separate_documents)) as loader:
             batch = loader.batch(step)
         return replace(batch, tokens=self._fold(batch.tokens, config), labels=self._fold(batch.labels, config))
@@ -81,4 +81,4 @@ class FileRows(Rows):
         return torch.where(tokens == IGNORED, tokens, tokens % config.model.vocab_size)
 
     def __str__(self) -> str:
-        return f"the rows of {self.path}"
+        return f"the rows of {self.given.data.path}"

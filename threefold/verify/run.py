@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from threefold.config import Config
-from threefold.data.files import TokenFiles
+from threefold.data.opening import holds_tokens, open_data
 from threefold.errors import UserError
 from threefold.launch.pool import WorkerError, WorkerPool
 from threefold.verify.compare import TOLERANCE, coverage
@@ -53,13 +53,18 @@ class Task:
 
 def choose_rows(config: Config) -> Rows:
     """The rows of `data.path` where it holds token files, else random ones."""
-    return FileRows(Path(config.data.path)) if Path(config.data.path).exists() else RandomRows()
+    return FileRows(config) if _has_data(config) else RandomRows()
 
 
 def vocabulary(config: Config) -> int:
     """Of the config's data, or `UNKNOWN_VOCABULARY`."""
+    return open_data(config).vocab_size if _has_data(config) else UNKNOWN_VOCABULARY
+
+
+def _has_data(config: Config) -> bool:
+    """A path that exists but holds nothing is for the reader to refuse."""
     path = Path(config.data.path)
-    return TokenFiles.open(path).vocab_size if path.exists() else UNKNOWN_VOCABULARY
+    return path.exists() or holds_tokens(path)
 
 
 class Verifier:

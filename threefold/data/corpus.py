@@ -1,0 +1,88 @@
+"""What every format of token files is read into: tokens in a row, the bounds of their documents, their vocabulary."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.data.order import Int64Array
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTokens:
+    """What files of any format hold by themselves, with nothing that has to be known from elsewhere.
+
+    Attributes:
+        path: what messages call it.
+        format: the format's name.
+        files: the files, that of the tokens first.
+        tokens: [N] integers, read only; memory-mapped where the format allows it.
+        sequences: int64 [S + 1], where each sequence starts in `tokens`; the last is N. Sequences may be empty.
+        document_sequences: int64 [D + 1], the first sequence of each document; the last is S. None where each sequence
+            is a document.
+        modes: int8 [S], what Megatron-LM says of each sequence, if it does.
+        notes: a sentence for each thing that a user should know of how these files are read.
+    """
+
+    path: Path
+    format: str
+    files: tuple[Path, ...]
+    tokens: NDArray[np.integer]
+    sequences: Int64Array
+    document_sequences: Int64Array | None = None
+    modes: NDArray[np.int8] | None = None
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def documents(self) -> Int64Array:
+        """int64 [D + 1], where each document starts in `tokens`; the last is N. Documents may be empty."""
+        return self.sequences if self.document_sequences is None else self.sequences[self.document_sequences]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Corpus:
+    """Tokens to train on, whatever files they are in.
+
+    Attributes:
+        path: what messages call it.
+        tokens: [N] integers, read only, usually memory-mapped.
+        documents: int64 [D + 1]: document d is tokens[documents[d]:documents[d + 1]], which may be empty.
+        vocab_size: number of token ids.
+        eod: id of the token that ends a document; None if there is none.
+        tokenizer_file: the tokenizer.json of the tokens, if it is known.
+        remedy: what mends a damaged file, as the end of a sentence.
+    """
+
+    path: Path
+    tokens: NDArray[np.integer]
+    documents: NDArray[np.int64]
+    vocab_size: int
+    eod: int | None
+    tokenizer_file: Path | None
+    remedy: str
+
+    @property
+    def document_count(self) -> int:
+        return len(self.documents) - 1
+
+    @property
+    def token_count(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer | None":
+        from tokenizers import Tokenizer
+
+        return None if self.tokenizer_file is None else Tokenizer.from_file(str(self.tokenizer_file))
+
+    @cached_property
+    def tokenizer_sha256(self) -> str | None:
+        """SHA-256 of the tokenizer.json, if it is known."""
+        return None if self.tokenizer_file is None else hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()

@@ -1,0 +1,179 @@
+"""The token files of Megatron-LM: PREFIX.bin and PREFIX.idx, read through memory maps, and written.
+
+PREFIX.idx, little endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 code of the tokens' type, uint64 S =
+sequences, uint64 D = documents + 1, int32 [S] lengths in tokens, int64 [S] byte offsets into PREFIX.bin, int64 [D] the
+sequence that each document starts with (the last is S), and in files of several kinds of data int8 [S] modes.
+PREFIX.bin is the tokens back to back.
+"""
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.data.corpus import StoredTokens
+from threefold.data.order import Int64Array
+from threefold.errors import UserError
+
+FORMAT: Final = "Megatron-LM"
+BIN: Final = ".bin"
+IDX: Final = ".idx"
+
+_MAGIC: Final = b"MMIDIDX\x00\x00"
+_VERSION: Final = 1
+_HEADER: Final = struct.Struct("<9sQBQQ")
+_CODES: Final = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOATS: Final = {6: "float64", 7: "float32"}
+_MAKE_AGAIN: Final = "copy it again, or make it again with Megatron-LM's tools/preprocess_data.py"
+
+
+@dataclass(frozen=True)
+class _Header:
+    dtype: str
+    sequences: int
+    bounds: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file without modes."""
+        return _HEADER.size + 12 * self.sequences + 8 * self.bounds
+
+
+def read_megatron(prefix: Path) -> StoredTokens:
+    """The tokens of PREFIX.bin and PREFIX.idx.
+
+    Raises:
+        UserError: a file is missing, truncated, not of this format, or the two contradict one another.
+    """
+    idx, tokens_file = with_ending(prefix, IDX), with_ending(prefix, BIN)
+    for path in (idx, tokens_file):
+        if not path.is_file():
+            raise UserError(f"{path} is missing, and the other file of the pair is useless without it; {_MAKE_AGAIN}.")
+    header = _read_header(idx)
+    lengths = _column(idx, "<i4", _HEADER.size, header.sequences)
+    offsets = _column(idx, "<i8", _HEADER.size + 4 * header.sequences, header.sequences)
+    bounds = _column(idx, "<i8", _HEADER.size + 12 * header.sequences, header.bounds)
+    has_modes = idx.stat().st_size == header.size + header.sequences
+    modes = _column(idx, "<i1", header.size, header.sequences) if has_modes else None
+    sequences = _sequence_starts(idx, lengths, offsets, np.dtype(header.dtype).itemsize)
+    _check_bounds(idx, bounds, header.sequences)
+    tokens = _map_tokens(tokens_file, idx, header.dtype, int(sequences[-1]))
+    alone = len(bounds) == len(sequences) and bool(np.all(np.diff(bounds) == 1))
+    return StoredTokens(
+        path=prefix,
+        format=FORMAT,
+        files=(tokens_file, idx),
+        tokens=tokens,
+        sequences=sequences,
+        document_sequences=None if alone else np.array(bounds, dtype=np.int64),
+        modes=modes,
+    )
+
+
+def with_ending(prefix: Path, ending: str) -> Path:
+    """`prefix` with `ending` after its name, which may have dots of its own."""
+    return prefix.with_name(prefix.name + ending)
+
+
+def _read_header(idx: Path) -> _Header:
+    size = idx.stat().st_size
+    with idx.open("rb") as file:
+        head = file.read(_HEADER.size)
+    if not head.startswith(_MAGIC[: len(head)]) or not head:
+        raise UserError(f"{idx} is no index of {FORMAT}: it begins with {head[:9]!r} and not with {_MAGIC!r}.")
+    if len(head) < _HEADER.size:
+        raise UserError(f"{idx} is truncated: it has {size} bytes and the header alone {_HEADER.size}; {_MAKE_AGAIN}.")
+    _, version, code, sequences, bounds = _HEADER.unpack(head)
+    if version != _VERSION:
+        raise UserError(f"{idx} has version {version} of the format and this Threefold reads version {_VERSION}.")
+    if code in _FLOATS:
+        raise UserError(f"{idx} says that its .bin holds {_FLOATS[code]} numbers, which are no tokens.")
+    if code not in _CODES:
+        known = ", ".join(f"{known} {np.dtype(name).name}" for known, name in _CODES.items())
+        raise UserError(f"{idx} has the unknown type code {code}; those of tokens are {known}.")
+    header = _Header(_CODES[code], sequences, bounds)
+    if size not in (header.size, header.size + sequences):
+        raise UserError(
+            f"{idx} has {size:,} bytes but with the {sequences:,} sequences and {bounds:,} document bounds of its "
+            f"header it must have {header.size:,} ({header.size + sequences:,} with modes); {_MAKE_AGAIN}."
+        )
+    if not sequences or not bounds:
+        raise UserError(
+            f"{idx} has {sequences:,} sequences and {bounds:,} document bounds, so there is nothing to read."
+        )
+    return header
+
+
+def _column(idx: Path, dtype: str, offset: int, count: int) -> NDArray:
+    return np.asarray(np.memmap(idx, dtype=dtype, mode="r", offset=offset, shape=(count,)))
+
+
+def _sequence_starts(idx: Path, lengths: NDArray, offsets: NDArray, itemsize: int) -> Int64Array:
+    if lengths.min() < 0:
+        sequence = int(np.argmax(lengths < 0))
+        raise UserError(f"{idx} gives sequence {sequence:,} the length {lengths[sequence]}; {_MAKE_AGAIN}.")
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
+    wrong = offsets != starts[:-1] * itemsize
+    if wrong.any():
+        sequence = int(np.argmax(wrong))
+        raise UserError(
+            f"{idx} says that sequence {sequence:,} starts at byte {offsets[sequence]:,} of the .bin, but the lengths "
+            f"before it end at byte {starts[sequence] * itemsize:,}; {_MAKE_AGAIN}."
+        )
+    return starts
+
+
+def _check_bounds(idx: Path, bounds: NDArray, sequences: int) -> None:
+    if bounds[0] != 0 or bounds[-1] != sequences or np.any(np.diff(bounds) < 0):
+        raise UserError(
+            f"{idx} has document bounds from {bounds[0]:,} to {bounds[-1]:,}, but they must rise from 0 to its "
+            f"{sequences:,} sequences; {_MAKE_AGAIN}."
+        )
+
+
+def _map_tokens(path: Path, idx: Path, dtype: str, count: int) -> NDArray[np.integer]:
+    size, expected = path.stat().st_size, count * np.dtype(dtype).itemsize
+    if size != expected:
+        raise UserError(
+            f"{path} has {size:,} bytes but the lengths in {idx.name} add up to {count:,} tokens of "
+            f"{np.dtype(dtype).name}, {expected:,} bytes; {_MAKE_AGAIN}."
+        )
+    if not count:
+        raise UserError(f"{path} holds no tokens, so there is nothing to read.")
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
+
+
+def write_idx(file: BinaryIO, stored: StoredTokens) -> None:
+    """Write the index that belongs to the tokens of `stored` back to back.
+
+    Raises:
+        UserError: the format has no code for the type of the tokens, or a sequence is too long for it.
+    """
+    codes = {np.dtype(name): code for code, name in _CODES.items()}
+    dtype = stored.tokens.dtype.newbyteorder("<")
+    if dtype not in codes:
+        raise UserError(f"{stored.path} holds {dtype.name} tokens, for which {FORMAT} has no type code.")
+    sequences = stored.sequences
+    lengths = np.diff(sequences)
+    if lengths.max(initial=0) > np.iinfo(np.int32).max:
+        raise UserError(
+            f"{stored.path} has a document of {lengths.max():,} tokens and {FORMAT} counts to 2,147,483,647."
+        )
+    bounds = stored.document_sequences
+    bounds = np.arange(len(sequences), dtype=np.int64) if bounds is None else bounds
+    file.write(_HEADER.pack(_MAGIC, _VERSION, codes[dtype], len(lengths), len(bounds)))
+    for column, kind in ((lengths, "<i4"), (sequences[:-1] * dtype.itemsize, "<i8"), (bounds, "<i8")):
+        file.write(np.ascontiguousarray(column, dtype=kind).data)
+    if stored.modes is not None:
+        file.write(np.ascontiguousarray(stored.modes, dtype="<i1").data)
+
+
+def megatron_prefix(path: Path) -> Path | None:
+    """The prefix that `path` names, itself or by one of its files; None where there is neither file."""
+    prefix = path.with_name(path.name[:-4]) if path.suffix in (BIN, IDX) and path.name not in (BIN, IDX) else path
+    return prefix if any(os.path.isfile(with_ending(prefix, ending)) for ending in (BIN, IDX)) else None

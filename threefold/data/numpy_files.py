@@ -1,0 +1,112 @@
+"""Arrays out of .npy and .npz files, memory-mapped where they are stored as they are."""
+
+import mmap
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.errors import UserError
+
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
+_DAMAGE: Final = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A one-dimensional array of whole numbers.
+
+    Attributes:
+        values: [N], read only.
+        unpacked: bytes of memory that it takes because it was stored compressed; 0 if it is memory-mapped.
+    """
+
+    values: NDArray[np.integer]
+    unpacked: int = 0
+
+
+def read_npy(path: Path) -> Column:
+    """The array of a .npy file.
+
+    Raises:
+        UserError: the file cannot be read, is truncated, or holds anything but one row of whole numbers.
+    """
+    try:
+        with path.open("rb") as file:
+            return Column(_mapped(file, path, 0, path.stat().st_size))
+    except _DAMAGE as error:
+        raise _damaged(path, error) from None
+
+
+def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
+    """The arrays of a .npz file that have one of `names`; those that it does not hold are left out.
+
+    A member that is stored uncompressed, as `np.savez` does, is mapped in place; a compressed one is unpacked into
+    memory.
+
+    Raises:
+        UserError: the file cannot be read, is truncated, or holds anything but rows of whole numbers under these names.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            members = {member.filename: member for member in archive.infolist()}
+            found = {name: members[f"{name}.npy"] for name in names if f"{name}.npy" in members}
+            return {name: _member(archive, file, path, member) for name, member in found.items()}
+    except _DAMAGE as error:
+        raise _damaged(path, error) from None
+
+
+def _member(archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfile.ZipInfo) -> Column:
+    if member.compress_type == zipfile.ZIP_STORED:
+        # The directory at the end of a zip file does not tell how long the header before the data is.
+        file.seek(member.header_offset)
+        magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+        if magic != b"PK\x03\x04":
+            raise ValueError(f"{member.filename} is not where the directory says")
+        start = member.header_offset + _LOCAL_HEADER.size + name + extra
+        return Column(_mapped(file, path, start, start + member.file_size))
+    with archive.open(member) as stream:
+        shape, dtype = _read_header(stream)
+        values = np.frombuffer(stream.read(), dtype=dtype)
+    if values.shape != shape:
+        raise ValueError(f"{member.filename} holds {len(values):,} numbers and its header says {shape[0]:,}")
+    return Column(values, values.nbytes)
+
+
+def _mapped(file: IO[bytes], path: Path, start: int, end: int) -> NDArray[np.integer]:
+    """The array whose header begins at byte `start` of a file and whose numbers end at byte `end`."""
+    file.seek(start)
+    (count,), dtype = _read_header(file)
+    offset, size = file.tell(), path.stat().st_size
+    if offset + count * dtype.itemsize != end or end > size:
+        held = (min(end, size) - offset) // dtype.itemsize
+        raise ValueError(f"its header says {count:,} numbers of {dtype.name} and it holds {max(0, held):,}")
+    if not count:
+        return np.zeros(0, dtype=dtype)
+    data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(data, dtype=dtype, count=count, offset=offset)
+
+
+def _read_header(stream: IO[bytes]) -> tuple[tuple[int], np.dtype]:
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"it is of version {version} of the .npy format")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    if dtype.kind not in "iu":
+        raise ValueError(f"it holds {dtype.name} and not whole numbers")
+    if len(shape) != 1:
+        raise ValueError(f"it has the shape {shape} and not one dimension")
+    return shape, dtype
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{path} is missing.")
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return UserError(f"{path} cannot be read: {reason}.")

@@ -1,0 +1,166 @@
+"""From a path to a corpus, whatever system made the files there."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from threefold.config import Config
+from threefold.data.corpus import Corpus, StoredTokens
+from threefold.data.files import TokenFiles
+from threefold.data.fleet import IDS_NPY, IDS_NPZ, IDX_NPZ, read_fleet, read_fleet_npz
+from threefold.data.format import META_FILE
+from threefold.data.megatron import BIN, IDX, read_megatron
+from threefold.data.tokenizer import find_end, id_count, load_tokenizer
+from threefold.errors import UserError
+
+
+@dataclass(frozen=True)
+class _Format:
+    """Files of another system: the endings after a prefix, all of which belong to it, and what reads them."""
+
+    endings: tuple[str, ...]
+    read: Callable[[Path], StoredTokens]
+
+
+_FORMATS: Final = (
+    _Format((BIN, IDX), read_megatron),
+    _Format((IDS_NPY, IDX_NPZ), read_fleet),
+    _Format((IDS_NPZ,), read_fleet_npz),
+)
+_KNOWN: Final = "PREFIX.bin with PREFIX.idx, PREFIX_ids.npy with PREFIX_idx.npz, or PREFIX_ids.npz"
+
+
+@dataclass(frozen=True)
+class _Found:
+    prefix: Path
+    format: _Format
+
+
+def open_data(config: Config) -> Corpus:
+    """The corpus that a config names, resolved or not.
+
+    Raises:
+        UserError: there is none, or it is damaged, or its settings do not fit it.
+    """
+    data = config.data
+    tokenizer = None if data.tokenizer is None else Path(data.tokenizer)
+    return open_corpus(data.path, tokenizer=tokenizer, eod=data.eod, vocab_size=config.model.vocab_size)
+
+
+def open_corpus(
+    path: Path | str, *, tokenizer: Path | None = None, eod: int | None = None, vocab_size: int | None = None
+) -> Corpus:
+    """The corpus at `path`: a folder of `threefold data prepare`, or token files of another system.
+
+    Args:
+        path: a folder, the prefix of the files' names, or one of the files.
+        tokenizer: the tokenizer.json of files that have none of their own.
+        eod: the token that ends their documents; None is the tokenizer's usual one, if their documents end with it.
+        vocab_size: number of token ids, where no tokenizer tells it.
+
+    Raises:
+        UserError: there are no token files, they are damaged, or what is given does not fit them.
+    """
+    path = Path(path)
+    if _is_own(path):
+        files = TokenFiles.open(path)
+        _check_own(files, tokenizer, eod)
+        return files
+    stored = read_stored(path)
+    if tokenizer is not None:
+        vocab_size = id_count(load_tokenizer(tokenizer, "data.tokenizer"))
+    if vocab_size is None:
+        raise UserError(
+            f"{stored.path} ({stored.format}) holds tokens without their tokenizer; set data.tokenizer to its "
+            "tokenizer.json, or model.vocab_size to its number of tokens."
+        )
+    if eod is not None and eod >= vocab_size:
+        raise UserError(f"data.eod is {eod} but the vocabulary has {vocab_size} tokens; use at most {vocab_size - 1}.")
+    if eod is None and tokenizer is not None:
+        eod = _usual_end(stored, tokenizer)
+    return Corpus(
+        path=stored.path,
+        tokens=stored.tokens,
+        documents=stored.documents,
+        vocab_size=vocab_size,
+        eod=eod,
+        tokenizer_file=tokenizer,
+        remedy="give the tokenizer or the model.vocab_size that its tokens were made for, or make them again",
+    )
+
+
+def holds_tokens(path: Path) -> bool:
+    """Whether anything at `path` looks like token files."""
+    return (path / META_FILE).is_file() or bool(_find(path))
+
+
+def read_stored(path: Path) -> StoredTokens:
+    """What the token files at `path` hold, of any system.
+
+    Raises:
+        UserError: there are none or several, or they are damaged.
+    """
+    if _is_own(path):
+        return TokenFiles.open(path).stored()
+    found = _find(path)
+    if len(found) > 1:
+        names = ", ".join(str(one.prefix.name) + one.format.endings[0] for one in found[:3])
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise UserError(f"{path} names several token files ({names}{more}); name one of them.")
+    return found[0].format.read(found[0].prefix)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether `path` is to be read as a folder of `threefold data prepare`, which has the words for finding nothing."""
+    return (path / META_FILE).is_file() or not _find(path)
+
+
+def _find(path: Path) -> list[_Found]:
+    """The token files of other systems that `path` may name."""
+    if path.is_dir() and (inside := list(dict.fromkeys(_inside(path)))):
+        return inside
+    for ending, format_ in _endings():
+        if path.name.endswith(ending) and path.name != ending and path.is_file():
+            return [_Found(path.with_name(path.name[: -len(ending)]), format_)]
+    return [_Found(path, format_) for format_ in _FORMATS if any(_beside(path, e).is_file() for e in format_.endings)]
+
+
+def _inside(folder: Path) -> Iterator[_Found]:
+    names = sorted(entry.name for entry in folder.iterdir())
+    for name in names:
+        for ending, format_ in _endings():
+            prefix = folder / name.removesuffix(ending)
+            if name.endswith(ending) and name != ending and all(_beside(prefix, e).is_file() for e in format_.endings):
+                yield _Found(prefix, format_)
+
+
+def _endings() -> Iterator[tuple[str, _Format]]:
+    return ((ending, format_) for format_ in _FORMATS for ending in format_.endings)
+
+
+def _beside(prefix: Path, ending: str) -> Path:
+    return prefix.with_name(prefix.name + ending)
+
+
+def _check_own(files: TokenFiles, tokenizer: Path | None, eod: int | None) -> None:
+    if tokenizer is not None:
+        load_tokenizer(tokenizer, "data.tokenizer")
+        if tokenizer.read_bytes() != files.tokenizer_file.read_bytes():
+            raise UserError(
+                f"data.tokenizer is {tokenizer} but {files.path} was made with the one that lies in it; leave it out."
+            )
+    if eod is not None and eod != files.eod:
+        raise UserError(
+            f"data.eod is {eod} but {files.path} was made with {files.eod}; use {files.eod} or leave it out."
+        )
+
+
+def _usual_end(stored: StoredTokens, tokenizer: Path) -> int | None:
+    """The tokenizer's end-of-document token, if the first and the last document end with it."""
+    eod = find_end(load_tokenizer(tokenizer, "data.tokenizer"))
+    filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
+    ends = stored.tokens[stored.documents[filled + 1] - 1]
+    return eod if eod is not None and np.all(ends == eod) else None
