@@ -17,6 +17,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 _LONGEST_MATERIALISED = 512  # tokens; above it the attention matrices are worth saving
 
+_GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # what torch's grouped product takes
+
 DEFERRED = "_deferred_gradients"
 """Attribute of a weight: the `Store` that takes its gradients down for later, where there is one."""
 
@@ -42,6 +44,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out: Tensor = _OneDnnLinear.apply(x, weight, bias)
         return out
     return F.linear(x, weight, bias)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """A linear layer for each group of rows.
+
+    Args:
+        x: [n, in], sorted by group.
+        weight: [groups, out, in].
+        counts: int64 [groups], rows of each; their sum is n.
+
+    Returns:
+        [n, out].
+    """
+    store: Store | None = getattr(weight, DEFERRED, None)
+    if store is None and _grouped_product_serves(x, weight):
+        return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
+    out: Tensor = _GroupedLinear.apply(x, weight, counts.tolist(), store)
+    return out
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
@@ -99,6 +119,12 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )
+
+
+def _grouped_product_serves(x: Tensor, weight: Tensor) -> bool:
+    """Torch's grouped product wants rows of whole 16 bytes."""
+    aligned = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
+    return x.is_cuda and x.dtype == weight.dtype and x.dtype in _GROUPED and aligned
 
 
 def _plain_attention_is_faster(k: Tensor) -> bool:
@@ -195,3 +221,32 @@ class _DeferredLinear(torch.autograd.Function):
             ctx.store.defer(bias, partial(flat.sum, 0))
         grad_x = _product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None
         return grad_x, None, None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One product for each group, without the whole-sized gradients that slicing the weight would make."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], store: Store | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.leaf, ctx.counts, ctx.store = weight, counts, store
+        parts = zip(x.split(counts), weight, strict=True)
+        return torch.cat([_product(rows, matrix) for rows, matrix in parts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        parts = grad.split(ctx.counts)
+        grad_x = torch.cat([_product(part, matrix.t()) for part, matrix in zip(parts, weight, strict=True)])
+        of_weight = partial(_grouped_weight_gradient, x, grad, ctx.counts)
+        if wants_weight and ctx.store is not None:
+            ctx.store.defer(ctx.leaf, of_weight)
+        eager = of_weight() if wants_weight and ctx.store is None else None
+        return grad_x if wants_x else None, eager, None, None
+
+
+def _grouped_weight_gradient(x: Tensor, grad: Tensor, counts: list[int]) -> Tensor:
+    parts = zip(x.split(counts), grad.split(counts), strict=True)
+    return torch.stack([_product(upper.t(), rows.t()) for rows, upper in parts])

@@ -177,7 +177,7 @@ def one_process(case: Case) -> Trace:
 
 def make_engine(case: Case) -> Engine:
     config = case.config
-    mesh = Mesh(Layout(case.dp, case.tp, case.pp, case.cp))
+    mesh = Mesh(Layout.of(config.parallel))
     return Engine(partial(make_model, config.model), model_plan(config.model, case.sequence), mesh, config)
 
 
@@ -186,8 +186,8 @@ def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
     entries = engine.optimizer.entries
     mine = {entry.name: (offset(entry.parameter), getattr(entry, attribute).detach()) for entry in entries}
     parts = engine.mesh.tp.gather_objects(mine)
-    if (sharing := engine.division.sharing) is not None:
-        parts = [part for parts in sharing.shards.gather_objects(parts) for part in parts]
+    for axis in (engine.mesh.ep, *([] if (sharing := engine.division.sharing) is None else [sharing.shards])):
+        parts = [part for parts in axis.gather_objects(parts) for part in parts]
     joined = {}
     for entry in entries:
         pieces = [part[entry.name] for part in parts]

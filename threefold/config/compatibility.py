@@ -76,6 +76,22 @@ RULES: tuple[Rule, ...] = (
         "train.compile is true and gathering weights cannot be compiled; use 0 or compile false",
     ),
     Rule(
+        "zero",
+        "ep",
+        "parallel.zero",
+        lambda config: config.parallel.zero > 0 and config.parallel.ep > 1,
+        "parallel.ep is {config.parallel.ep}, and fully_shard would share experts among replicas that hold different "
+        "ones; use 0 or ep 1",
+    ),
+    Rule(
+        "compile",
+        "experts",
+        "train.compile",
+        lambda config: config.train.compile and config.model.num_experts > 0,
+        "model.num_experts is {config.model.num_experts}, and how many tokens each gets is not known when a layer is "
+        "compiled; use false or num_experts 0",
+    ),
+    Rule(
         "compile",
         "zero-bubble",
         "train.compile",

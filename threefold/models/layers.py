@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 from threefold.kernels import embedding, linear
 from threefold.labels import IGNORED
+from threefold.parallel.samples import NOTHING, Samples
 
 
 class Linear(nn.Linear):
@@ -38,8 +39,8 @@ class SwiGLU(nn.Module):
         self.gate_up = Linear(hidden, 2 * inner, bias=False)
         self.down = Linear(inner, hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] → [..., H]."""
+    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+        """[..., H] → [..., H]; nothing of the samples matters."""
         gate, up = self.gate_up(x).unflatten(-1, (-1, 2)).unbind(-1)
         return self.down(F.silu(gate) * up)
 

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al., arXiv 2302.13971) and its kin Mistral and Qwen, written for one device.
+"""Llama (Touvron et al., arXiv 2302.13971) and its kin Mistral, Mixtral and Qwen, written for one device.
 
 Nothing here knows of ranks. `llama_split.py` beside this file says how each weight is cut when the model is spread over
 a mesh. The `samples` that the layers pass along hold one 64-bit number per sample, from which dropout masks follow, and
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from threefold.config import ModelConfig
 from threefold.models.layers import CrossEntropy, Embedding, Linear, SwiGLU
+from threefold.models.moe import MixtureOfExperts
 from threefold.models.rope import rotary
 from threefold.parallel.attention import CausalAttention
 from threefold.parallel.random import Dropout, name_sites
@@ -65,13 +66,14 @@ class Block(nn.Module):
         self.attn_norm = _norm(config.hidden_size, config)
         self.attn = Attention(config, layer)
         self.mlp_norm = _norm(config.hidden_size, config)
-        self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size)
+        dense = not config.has_experts(layer)
+        self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size) if dense else MixtureOfExperts(config)
         self.dropout = nn.ModuleDict({name: Dropout(config.hidden_dropout) for name in ("attn", "mlp")})
 
     def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
         x = x + self.dropout["attn"](self.attn(self.attn_norm(x), samples), samples.keys)
-        return x + self.dropout["mlp"](self.mlp(self.mlp_norm(x)), samples.keys)
+        return x + self.dropout["mlp"](self.mlp(self.mlp_norm(x), samples), samples.keys)
 
 
 class Head(nn.Module):

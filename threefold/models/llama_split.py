@@ -7,6 +7,8 @@ from threefold.parallel.split import (
     Column,
     ModelPlan,
     OverContext,
+    OverExperts,
+    OverRegion,
     OverSequence,
     PerHead,
     Replicated,
@@ -38,6 +40,12 @@ def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         "blocks.*.mlp_norm": Replicated(),
         "blocks.*.mlp.gate_up": Column(),
         "blocks.*.mlp.down": Row(),
+        "blocks.*.mlp.router": Replicated(),
+        "blocks.*.mlp.routing": OverRegion(),
+        "blocks.*.mlp.experts": OverExperts(),
+        "blocks.*.mlp.shared.gate_up": Column(),
+        "blocks.*.mlp.shared.down": Row(),
+        "blocks.*.mlp.shared_gate": Replicated(),
         "blocks.*.dropout.*": OverSequence(),
         "head.norm": Replicated(),
         "head.output": Column(),
@@ -69,4 +77,7 @@ def _attention_cost(config: ModelConfig, layer: int, sequence_length: int) -> in
 
 def _mlp_cost(config: ModelConfig, layer: int) -> int:
     """Multiply-adds per token."""
-    return 3 * config.hidden_size * config.ffn_hidden_size
+    if not config.has_experts(layer):
+        return 3 * config.hidden_size * config.ffn_hidden_size
+    inner = config.experts_per_token * config.expert_ffn_hidden_size + config.shared_expert_ffn_hidden_size
+    return config.hidden_size * (3 * inner + config.num_experts)

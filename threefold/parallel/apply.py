@@ -41,7 +41,7 @@ class Division:
     @property
     def region(self) -> Region:
         """What the splits of single layers are told."""
-        return Region(self.mesh.tp, self.mesh.cp, self.sequence_parallel, self.cp_method)
+        return Region(self.mesh.tp, self.mesh.cp, self.mesh.ep, self.sequence_parallel, self.cp_method)
 
     @property
     def master_dtype(self) -> torch.dtype:

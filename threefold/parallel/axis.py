@@ -19,9 +19,9 @@ class Event:
 
     Attributes:
         axis: the axis's name.
-        operation: `all_reduce`, `all_reduce_max`, `all_gather`, `reduce_scatter` or `send`.
+        operation: `all_reduce`, `all_reduce_max`, `all_gather`, `reduce_scatter`, `all_to_all` or `send`.
         nbytes: bytes of the whole tensor that the ranks have together a part of: what an all-reduce sums on each rank,
-            what an all-gather returns, what a reduce-scatter takes.
+            what an all-gather returns, what a reduce-scatter takes, what this rank has to give in an all-to-all.
     """
 
     axis: str
@@ -174,6 +174,23 @@ class Axis:
         part = torch.empty_like(parts[0])
         dist.reduce_scatter_single(part.view(-1), parts.view(-1), group=self.group)
         return part
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send rows to each rank, and get some from each.
+
+        Args:
+            rows: [sum(sent), …], those for the first rank first.
+            sent, received: how many to and from each rank.
+
+        Returns:
+            [sum(received), …], those from the first rank first.
+        """
+        if self.size == 1:
+            return rows
+        self.recorder.add(self.name, "all_to_all", rows)
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self.group)
+        return arrived
 
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to send `tensor` to the next rank of the axis, and from the last to the first.

@@ -16,7 +16,7 @@ from threefold.parallel.attention import CausalAttention
 from threefold.parallel.axis import Axis
 from threefold.parallel.random import Slice
 from threefold.parallel.samples import NOTHING, Samples
-from threefold.parallel.sequence import SequenceCut
+from threefold.parallel.sequence import Region, SequenceCut
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,15 @@ def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
     uses the result for queries of its own.
     """
     return _GatherSequence.apply(x, axis, dim)
+
+
+def whole_sequence(x: Tensor, region: Region) -> Tensor:
+    """What the ranks have of a sequence along dim 1, joined in its order; no gradient passes."""
+    if region.sequence_parallel:
+        x = region.tp.all_gather_equal(x, 1)
+    if region.cp.size > 1:
+        x = _take_chunks(region.cp.all_gather_equal(x, 1), 1, _places(region.cp.size))
+    return x
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -60,10 +60,10 @@ class Gradients(ABC):
     def finish(self) -> None:
         """Wait until every gradient is the sum over the replicas."""
 
-    @property
     @abstractmethod
-    def counted(self) -> bool:
-        """Whether this rank's gradients count in a sum over the world; other ranks have the same ones where not."""
+    def counts(self, leaf: Tensor) -> bool:
+        """Whether this rank's gradient of `leaf` counts in a sum over the world; other ranks have the same one where
+        not."""
 
     @abstractmethod
     def weights_changed(self) -> None:
@@ -135,8 +135,7 @@ class GradientBuckets(Gradients):
                 bucket.narrow.finish()
                 bucket.narrow = None
 
-    @property
-    def counted(self) -> bool:
+    def counts(self, leaf: Tensor) -> bool:
         return self._axis.is_first
 
     def weights_changed(self) -> None:
@@ -161,6 +160,40 @@ class GradientBuckets(Gradients):
             bucket.work = self._axis.start_all_reduce_(bucket.flat)
         else:
             bucket.narrow = start_narrow_sum(bucket.flat, self._axis, self._wire)
+
+
+class JoinedGradients(Gradients):
+    """Gradients of which some are summed over other ranks than the rest.
+
+    Args:
+        parts: which leaves each is for.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Iterable[Tensor], Gradients]]) -> None:
+        self._parts = [gradients for _, gradients in parts]
+        self._of = {leaf: gradients for leaves, gradients in parts for leaf in leaves}
+
+    def __getitem__(self, leaf: Tensor) -> Tensor:
+        return self._of[leaf][leaf]
+
+    def begin(self, arrivals: int | None) -> None:
+        for part in self._parts:
+            part.begin(arrivals)
+
+    def finish(self) -> None:
+        for part in self._parts:
+            part.finish()
+
+    def counts(self, leaf: Tensor) -> bool:
+        return self._of[leaf].counts(leaf)
+
+    def weights_changed(self) -> None:
+        for part in self._parts:
+            part.weights_changed()
+
+    def scale_(self, factor: float) -> None:
+        for part in self._parts:
+            part.scale_(factor)
 
 
 def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Bucket]", leaf: Tensor) -> None:

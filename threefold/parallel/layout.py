@@ -7,7 +7,7 @@ Tensor-parallel neighbours are therefore adjacent ranks, which launchers put on 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple, Self
 
 from threefold.config.schema import ParallelConfig
@@ -34,6 +34,7 @@ class Layout:
         tp: shards of each weight.
         pp: pipeline stages.
         cp: parts of each sequence (context parallelism).
+        ep: neighbouring replicas that share the experts of each layer; a divisor of dp, not a further factor.
 
     Raises:
         UserError: an axis is smaller than 1.
@@ -43,16 +44,21 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Self:
         """What a config's settings ask for."""
-        return cls(parallel.dp, parallel.tp, parallel.pp, parallel.cp)
+        return cls(parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep)
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "ep"):
             if self.size(axis) < 1:
                 raise UserError(f"parallel.{axis} is {self.size(axis)} but must be at least 1; use 1.")
+
+        if self.dp % self.ep:
+            rule = f"must divide parallel.dp {self.dp}; use {gcd(self.ep, self.dp)}"
+            raise UserError(f"parallel.ep is {self.ep} but {rule}.")
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`."""
@@ -114,10 +120,24 @@ class Layout:
         size = shards * self.cp
         return [group[i::size] for group in self.groups("dp", "cp") for i in range(size)]
 
+    def expert_groups(self) -> list[list[int]]:
+        """The groups of neighbouring replicas that share the experts, one rank of each."""
+        return [group[i : i + self.ep] for group in self.groups("dp") for i in range(0, len(group), self.ep)]
+
+    def expert_copy_groups(self) -> list[list[int]]:
+        """The groups of ranks that hold the same experts and see other tokens."""
+        found = []
+        for group in self.groups("dp", "cp"):
+            replicas = [group[i : i + self.cp] for i in range(0, len(group), self.cp)]
+            found += [[rank for held in replicas[i :: self.ep] for rank in held] for i in range(self.ep)]
+        return found
+
     def _places(self, axes: Sequence[str]) -> list[dict[str, int]]:
         """Every combination of coordinates along `axes`, row-major."""
         sizes = (range(self.size(name)) for name in axes)
         return [dict(zip(axes, place, strict=True)) for place in product(*sizes)]
 
     def __str__(self) -> str:
-        return f"dp {self.dp} · tp {self.tp} · pp {self.pp}" + (f" · cp {self.cp}" if self.cp > 1 else "")
+        return f"dp {self.dp} · tp {self.tp} · pp {self.pp}" + "".join(
+            f" · {axis} {self.size(axis)}" for axis in ("cp", "ep") if self.size(axis) > 1
+        )

@@ -28,6 +28,8 @@ class Mesh:
     Attributes:
         dp, pp, cp, tp: the axes.
         replicas: dp and cp together, over which gradients are summed.
+        ep: neighbouring replicas that share the experts; its `device_mesh` has `tp` beside it.
+        expert_replicas: over which the gradients of the experts are summed.
         world: all ranks.
 
     Raises:
@@ -48,6 +50,7 @@ class Mesh:
         self.world = self._axis("world", everyone, dist.group.WORLD)
         self.dp, self.pp, self.cp, self.tp = (self._mesh_axis(name) for name in AXES)
         self.replicas = self._replicas()
+        self.ep, self.expert_replicas = self._expert_axes()
 
     @property
     def is_first_stage(self) -> bool:
@@ -106,6 +109,17 @@ class Mesh:
         axis = self.new_axis("dp·cp", self.layout.groups("dp", "cp"))
         assert axis is not None  # each rank is in one of them
         return axis
+
+    def _expert_axes(self) -> tuple[Axis, Axis]:
+        ep = self.layout.ep
+        if ep == 1:
+            return self._axis("ep", (self.rank,), None), self.replicas
+        ranks = next(group for group in self.layout.expert_groups() if self.rank in group)
+        fine = self.device_mesh._unflatten("dp", (self.dp.size // ep, ep), ("expert_copy", "ep"))
+        experts = self._axis("ep", tuple(ranks), fine.get_group("ep"), fine["ep", "tp"])
+        copies = self.new_axis("expert copies", self.layout.expert_copy_groups())
+        assert copies is not None  # each rank is in one of them
+        return experts, copies
 
     def _mesh_axis(self, name: str) -> Axis:
         ranks = next(group for group in self.layout.groups(name) if self.rank in group)

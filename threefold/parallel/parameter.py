@@ -28,6 +28,26 @@ def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
     return _as_parameter(local_part(whole.detach(), axis, dim).clone(), whole.shape, axis, dim)
 
 
+def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[int, int]) -> nn.Parameter:
+    """A parameter stored as this rank's part of `whole`, cut along a dim for each of two axes.
+
+    Args:
+        whole: as for `split_parameter`.
+        axes: the mesh's outer axis and its inner one; the outer one's `device_mesh` has both.
+        dims: what each cuts, not the same.
+    """
+    part = whole.detach()
+    for axis, dim in zip(axes, dims, strict=True):
+        part = local_part(part, axis, dim)
+    mesh = axes[0].device_mesh
+    assert mesh is not None
+    placements = [Shard(dim) for dim in dims]
+    shard = DTensor.from_local(
+        part.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+    )
+    return nn.Parameter(shard)
+
+
 def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.device | None = None) -> nn.Parameter:
     """A parameter of the whole shape `shape`, of which this rank stores an uninitialised shard along `dim`."""
     start, end = shard_bounds(shape[dim], axis.size, axis.index)
@@ -111,6 +131,11 @@ def is_split(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     return "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def is_of_experts(parameter: Tensor) -> bool:
+    """Whether the replicas of the expert axis hold different parts of it."""
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:

@@ -70,12 +70,14 @@ class Region:
 
     Attributes:
         tp, cp: the axes.
+        ep: the replicas that share the experts.
         sequence_parallel: whether activations between the split layers are cut along the sequence over tp.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
     """
 
     tp: Axis
     cp: Axis
+    ep: Axis
     sequence_parallel: bool = False
     cp_method: str = "all-gather"
 
@@ -93,7 +95,7 @@ class Region:
     @property
     def divides(self) -> bool:
         """Whether any layer has to be changed at all."""
-        return self.tp.size > 1 or self.cp.size > 1
+        return self.tp.size > 1 or self.cp.size > 1 or self.ep.size > 1
 
 
 class PositionEmbedding(nn.Embedding):

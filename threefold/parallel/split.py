@@ -14,11 +14,13 @@ from torch import nn
 from threefold.parallel.attention import CausalAttention
 from threefold.parallel.collectives import shard_bounds
 from threefold.parallel.context import ContextParallelAttention
+from threefold.parallel.experts import Experts, ParallelExperts
 from threefold.parallel.loss import ParallelCrossEntropy
 from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.random import Dropout, Slice
 from threefold.parallel.ring import RingAttention
 from threefold.parallel.rotary import Rotary
+from threefold.parallel.routing import Routing
 from threefold.parallel.sequence import PositionEmbedding, Region
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
@@ -124,7 +126,37 @@ class PerHead:
         return module
 
 
-Split = PerHead | Column | Row | Vocab | VocabLoss | AttentionCore | OverContext | OverSequence | Replicated
+@dataclass(frozen=True)
+class OverRegion:
+    """A `Routing`, which has to know where the other positions of a sequence are."""
+
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        _expect(module, Routing).region = region
+        return module
+
+
+@dataclass(frozen=True)
+class OverExperts:
+    """`Experts`, of which the expert axis has some on each rank, and the tensor axis a part of each."""
+
+    def apply(self, module: nn.Module, region: Region) -> nn.Module:
+        experts = _expect(module, Experts)
+        return ParallelExperts(experts, region) if region.ep.size * region.tp.size > 1 else experts
+
+
+Split = (
+    OverRegion
+    | OverExperts
+    | PerHead
+    | Column
+    | Row
+    | Vocab
+    | VocabLoss
+    | AttentionCore
+    | OverContext
+    | OverSequence
+    | Replicated
+)
 _OVER_TENSOR_AXIS = (Column, Row, Vocab, VocabLoss)
 
 

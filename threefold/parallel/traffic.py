@@ -39,6 +39,7 @@ _WIRE = {
     "all_reduce_max": lambda nbytes, ranks: 2 * nbytes * (ranks - 1) / ranks,
     "all_gather": lambda nbytes, ranks: nbytes * (ranks - 1) / ranks,
     "reduce_scatter": lambda nbytes, ranks: nbytes * (ranks - 1) / ranks,
+    "all_to_all": lambda nbytes, ranks: nbytes * (ranks - 1) / ranks,
     "send": lambda nbytes, ranks: nbytes,
 }
 

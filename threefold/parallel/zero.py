@@ -135,8 +135,7 @@ class ShardedGradients(Gradients):
     def __getitem__(self, leaf: Tensor) -> Tensor:
         return self._gradients[leaf]
 
-    @property
-    def counted(self) -> bool:
+    def counts(self, leaf: Tensor) -> bool:
         return self._sharing.copies.is_first
 
     def begin(self, arrivals: int | None) -> None:

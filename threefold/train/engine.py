@@ -13,14 +13,15 @@ from threefold.errors import UserError
 from threefold.labels import IGNORED
 from threefold.parallel.apply import Division, parallelize
 from threefold.parallel.compression import FORMATS
-from threefold.parallel.data import GradientBuckets, Gradients
+from threefold.parallel.data import GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.mesh import Mesh
-from threefold.parallel.parameter import is_split, local
+from threefold.parallel.parameter import is_of_experts, is_split, local
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner, Work
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
 from threefold.parallel.random import Dropout, sample_keys
 from threefold.parallel.recompute import recompute_
+from threefold.parallel.routing import Routing
 from threefold.parallel.samples import Samples
 from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.split import ModelPlan
@@ -92,9 +93,7 @@ class Engine:
         parameters = list(whole_parameters(self.stages))
         self.gradients: Gradients
         if sharing is None:
-            leaves = [local(parameter) for _, parameter in parameters]
-            wire = FORMATS.get(parallel.gradient_compression)
-            self.gradients = GradientBuckets(leaves, mesh.replicas, self.division.master_dtype, wire=wire)
+            self.gradients = self._buckets([parameter for _, parameter in parameters])
         else:
             self.gradients = ShardedGradients(self.stages, sharing)
         self.optimizer = Optimizer(parameters, self.gradients, self.division.master_dtype, config.optimizer)
@@ -104,9 +103,23 @@ class Engine:
         self.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_window) if scaled else None
         modules = [module for stage in self.stages for module in stage.modules()]
         self._drops = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
+        self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
         if config.train.compile:
             _compile(self.stages)
         self.runner = self._make_runner()
+
+    def _buckets(self, parameters: Sequence[Tensor]) -> Gradients:
+        """Experts that replicas share are summed over those that have the same ones."""
+        wire = FORMATS.get(self.config.parallel.gradient_compression)
+        dtype, mesh = self.division.master_dtype, self.mesh
+        experts = [local(parameter) for parameter in parameters if is_of_experts(parameter)]
+        others = [local(parameter) for parameter in parameters if not is_of_experts(parameter)]
+        everywhere = GradientBuckets(others, mesh.replicas, dtype, wire=wire)
+        if not experts:
+            return everywhere
+        return JoinedGradients(
+            [(others, everywhere), (experts, GradientBuckets(experts, mesh.expert_replicas, dtype, wire=wire))]
+        )
 
     def _make_runner(self) -> Runner:
         train, division = self.config.train, self.division
@@ -177,7 +190,8 @@ class Engine:
         keys = sample_keys(self.config.train.seed, step, batch.rows) if self._drops else None
         self.gradients.begin(self.runner.arrivals)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        loss = self.runner.forward_backward(self._work(batch, keys), scale / tokens)
+        weights = (batch.labels != IGNORED).double() * (scale / tokens) if self._adds_losses else None
+        loss = self.runner.forward_backward(self._work(batch, keys, weights), scale / tokens)
         self.gradients.finish()
         self._sum_over_tensor_ranks()
         self.tied.sum_({entry.name: entry.gradient for entry in self.optimizer.entries})
@@ -201,7 +215,7 @@ class Engine:
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Summed loss and number of tokens that count in a global batch; gradients and randomness stay as they are."""
-        work = self._work(batch, None)
+        work = self._work(batch)
         with self.streams.preserved():
             loss = self.runner.evaluate(work).double()
         totals = torch.stack([loss, (work.labels != IGNORED).sum().to(loss)])
@@ -215,8 +229,7 @@ class Engine:
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
             totals[0] = loss
-        if self.gradients.counted:
-            totals[1] = self._squared_norm()
+        totals[1] = self._squared_norm()
         if self.loss_scale is not None:
             totals[1] += self._overflow()
         mean, squared = self.mesh.world.all_reduce_(totals).tolist()
@@ -231,7 +244,9 @@ class Engine:
         mine = [
             entry.gradient
             for entry in self.optimizer.entries
-            if self.tied.owns(entry.name) and (is_split(entry.parameter) or self.mesh.tp.is_first)
+            if self.gradients.counts(entry.leaf)
+            and self.tied.owns(entry.name)
+            and (is_split(entry.parameter) or self.mesh.tp.is_first)
         ]
         return squared_norm(mine) if mine else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
@@ -239,16 +254,16 @@ class Engine:
         """Tokens of the global batch that count, from the labels of this replica's rows."""
         return int(self.mesh.dp.all_reduce_((labels != IGNORED).sum()))
 
-    def _work(self, batch: Batch, keys: Tensor | None) -> Work:
+    def _work(self, batch: Batch, keys: Tensor | None = None, weights: Tensor | None = None) -> Work:
         """The batch as this rank works on it: its own positions of every sequence, on its device."""
         device = self.mesh.device
         tokens, labels = batch.tokens.to(device), batch.labels.to(device)
-        documents = None if batch.documents is None else batch.documents.to(device)
         cut = self.division.region.cut.across_context
         if cut.shares > 1:
             held = cut.indices(tokens.shape[1] // cut.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]
-        return Work(tokens, labels, Samples(None if keys is None else keys.to(device), documents))
+        facts = (None if fact is None else fact.to(device) for fact in (keys, batch.documents, weights))
+        return Work(tokens, labels, Samples(*facts))
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:

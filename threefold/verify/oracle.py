@@ -72,7 +72,9 @@ def one_process(make_model: Callable[[], nn.Module], plan: ModelPlan, config: Co
         batch = rows.batch(config, step)
         keys = sample_keys(config.train.seed, step, batch.rows)
         optimizer.zero_grad()
-        loss = model(batch.tokens, batch.labels, Samples(keys, batch.documents)) / (batch.labels != IGNORED).sum()
+        counted = batch.labels != IGNORED
+        samples = Samples(keys, batch.documents, counted.double() / counted.sum())
+        loss = model(batch.tokens, batch.labels, samples) / counted.sum()
         loss.backward()
         gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
         trace.losses.append(loss.item())
