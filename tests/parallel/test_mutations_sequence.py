@@ -29,7 +29,7 @@ def _summed_only(matches: Callable[[str], bool]) -> list[Patch]:
         ]
         engine.sum_over_shares_(shared, self.mesh.tp)
 
-    return [replace(engine.Engine, "_sum_over_sequence_shares", some)]
+    return [replace(engine.Engine, "_sum_over_tensor_ranks", some)]
 
 
 def norm_gradients_not_summed() -> list[Patch]:
@@ -45,14 +45,14 @@ def position_gradients_not_summed() -> list[Patch]:
 
 
 def split_gradients_summed_too() -> list[Patch]:
-    complete = engine.Engine._sum_over_sequence_shares
+    complete = engine.Engine._sum_over_tensor_ranks
 
     def and_more(self: engine.Engine) -> None:
         complete(self)
         split = [entry.gradient for entry in self.optimizer.entries if entry.name.endswith("up.bias")]
         engine.sum_over_shares_(split, self.mesh.tp)
 
-    return [replace(engine.Engine, "_sum_over_sequence_shares", and_more)]
+    return [replace(engine.Engine, "_sum_over_tensor_ranks", and_more)]
 
 
 def row_bias_added_by_every_rank() -> list[Patch]:

@@ -44,11 +44,11 @@ def weights_gathered_before_the_update() -> list[Patch]:
 
 
 def shards_counted_once_a_copy_in_the_norm() -> list[Patch]:
-    return [replace(zero.ShardedGradients, "counted", True)]
+    return [replace(zero.ShardedGradients, "counts", lambda self, leaf: True)]
 
 
 def shards_of_one_rank_counted_in_the_norm() -> list[Patch]:
-    return [replace(zero.ShardedGradients, "counted", property(lambda self: self._sharing.shards.is_first))]
+    return [replace(zero.ShardedGradients, "counts", lambda self, leaf: self._sharing.shards.is_first)]
 
 
 def copies_not_summed() -> list[Patch]:
