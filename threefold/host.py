@@ -1,6 +1,7 @@
-"""What a process on a CPU is told before it trains."""
+"""What a process on a CPU is told before it trains, and what it has."""
 
 import ctypes
+import os
 import sys
 from contextlib import suppress
 
@@ -19,3 +20,8 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

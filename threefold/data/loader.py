@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from threefold.data.order import Int64Array, samples_at
-from threefold.data.samples import PackedSamples
+from threefold.data.interface import Part, Samples
+from threefold.data.order import Int64Array
 from threefold.labels import IGNORED
 
 
@@ -81,8 +81,8 @@ class Loader:
 
     def __init__(
         self,
-        train: PackedSamples,
-        heldout: PackedSamples | None,
+        train: Samples,
+        heldout: Samples | None,
         share: Share,
         seed: int,
         separate_documents: bool = False,
@@ -113,8 +113,31 @@ class Loader:
         """Passes over the training samples that are complete when `step` starts."""
         return step * self.share.global_batch_size / len(self.train)
 
-    def eval_batches(self, limit: int | None = None) -> Iterator[Batch]:
+    def corpus_epochs(self, step: int) -> dict[str, float]:
+        """The same for each corpus of a mixture, by name; empty where there is none."""
+        return self.train.epochs(step * self.share.global_batch_size)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether several corpora are evaluated."""
+        return len(self._heldout_samples().parts) > 1
+
+    def eval_parts(self, limit: int | None = None) -> list[tuple[Part, int]]:
+        """The corpora of the held-out samples, and how many batches of each to evaluate when there may be `limit`.
+
+        They share the batches by weight, but each has one at least and none more than it holds.
+
+        Raises:
+            ValueError: the loader has no held-out samples.
+        """
+        parts = self._heldout_samples().parts
+        shares = [max(1, round(part.weight * limit)) if limit else None for part in parts]
+        return [(part, self.eval_batch_count(share, part.samples)) for part, share in zip(parts, shares, strict=True)]
+
+    def eval_batches(self, limit: int | None = None, of: Samples | None = None) -> Iterator[Batch]:
         """The first `limit` held-out batches (None or 0: all), in file order and the same at every evaluation.
+
+        Of one part alone if `of` gives its samples.
 
         Every rank sees the same number of batches: the last one is filled up with rows whose labels are all -100, so a
         loss weighted by counted tokens is the mean over the split, and no rank waits for one that has finished.
@@ -123,17 +146,19 @@ class Loader:
             UserError: the token files are damaged.
             ValueError: the loader has no held-out samples.
         """
-        count = self.eval_batch_count(limit)
-        ahead = self._reader.submit(self._read_heldout, 0)
+        samples = self._heldout_samples() if of is None else of
+        count = self.eval_batch_count(limit, samples)
+        ahead = self._reader.submit(self._read_heldout, samples, 0)
         for i in range(count):
             batch = ahead.result()
             if i + 1 < count:
-                ahead = self._reader.submit(self._read_heldout, i + 1)
+                ahead = self._reader.submit(self._read_heldout, samples, i + 1)
             yield batch
 
-    def eval_batch_count(self, limit: int | None = None) -> int:
-        """Number of batches that `eval_batches(limit)` gives: never more than the split holds."""
-        whole = -(-len(self._heldout_samples()) // self.share.global_batch_size)
+    def eval_batch_count(self, limit: int | None = None, of: Samples | None = None) -> int:
+        """Number of batches that `eval_batches(limit, of)` gives: never more than there are."""
+        samples = self._heldout_samples() if of is None else of
+        whole = -(-len(samples) // self.share.global_batch_size)
         return min(limit, whole) if limit else whole
 
     def close(self) -> None:
@@ -142,26 +167,21 @@ class Loader:
 
     def _read_train(self, step: int) -> Batch:
         counters = step * self.share.global_batch_size + self.share.rows
-        return self._make_batch(self.train, samples_at(counters, len(self.train), self.seed))
+        return self._make_batch(self.train, self.train.ordered(counters, self.seed))
 
-    def _read_heldout(self, number: int) -> Batch:
-        samples = self._heldout_samples()
+    def _read_heldout(self, samples: Samples, number: int) -> Batch:
         indices = number * self.share.global_batch_size + self.share.rows
         past_end = indices >= len(samples)
         batch = self._make_batch(samples, np.where(past_end, 0, indices))
         batch.labels.numpy()[past_end] = IGNORED
         return batch
 
-    def _make_batch(self, samples: PackedSamples, indices: Int64Array) -> Batch:
-        windows = samples.read(indices)
-        tokens = np.ascontiguousarray(windows[:, :-1])
-        labels = windows[:, 1:].copy()
-        # After the end of a document the next token belongs to another one, which nothing here could predict.
-        labels[samples.ends(indices)] = IGNORED
+    def _make_batch(self, samples: Samples, indices: Int64Array) -> Batch:
+        tokens, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in samples.labelled(indices))
         documents = torch.from_numpy(samples.documents(indices)) if self.separate_documents else None
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(self.share.rows), documents)
+        return Batch(tokens, labels, torch.from_numpy(self.share.rows), documents)
 
-    def _heldout_samples(self) -> PackedSamples:
+    def _heldout_samples(self) -> Samples:
         if self.heldout is None:
             raise ValueError("this loader was made without held-out samples")
         return self.heldout

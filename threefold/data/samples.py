@@ -6,9 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.data.corpus import Corpus
-from threefold.data.order import Int64Array
+from threefold.data.interface import Part
+from threefold.data.order import Int64Array, samples_at
 from threefold.data.split import SPLITS, document_runs
 from threefold.errors import UserError
+from threefold.labels import IGNORED
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +69,23 @@ class PackedSamples:
                 f"{self.files.remedy}"
             )
         return windows
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("", self, 1.0),)
+
+    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
+        return samples_at(counters, len(self), seed)
+
+    def epochs(self, counter: int) -> dict[str, float]:
+        return {}
+
+    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        windows = self.read(indices)
+        tokens, labels = windows[:, :-1], windows[:, 1:].copy()
+        # After the end of a document the next token belongs to another one, which nothing here could predict.
+        labels[self.ends(indices)] = IGNORED
+        return tokens, labels
 
     def documents(self, indices: Int64Array) -> Int64Array:
         """The number of the document that each input token of the samples at `indices` belongs to: int64 [rows, S]."""

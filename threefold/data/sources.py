@@ -53,6 +53,11 @@ def find_inputs(inputs: Iterable[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def is_json_lines(path: Path) -> bool:
+    """Whether `path` is a file of JSON lines by its name, compressed or not."""
+    return _kind(path) == "json" and path.is_file()
+
+
 class SourceReader:
     """One input file: its documents, and what was read of it so far.
 
@@ -60,17 +65,18 @@ class SourceReader:
         path: the file.
         key: which key of a JSON object holds the text.
         on_read: called with the number of bytes (as stored) at every read.
+        key_given_by: the option or setting that chose `key`.
 
     Attributes:
         documents: how many documents it gave.
         bytes: how many bytes of the file were read.
     """
 
-    def __init__(self, path: Path, key: str, on_read: Callable[[int], None]) -> None:
+    def __init__(self, path: Path, key: str, on_read: Callable[[int], None], key_given_by: str = "--key") -> None:
         self.path = path
         self.documents = 0
         self.bytes = 0
-        self._key = key
+        self._key, self._key_given_by = key, key_given_by
         self._on_read = on_read
         self._hash = hashlib.sha256()
 
@@ -131,7 +137,8 @@ class SourceReader:
         if self._key not in value:
             keys = ", ".join(f'"{key}"' for key in value) or "none"
             raise UserError(
-                f'{self.path}:{number} has no key "{self._key}" (its keys: {keys}); name the right one with --key'
+                f'{self.path}:{number} has no key "{self._key}" (its keys: {keys}); '
+                f"name the right one with {self._key_given_by}"
             )
         text = value[self._key]
         if not isinstance(text, str):

@@ -10,16 +10,20 @@ from typing import Final
 
 from threefold.errors import UserError
 
-_LOCK: Final = "writing.lock"
+LOCK: Final = "writing.lock"
 
 
 @contextmanager
-def staged_directory(final: Path) -> Iterator[Path]:
+def staged_directory(final: Path, place: str = "--out") -> Iterator[Path]:
     """Write a folder beside `final` and give it that name once it is complete and on the disk.
 
     Yields the folder to write into, `final` with ".partial" added. If the body raises, that folder is removed and
     `final` is as it was; if the process is killed, `final` is as it was and the next call removes what was left. A
     folder that stood at `final` is replaced at the end.
+
+    Args:
+        final: the folder.
+        place: the option or setting that chose it.
 
     Raises:
         UserError: another process is writing the same folder, or it cannot be written.
@@ -28,9 +32,9 @@ def staged_directory(final: Path) -> Iterator[Path]:
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(exist_ok=True)
-        lock = os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT)
+        lock = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise UserError(f"{partial} cannot be made ({error.strerror}); choose another place for --out") from None
+        raise UserError(f"{partial} cannot be made ({error.strerror}); choose another {place}") from None
     try:
         _claim(lock, partial)
         try:
@@ -39,7 +43,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
-                f"{final} could not be written ({error.strerror}); make room or choose another --out"
+                f"{final} could not be written ({error.strerror}); make room or choose another {place}"
             ) from error
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -55,12 +59,12 @@ def _claim(lock: int, partial: Path) -> None:
     except OSError:
         raise UserError(f"another process is writing {partial}; wait for it or choose another --out") from None
     for leftover in partial.iterdir():
-        if leftover.name != _LOCK:
+        if leftover.name != LOCK:
             leftover.unlink()
 
 
 def _commit(partial: Path, final: Path) -> None:
-    (partial / _LOCK).unlink()
+    (partial / LOCK).unlink()
     for path in partial.iterdir():
         sync(path)
     sync(partial)

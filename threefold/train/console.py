@@ -133,6 +133,7 @@ class Summary(Hook):
         rows = [("training loss", f"{self._last.loss:.4f} at step {self._last.step}")]
         if self._valid is not None:
             rows.append(("validation loss", f"{self._valid.loss:.4f} at step {self._valid.step}"))
+            rows += [(f"  of {name}", f"{loss:.4f}") for name, loss in self._valid.corpus_losses.items()]
         rows += [
             ("tokens", f"{self._tokens:,} in {self._steps:,} steps"),
             ("time", f"{clock(time.perf_counter() - self._started)}, of which {clock(self._seconds)} in steps"),

@@ -1,8 +1,9 @@
 """The loss on the held-out part."""
 
 import time
+from collections.abc import Iterator
 
-from threefold.data.loader import Loader
+from threefold.data.loader import Batch, Loader
 from threefold.errors import UserError
 from threefold.train.engine import Engine
 from threefold.train.hooks import EvaluationRecord
@@ -11,7 +12,8 @@ from threefold.train.hooks import EvaluationRecord
 def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> EvaluationRecord:
     """Mean loss over the tokens of the first `batches` global batches of the held-out part; the same on every rank.
 
-    Gradients and randomness stay as they are. Collective over the world.
+    A mixture's corpora share the batches by their weights, and their means add up by their weights. Gradients and
+    randomness stay as they are. Collective over the world.
 
     Args:
         engine: the model.
@@ -23,12 +25,24 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
         UserError: no token of them counts.
     """
     started = time.perf_counter()
+    loss, tokens, by_corpus = 0.0, 0, {}
+    for part, count in loader.eval_parts(batches):
+        part_loss, part_tokens = _mean_loss(engine, loader.eval_batches(count, part.samples), part.name)
+        loss, tokens = loss + part.weight * part_loss, tokens + part_tokens
+        by_corpus[part.name] = part_loss
+    return EvaluationRecord(step, loss, tokens, time.perf_counter() - started, by_corpus if loader.is_mixture else {})
+
+
+def _mean_loss(engine: Engine, batches: Iterator[Batch], name: str) -> tuple[float, int]:
+    """Mean loss over the tokens that count, and their number."""
     total, tokens = 0.0, 0
-    for batch in loader.eval_batches(batches):
+    for batch in batches:
         loss, count = engine.evaluate(batch)
         total, tokens = total + loss, tokens + count
     if tokens == 0:
+        of = f" of {name}" if name else ""
         raise UserError(
-            "No token of the validation batches counts for the loss, as its documents are empty; prepare other data."
+            f"No token of the validation batches{of} counts for the loss, "
+            "as its documents are empty; prepare other data."
         )
-    return EvaluationRecord(step, total / tokens, tokens, time.perf_counter() - started)
+    return total / tokens, tokens

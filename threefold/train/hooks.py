@@ -1,6 +1,7 @@
 """What may be told of a run while it goes on."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ class StepRecord:
         seconds: that it took, reading included.
         skipped: whether the gradient overflowed, so that no update was made.
         loss_scale: what the loss was multiplied by for the backward pass; None where it never is.
+        corpus_epochs: for a mixture, passes over each corpus before it, by name.
     """
 
     step: int
@@ -39,6 +41,7 @@ class StepRecord:
     seconds: float
     skipped: bool = False
     loss_scale: float | None = None
+    corpus_epochs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,15 +54,17 @@ class EvaluationRecord:
 
     Attributes:
         step: updates made so far.
-        loss: mean over the tokens that count.
+        loss: mean over the tokens that count; of a mixture, the sum of each corpus's mean times its weight.
         tokens: how many those were.
         seconds: that it took.
+        corpus_losses: for a mixture, each corpus's mean by name.
     """
 
     step: int
     loss: float
     tokens: int
     seconds: float
+    corpus_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 class Hook:

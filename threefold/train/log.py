@@ -44,6 +44,7 @@ class StepLog(Hook):
         self._write(
             f"global step {record.step}, validation loss: {record.loss:.9f}, tokens: {record.tokens}, "
             f"eval_cost: {record.seconds:.5f} sec"
+            + "".join(f", {name}: {loss:.9f}" for name, loss in record.corpus_losses.items())
         )
 
     def after_checkpoint(self, step: int, path: Path) -> None:
@@ -75,4 +76,5 @@ def step_line(since: list[StepRecord], ranks: int) -> str:
         f"avg_batch_cost: {seconds / count:.5f} sec, speed: {count / seconds:.2f} step/s, "
         f"ips_total: {rate:.0f} tokens/s, ips: {rate / ranks:.0f} tokens/s, learning rate: {last.lr:.5e}"
         + ("" if last.loss_scale is None else f", loss scale: {last.loss_scale:g}")
+        + "".join(f", epoch of {name}: {epochs:.3g}" for name, epochs in last.corpus_epochs.items())
     )

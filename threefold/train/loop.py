@@ -75,6 +75,7 @@ class Trainer:
             seconds=ended - started,
             skipped=result.skipped,
             loss_scale=result.loss_scale,
+            corpus_epochs=self.loader.corpus_epochs(done),
         )
         self._tell(lambda hook: hook.after_step(record))
 

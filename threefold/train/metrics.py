@@ -31,7 +31,7 @@ class MetricsFile(Hook):
         self._file = self.path.open("a", encoding="utf-8")
 
     def after_step(self, record: StepRecord) -> None:
-        values = {
+        values: dict[str, Any] = {
             "step": record.step,
             "loss": _number(record.loss),
             "grad_norm": _number(record.grad_norm),
@@ -41,10 +41,15 @@ class MetricsFile(Hook):
         }
         if record.loss_scale is not None:
             values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
+        if record.corpus_epochs:
+            values["epochs"] = {name: round(epochs, 6) for name, epochs in record.corpus_epochs.items()}
         self._write(values)
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
-        self._write({"step": record.step, "valid_loss": record.loss, "valid_tokens": record.tokens})
+        values: dict[str, Any] = {"step": record.step, "valid_loss": record.loss, "valid_tokens": record.tokens}
+        if record.corpus_losses:
+            values["valid_losses"] = dict(record.corpus_losses)
+        self._write(values)
 
     def close(self) -> None:
         if self._file is not None:

@@ -45,7 +45,8 @@ class TensorBoard(Hook):
         self._write(record.step, values)
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
-        self._write(record.step, {"loss/validation": record.loss})
+        by_corpus = {f"loss/validation of {name}": loss for name, loss in record.corpus_losses.items()}
+        self._write(record.step, {"loss/validation": record.loss, **by_corpus})
 
     def close(self) -> None:
         if self._writer is not None:

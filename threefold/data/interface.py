@@ -1,0 +1,45 @@
+"""What a loader knows of the samples that it hands out, whatever files they lie in."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from threefold.data.order import Int64Array
+
+
+class Samples(Protocol):
+    """Samples of one length S, the same on every rank."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
+        """Which samples a run reads as its n-th for each n in `counters`: int64 [rows], a function of (seed, n)."""
+
+    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Inputs and labels of samples: two int64 [rows, S]; a label is -100 where nothing is to be predicted.
+
+        Args:
+            indices: int64 [rows].
+
+        Raises:
+            UserError: the files are damaged.
+        """
+
+    def documents(self, indices: Int64Array) -> Int64Array:
+        """The document of each input token of samples: int64 [rows, S], which never falls along a row."""
+
+    @property
+    def parts(self) -> "tuple[Part, ...]":
+        """The corpora that the samples come from, whose weights add up to 1."""
+
+    def epochs(self, counter: int) -> dict[str, float]:
+        """Passes over each part of a mixture, by name, after `counter` samples of a run; empty where there is none."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One corpus of a mixture: its name, its samples, and the share of it among the samples that a run reads."""
+
+    name: str
+    samples: Samples
+    weight: float

@@ -1,0 +1,224 @@
+"""Loose JSON: every line a sample, cut or padded to one length."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from threefold.data.cache import cached, content_hash, entry_name
+from threefold.data.encode import Encoded, Encoding, encode_documents
+from threefold.data.format import DOCUMENT_DTYPE, DTYPES, TOKENS_FILE, dtype_for
+from threefold.data.interface import Part
+from threefold.data.order import Int64Array, samples_at
+from threefold.data.prepare import Progress
+from threefold.data.sources import SourceReader
+from threefold.data.split import document_runs
+from threefold.data.tokenizer import find_end, id_count, load_tokenizer
+from threefold.errors import UserError
+from threefold.host import usable_cores
+from threefold.labels import IGNORED
+
+LINES_FILE: Final = "lines.bin"
+_CACHE: Final = ".cache"
+# Raised when the same file, tokenizer and length give another cache.
+_VERSION: Final = 1
+# Starting processes takes longer than encoding so many bytes.
+_ALONE: Final = 32_000_000
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """A file with one JSON object a line.
+
+    Attributes:
+        path: the file.
+        tokenizer_file: the tokenizer.json for its text.
+        key: which key of an object has the text.
+        given_eod: the token put after each text; None is the tokenizer's usual one.
+        cache: the folder for encoded text; None puts it beside the file, or in the user's cache if that cannot be.
+    """
+
+    path: Path
+    tokenizer_file: Path
+    key: str = "text"
+    given_eod: int | None = None
+    cache: Path | None = None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return id_count(self._tokenizer)
+
+    @cached_property
+    def eod(self) -> int:
+        """Id of the token put after each text.
+
+        Raises:
+            UserError: the tokenizer has no usual one, or the given one is outside its vocabulary.
+        """
+        eod = find_end(self._tokenizer) if self.given_eod is None else self.given_eod
+        if eod is None:
+            raise UserError(
+                f"data.tokenizer {self.tokenizer_file} has no usual end-of-document token; set data.eod to its id."
+            )
+        if eod >= self.vocab_size:
+            raise UserError(
+                f"data.eod is {eod} but the vocabulary has {self.vocab_size} tokens; use at most {self.vocab_size - 1}."
+            )
+        return eod
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:
+        return sha256(self.tokenizer_file.read_bytes()).hexdigest()
+
+    def encoded(self, sequence_length: int, progress: Progress) -> "EncodedLines":
+        """Its lines as tokens: out of the cache, or encoded now, on all cores where the file is large.
+
+        Raises:
+            UserError: a line is damaged, none has text, or the cache cannot be written.
+        """
+        beside, of_user = self.path.with_name(self.path.name + _CACHE), Path.home() / ".cache" / "threefold"
+        roots = [beside, of_user] if self.cache is None else [self.cache]
+        content = content_hash(self.path, roots)
+        follows_from = {
+            "version": _VERSION,
+            "content": content,
+            "key": self.key,
+            "tokenizer": self.tokenizer_sha256,
+            "eod": self.eod,
+            "sequence_length": sequence_length,
+        }
+        write = partial(self._encode, content, sequence_length, progress)
+        return EncodedLines.open(cached(roots, entry_name(follows_from), write), self)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer_file, "data.tokenizer")
+
+    def _encode(self, content: str, sequence_length: int, progress: Progress, folder: Path) -> None:
+        size = self.path.stat().st_size
+        progress.phase(f"Encoding {self.path.name}", size)
+        reader = SourceReader(self.path, self.key, progress.advance, key_given_by="data.key")
+        encoding = Encoding(self._tokenizer.to_str(), self.eod, DTYPES[dtype_for(self.vocab_size)])
+        encoded = encode_documents(reader, encoding, usable_cores() if size > _ALONE else 1)
+        if not _write_lines(folder, encoded, sequence_length + 1):
+            raise UserError(f'{self.path} has no line with text under "{self.key}"; give a file that has some.')
+        if reader.sha256 != content:
+            raise UserError(f"{self.path} was changed while it was read; start again once it is complete.")
+
+
+def _write_lines(folder: Path, encoded: Iterable[Encoded], longest: int) -> int:
+    """Write the first `longest` tokens of each line that has any besides its end; returns the number of lines."""
+    end = count = 0
+    with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LINES_FILE).open("wb") as lines_file:
+        lines_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+        for batch in encoded:
+            starts = np.cumsum(batch.lengths) - batch.lengths
+            places = np.arange(len(batch.tokens)) - np.repeat(starts, batch.lengths)
+            filled = batch.lengths > 1
+            tokens_file.write(batch.tokens[(places < longest) & np.repeat(filled, batch.lengths)].tobytes())
+            ends = end + np.cumsum(np.minimum(batch.lengths[filled], longest))
+            lines_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
+            end, count = int(ends[-1]) if len(ends) else end, count + len(ends)
+    return count
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedLines:
+    """The lines of a file as tokens, each cut to one token more than a sample holds.
+
+    Attributes:
+        source: the file.
+        tokens: [N] uint16 or int32, memory-mapped: all lines back to back.
+        lines: int64 [L + 1], memory-mapped: where each line starts in `tokens`; the last is N.
+    """
+
+    source: JsonLines
+    tokens: NDArray[np.integer]
+    lines: Int64Array
+
+    @classmethod
+    def open(cls, folder: Path, source: JsonLines) -> "EncodedLines":
+        """Those in a folder of the cache."""
+        tokens = np.memmap(folder / TOKENS_FILE, dtype=DTYPES[dtype_for(source.vocab_size)], mode="r")
+        lines = np.memmap(folder / LINES_FILE, dtype=DOCUMENT_DTYPE, mode="r")
+        # Plain arrays over the maps: np.memmap's own class costs a Python call for every slice taken.
+        return cls(source, np.asarray(tokens), np.asarray(lines))
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedSamples:
+    """The samples of one split: one for each of its lines, in file order.
+
+    A sample is the line's tokens and the end-of-document token, cut to S + 1; what a shorter one lacks is filled up
+    with end-of-document tokens that no label asks for. Attention is causal, so they change nothing before them.
+
+    Attributes:
+        encoded: where the tokens are.
+        sequence_length: S, in tokens.
+        first_samples: int64 [runs], the sample that each run of neighbouring lines starts with.
+        shifts: int64 [runs], what to add to a sample's number to get its line's.
+        count: number of samples.
+    """
+
+    encoded: EncodedLines
+    sequence_length: int
+    first_samples: Int64Array
+    shifts: Int64Array
+    count: int
+
+    @classmethod
+    def open(cls, encoded: EncodedLines, name: str, split: str, sequence_length: int) -> "PaddedSamples":
+        """The samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
+
+        Args:
+            encoded: made for this length.
+
+        Raises:
+            UserError: the split is empty, or `split` is malformed.
+        """
+        runs = document_runs(len(encoded.lines) - 1, split, name)
+        if not len(runs):
+            raise UserError(f'data.split "{split}" gives the {name} split no lines; give it a weight above 0')
+        lengths = runs[:, 1] - runs[:, 0]
+        first_samples = np.cumsum(lengths) - lengths
+        return cls(encoded, sequence_length, first_samples, runs[:, 0] - first_samples, int(lengths.sum()))
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("", self, 1.0),)
+
+    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
+        return samples_at(counters, len(self), seed)
+
+    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        lines = self._lines(indices)
+        starts, ends = self.encoded.lines[lines], self.encoded.lines[lines + 1]
+        places = starts[:, None] + np.arange(self.sequence_length + 1)
+        held = places < ends[:, None]
+        windows = np.where(held, self.encoded.tokens[np.where(held, places, 0)], self.encoded.source.eod)
+        vocab_size = self.encoded.source.vocab_size
+        if windows.size and not 0 <= windows.min() <= windows.max() < vocab_size:
+            raise UserError(
+                f"the cache of {self.encoded.source.path} holds a token outside the vocabulary of {vocab_size}, "
+                "so it is damaged; delete it."
+            )
+        windows = windows.astype(np.int64)
+        return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORED)
+
+    def documents(self, indices: Int64Array) -> Int64Array:
+        return np.repeat(self._lines(indices)[:, None], self.sequence_length, axis=1)
+
+    def epochs(self, counter: int) -> dict[str, float]:
+        return {}
+
+    def _lines(self, indices: Int64Array) -> Int64Array:
+        return indices + self.shifts[np.searchsorted(self.first_samples, indices, side="right") - 1]
