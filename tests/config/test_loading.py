@@ -20,7 +20,7 @@ optimizer:
   lr: 1e-3
 """
 # These may have no value in a resolved config either.
-_OPTIONAL = ("model.preset", "data.tokenizer", "data.eod")
+_OPTIONAL = ("model.preset", "data.mixture", "data.tokenizer", "data.eod", "data.cache")
 
 
 def write(folder: Path, text: str) -> Path:

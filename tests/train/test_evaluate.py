@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tests.train.support import Run, write_ids
 from threefold.config import Config
+from threefold.data.dataset import open_dataset
 from threefold.data.files import TokenFiles
 from threefold.data.samples import PackedSamples
 from threefold.data.split import document_runs
@@ -52,7 +53,7 @@ def offline(run: Run, batches: int) -> tuple[float, int]:
 def evaluated(run: Run, batches: int) -> tuple[float, int]:
     config = run.config
     engine = engine_of(config)
-    loader = open_loader(config, TokenFiles.open(run.data), engine.mesh.dp)
+    loader = open_loader(config, open_dataset(config), engine.mesh.dp)
     record = evaluate(engine, loader, batches, 0)
     loader.close()
     return record.loss, record.tokens
@@ -77,7 +78,7 @@ def with_and_without(run: Run) -> tuple[bool, bool, bool, list[float]]:
     """Whether an evaluation between two steps changes gradients, weights or random numbers; the steps' losses."""
     config = run.config
     engine = engine_of(config)
-    loader = open_loader(config, TokenFiles.open(run.data), engine.mesh.dp)
+    loader = open_loader(config, open_dataset(config), engine.mesh.dp)
     losses = [engine.train_step(loader.batch(0), 0).loss]
     loss, tokens = engine.compute_gradients(loader.batch(1), 1)
     gradients = [entry.gradient.clone() for entry in engine.optimizer.entries]
@@ -99,7 +100,7 @@ def with_and_without(run: Run) -> tuple[bool, bool, bool, list[float]]:
 
 def plain_steps(run: Run) -> list[float]:
     engine = engine_of(run.config)
-    loader = open_loader(run.config, TokenFiles.open(run.data), engine.mesh.dp)
+    loader = open_loader(run.config, open_dataset(run.config), engine.mesh.dp)
     losses = [engine.train_step(loader.batch(step), step).loss for step in range(3)]
     loader.close()
     return losses

@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.support import Run
 from tests.train.test_evaluate import engine_of
-from threefold.data.files import TokenFiles
+from threefold.data.dataset import open_dataset
 from threefold.launch.pool import WorkerPool
 from threefold.train.console import LiveLine, Summary, clock
 from threefold.train.hooks import EvaluationRecord, Hook, StepRecord
@@ -44,7 +44,7 @@ class Recorder(Hook):
 def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
     engine = engine_of(run.config)
     hook = Recorder(failing)
-    with closing(open_loader(run.config, TokenFiles.open(run.data), engine.mesh.dp)) as loader:
+    with closing(open_loader(run.config, open_dataset(run.config), engine.mesh.dp)) as loader:
         trainer = Trainer(engine, loader, run.config, [hook], lambda step: folder / str(step))
         try:
             trainer.fit(start)

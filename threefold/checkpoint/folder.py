@@ -49,6 +49,7 @@ class Facts:
         tokens, documents: how many the data has.
         loss_scale: of the next step, where there is one.
         good_steps: for which it has held.
+        corpora: tokens and documents of each corpus of a mixture; of the only one otherwise.
     """
 
     step: int
@@ -60,6 +61,7 @@ class Facts:
     documents: int
     loss_scale: float | None = None
     good_steps: int = 0
+    corpora: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def _read_if_whole(path: Path) -> Facts | None:
             raise UserError(f"{path} has version {version} of the format and this Threefold reads version {VERSION}.")
         files: dict[str, int] = manifest.pop("files")
         whole = all((path / name).stat().st_size == size for name, size in files.items())
-        return Facts(**manifest) if whole else None
+        corpora = tuple((tokens, documents) for tokens, documents in manifest.pop("corpora", ()))
+        return Facts(**manifest, corpora=corpora) if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

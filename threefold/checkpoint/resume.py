@@ -8,7 +8,8 @@ from typing import Any
 from threefold.checkpoint.folder import CONFIG, Checkpoint, newest
 from threefold.checkpoint.tensors import stored_names
 from threefold.config import Config, load_config
-from threefold.data.opening import open_data
+from threefold.data.dataset import open_dataset
+from threefold.data.mixture import whole_shares
 from threefold.errors import UserError
 from threefold.parallel.layout import Layout
 from threefold.parallel.streams import STREAMS, stored_as
@@ -19,6 +20,8 @@ _FREE_KEYS = frozenset(
     (
         "data.path",  # what lies there is compared instead
         "data.tokenizer",
+        "data.key",
+        "data.cache",
         "model.preset",
         "model.initializer_range",  # only the first weights depend on it
         "train.max_steps",
@@ -57,7 +60,7 @@ _SHAPES = frozenset(
         "dense_layers",
     )
 )
-_ORDER = frozenset(("train.seed", "train.global_batch_size", "data.sequence_length", "data.split"))
+_ORDER = frozenset(("train.seed", "train.global_batch_size", "data.sequence_length", "data.split", "data.mixture"))
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def find_resumption(run_dir: Path, config: Config) -> Resumption:
 
     Args:
         run_dir: the run's folder.
-        config: resolved; its `data.path` is looked at.
+        config: resolved; its data is looked at.
 
     Raises:
         UserError: there is no checkpoint, it is of another run, or nothing is left to do.
@@ -120,10 +123,13 @@ def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
 def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Key, value then and value now of the settings that differ and matter."""
     before, now = stored.sections(), config.sections()
+    stored_weights, weights = list(stored.data.corpora.values()), list(config.data.corpora.values())
     for section in now:
         for name in {**before[section], **now[section]}:
             key = f"{section}.{name}"
             old, new = before[section].get(name), now[section].get(name)
+            if key == "data.mixture" and whole_shares(stored_weights) == whole_shares(weights):
+                continue  # the same shares, of corpora that may have moved
             free = (key.startswith(_FREE) and key not in _ROUNDING) or key in _FREE_KEYS
             if old != new and not free:
                 yield key, old, new
@@ -141,15 +147,18 @@ def _forbidden(key: str) -> str | None:
 
 
 def _check_data(checkpoint: Checkpoint, config: Config) -> None:
-    corpus, facts, path = open_data(config), checkpoint.facts, config.data.path
-    if facts.tokenizer_sha256 not in (None, corpus.tokenizer_sha256):
+    dataset, facts = open_dataset(config), checkpoint.facts
+    names = [source.name for source in dataset.sources]
+    key = "data.path" if len(names) == 1 else "data.mixture"
+    if facts.tokenizer_sha256 not in (None, dataset.tokenizer_sha256):
         raise UserError(
-            f"data.path is {path}, whose tokenizer is not the one that {checkpoint.path} was trained with; "
+            f"{key} is {', '.join(names)}, whose tokenizer is not the one that {checkpoint.path} was trained with; "
             "give the data it was trained on, or start a new run in another folder."
         )
-    if (corpus.token_count, corpus.document_count) != (facts.tokens, facts.documents):
-        raise UserError(
-            f"data.path is {path} with {corpus.token_count:,} tokens in {corpus.document_count:,} documents but "
-            f"{checkpoint.path} was trained on {facts.tokens:,} in {facts.documents:,}; "
-            "give that data, or start a new run in another folder."
-        )
+    trained_on = facts.corpora or ((facts.tokens, facts.documents),)
+    for name, now, then in zip(names, dataset.sizes(), trained_on, strict=True):
+        if now != then:
+            raise UserError(
+                f"{key} has {name} with {now[0]:,} tokens in {now[1]:,} documents but {checkpoint.path} was trained on "
+                f"{then[0]:,} in {then[1]:,} there; give that data, or start a new run in another folder."
+            )

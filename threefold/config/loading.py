@@ -79,6 +79,14 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
         return where + _unknown(key)
     if first["type"] == "missing" and key in ("data", "data.path"):
         return f"{where}data.path is missing; name the folder that `threefold data prepare` wrote."
+    if first["type"] == "given_twice":
+        given = values["data"]
+        return (
+            f"{origins.get('data.mixture', where)}data.mixture is {given['mixture']} but data.path is "
+            f"{given['path']!r} too; leave one of them out (--set data.path=null or --set data.mixture=null)."
+        )
+    if key == "data.mixture" and first["type"] != "too_short":
+        return f"{where}{key} is {values['data']['mixture']} but must be paths and their weights, {_MIXTURE}."
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{where}{key} is {first['input']!r} but must be a section with settings below it."
     given = first["input"] if len(first["loc"]) < 3 else values[first["loc"][0]][first["loc"][1]]
@@ -110,6 +118,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
+_MIXTURE = "each above 0, such as {books: 3, code: 1}"
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",

@@ -15,7 +15,7 @@ _INTRODUCTION = """\
 
 <!-- Written by `make docs` from threefold/config/schema.py; edit the docstrings there. -->
 
-A config is a YAML file of sections. Only `data.path` must be given:
+A config is a YAML file of sections. Only `data.path`, or `data.mixture` in its place, must be given:
 
 ```yaml
 data:
@@ -63,6 +63,8 @@ def _value(field: FieldInfo) -> str:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) in (Union, UnionType):
         return "text, or list of whole numbers"
+    if get_origin(kind) is dict:
+        return "paths and numbers > 0"
     if get_origin(kind) is tuple:
         return "list of two numbers"
     signs = [(*_SIGNS[type(rule)], rule) for rule in field.metadata if type(rule) in _SIGNS]

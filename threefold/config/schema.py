@@ -9,31 +9,11 @@ from typing import Annotated, Any, Literal, cast
 import yaml
 from pydantic import Field, PrivateAttr
 
+from threefold.config.data import DataConfig
 from threefold.config.model import ModelConfig
 from threefold.config.section import Section, derived
 
 Schedule = Literal["1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
-
-
-class DataConfig(Section):
-    """What is read."""
-
-    path: str = Field(min_length=1)
-    """Folder that `threefold data prepare` wrote, or token files of Megatron-LM (`PREFIX.bin`, `PREFIX.idx`) or Fleet
-    (`PREFIX_ids.npy`, `PREFIX_idx.npz`; `PREFIX_ids.npz`): their folder, their prefix or one of them. The only setting
-    that has no default."""
-    tokenizer: str = derived(min_length=1)
-    """The `tokenizer.json` of token files of other systems, which have none of their own; without it `model.vocab_size`
-    must be given. Default: none."""
-    eod: int = derived(ge=0)
-    """Id of the token that ends a document in token files of other systems: the token after it is not predicted.
-    Default: that of the tokenizer, if documents end with it; else none, and no document's first token is predicted."""
-    sequence_length: int = derived(ge=1)
-    """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
-    split: str = "949,50,1"
-    """Weights of the training, validation and test parts, over documents; a part that is left out has 0."""
-    separate_documents: bool = False
-    """Whether attention stops at the bounds of the documents packed into a sample."""
 
 
 class ParallelConfig(Section):

@@ -41,7 +41,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.shares = np.array(_whole_shares(weights), dtype=np.int64)
+        self.shares = np.array(whole_shares(weights), dtype=np.int64)
         self.period = int(self.shares.sum())
         self._corpora = _assign(self.shares.tolist())
         self._before = np.empty(self.period, dtype=np.int64)
@@ -132,8 +132,14 @@ class MixedSamples:
         return back
 
 
-def _whole_shares(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the ratios of the weights as they are written, rounded where they are too large."""
+def whole_shares(weights: Sequence[float]) -> list[int]:
+    """The samples of each corpus in a period: whole numbers in the ratios of the weights as they are written.
+
+    Where these would be too large, they are rounded so that they add up to `LONGEST_PERIOD`.
+
+    Raises:
+        UserError: a weight is too small a part of the sum.
+    """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
     parts = [weight / total for weight in exact]

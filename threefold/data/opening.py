@@ -7,7 +7,6 @@ from typing import Final
 
 import numpy as np
 
-from threefold.config import Config
 from threefold.data.corpus import Corpus, StoredTokens
 from threefold.data.files import TokenFiles
 from threefold.data.fleet import IDS_NPY, IDS_NPZ, IDX_NPZ, read_fleet, read_fleet_npz
@@ -37,17 +36,6 @@ _KNOWN: Final = "PREFIX.bin with PREFIX.idx, PREFIX_ids.npy with PREFIX_idx.npz,
 class _Found:
     prefix: Path
     format: _Format
-
-
-def open_data(config: Config) -> Corpus:
-    """The corpus that a config names, resolved or not.
-
-    Raises:
-        UserError: there is none, or it is damaged, or its settings do not fit it.
-    """
-    data = config.data
-    tokenizer = None if data.tokenizer is None else Path(data.tokenizer)
-    return open_corpus(data.path, tokenizer=tokenizer, eod=data.eod, vocab_size=config.model.vocab_size)
 
 
 def open_corpus(

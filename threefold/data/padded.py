@@ -16,7 +16,7 @@ from threefold.data.encode import Encoded, Encoding, encode_documents
 from threefold.data.format import DOCUMENT_DTYPE, DTYPES, TOKENS_FILE, dtype_for
 from threefold.data.interface import Part
 from threefold.data.order import Int64Array, samples_at
-from threefold.data.prepare import Progress
+from threefold.data.progress import Progress
 from threefold.data.sources import SourceReader
 from threefold.data.split import document_runs
 from threefold.data.tokenizer import find_end, id_count, load_tokenizer
@@ -74,7 +74,18 @@ class JsonLines:
 
     @cached_property
     def tokenizer_sha256(self) -> str:
-        return sha256(self.tokenizer_file.read_bytes()).hexdigest()
+        """SHA-256 of the tokenizer.json.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        try:
+            return sha256(self.tokenizer_file.read_bytes()).hexdigest()
+        except OSError as error:
+            raise UserError(
+                f"data.tokenizer is {self.tokenizer_file}, which cannot be read ({error.strerror}); "
+                "give a tokenizer.json."
+            ) from None
 
     def encoded(self, sequence_length: int, progress: Progress) -> "EncodedLines":
         """Its lines as tokens: out of the cache, or encoded now, on all cores where the file is large.

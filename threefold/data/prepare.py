@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -27,6 +27,7 @@ from threefold.data.format import (
     Source,
     dtype_for,
 )
+from threefold.data.progress import Progress
 from threefold.data.sources import SourceReader, find_inputs
 from threefold.data.staging import staged_directory
 from threefold.data.tokenizer import check_vocab_size, end_of_document, id_count, load_tokenizer, train_tokenizer
@@ -36,16 +37,6 @@ from threefold.errors import UserError
 _LEARN_FROM_BYTES: Final = 256_000_000
 # Text in a compressed file is about this many times the file.
 _COMPRESSION: Final = 4
-
-
-class Progress(Protocol):
-    """Shows how far the work is."""
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        """A new phase begins, which reads `total_bytes` of input."""
-
-    def advance(self, read_bytes: int) -> None:
-        """So many bytes more have been read."""
 
 
 @dataclass(frozen=True)

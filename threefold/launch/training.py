@@ -6,8 +6,8 @@ from pathlib import Path
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, resolve
-from threefold.data.opening import open_data
-from threefold.data.samples import PackedSamples
+from threefold.data.dataset import open_dataset
+from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
 from threefold.launch.device import choose_device
 from threefold.launch.environment import find_place
@@ -18,16 +18,20 @@ from threefold.parallel.layout import Layout
 CONFIG_FILE = "config.yaml"
 
 
-def resolve_run(config: Config) -> Config:
+def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
     """Fill a config from its data and this machine, and check it against both: what the ranks will be given.
+
+    Args:
+        config: as loaded.
+        progress: told of text that has to be encoded first.
 
     Raises:
         UserError: settings that cannot go together, no data or too little, or fewer GPUs than ranks.
     """
-    files = open_data(config)
-    resolved = resolve(config, files.vocab_size)
+    dataset = open_dataset(config)
+    resolved = resolve(config, dataset.vocab_size)
     for part in ("train", "valid") if resolved.train.eval_every else ("train",):
-        PackedSamples.open(files, part, resolved.data.split, resolved.data.sequence_length)
+        dataset.samples(part, resolved.data, progress)
     layout, place = Layout.of(resolved.parallel), find_place()
     if place:
         layout.require_world(place.world_size)
@@ -73,18 +77,23 @@ class TrainingRun:
         run(_train, arguments, ranks, device=device, run_dir=self.run_dir, console_ranks=console_ranks)
 
 
-def prepare_training(config: Config, run_dir: Path, *, resume: bool = False) -> TrainingRun:
+def prepare_training(
+    config: Config, run_dir: Path, *, resume: bool = False, progress: Progress = SILENT
+) -> TrainingRun:
     """Check a run before anything is written or started.
 
     Args:
         config: as loaded.
+        run_dir: gets everything that the run writes.
+        resume: whether to go on from its newest checkpoint.
+        progress: told of text that has to be encoded first.
 
     Raises:
         UserError: what `resolve_run` raises, `run_dir` has checkpoints that would be lost, or none to go on from.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir is {run_dir}, which is a file; name a folder.")
-    resolved, place = resolve_run(config), find_place()
+    resolved, place = resolve_run(config, progress), find_place()
     if resume:
         find_resumption(run_dir, resolved)
     elif newest(run_dir):

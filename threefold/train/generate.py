@@ -101,8 +101,8 @@ class Writer:
         model.load_state_dict(weights | {name: weights[owner] for name, owner in ties.items()}, assign=True)
         if checkpoint.facts.tokenizer_sha256 is None:
             raise UserError(
-                f"{run} was trained on {config.data.path} without a tokenizer, so there are no words for its tokens; "
-                "go on with --resume and data.tokenizer set to their tokenizer.json."
+                f"{run} was trained on {', '.join(config.data.corpora)} without a tokenizer, so there are no words "
+                "for its tokens; go on with --resume and data.tokenizer set to their tokenizer.json."
             )
         tokenizer = Tokenizer.from_file(str(checkpoint.path / TOKENIZER))
         return cls(model.eval(), tokenizer, checkpoint.facts.eod, config.data.sequence_length, checkpoint.step)

@@ -8,10 +8,8 @@ import torch
 
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config
-from threefold.data.corpus import Corpus
+from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
-from threefold.data.opening import open_data
-from threefold.data.samples import PackedSamples
 from threefold.host import keep_freed_memory
 from threefold.models.registry import Model, make_model, model_plan
 from threefold.parallel.layout import Layout
@@ -43,11 +41,11 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
     mesh = Mesh(Layout.of(config.parallel), _device(config))
     resumption = find_resumption(run_dir, config) if resume else None
     mesh.world.barrier()  # all have looked before any changes what is there
-    files = open_data(config)
-    with closing(open_loader(config, files, mesh.dp)) as loader:
+    dataset = open_dataset(config)
+    with closing(open_loader(config, dataset, mesh.dp)) as loader:
         plan = model_plan(config.model, config.data.sequence_length)
         engine = Engine(partial(make_model, config.model), plan, mesh, config)
-        checkpoints = Checkpoints(run_dir, engine, config, files)
+        checkpoints = Checkpoints(run_dir, engine, config, dataset)
         start = checkpoints.restore(resumption.checkpoint) if resumption else 0
         hooks: list[Hook] = [DataAgreement(mesh, config.log.every)]
         if mesh.rank == 0:
@@ -67,17 +65,15 @@ def check_division(config: Config) -> None:
     stage_map(model_plan(config.model, config.data.sequence_length), config)
 
 
-def open_loader(config: Config, files: Corpus, replicas: Axis) -> Loader:
+def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
     """The batches of this rank's replica.
 
     Raises:
         UserError: the training part, or the validation part if one is asked for, has no sample.
     """
-    split, length = config.data.split, config.data.sequence_length
-    heldout = PackedSamples.open(files, "valid", split, length) if config.train.eval_every else None
+    heldout = dataset.samples("valid") if config.train.eval_every else None
     share = Share(config.train.global_batch_size, replicas.index, replicas.size)
-    train = PackedSamples.open(files, "train", split, length)
-    return Loader(train, heldout, share, config.train.seed, config.data.separate_documents)
+    return Loader(dataset.samples("train"), heldout, share, config.train.seed, config.data.separate_documents)
 
 
 def reporting_hooks(config: Config, run_dir: Path, ranks: int) -> list[Hook]:
@@ -106,6 +102,9 @@ def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
         f"{train.max_steps:,} steps of {train.global_batch_size:,} samples of {config.data.sequence_length:,} tokens, "
         f"which reads the {samples:,} training samples {read / samples:.2g} times."
     )
+    for name, epochs in loader.train.epochs(read).items():
+        part = next(part for part in loader.train.parts if part.name == name)
+        say(f"  {part.weight:.2%} are of {name}, whose {len(part.samples):,} samples are read {epochs:.2g} times.")
     if mesh.pp.size > 1:
         plan = model_plan(config.model, config.data.sequence_length)
         _announce_stages(model, plan, stage_map(plan, config))

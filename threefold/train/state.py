@@ -8,7 +8,7 @@ from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config import Config
-from threefold.data.corpus import Corpus
+from threefold.data.dataset import Dataset
 from threefold.parallel.streams import STREAMS, stored_as
 from threefold.train.engine import Engine
 
@@ -36,16 +36,17 @@ class Checkpoints:
         run_dir: the run's folder.
         engine: whose state it is.
         config: resolved.
-        files: the data trained on, with its tokenizer if that is known.
+        dataset: trained on, with its tokenizer if that is known.
     """
 
-    def __init__(self, run_dir: Path, engine: Engine, config: Config, files: Corpus) -> None:
-        self.run_dir, self.engine, self.config, self.files = run_dir, engine, config, files
+    def __init__(self, run_dir: Path, engine: Engine, config: Config, dataset: Dataset) -> None:
+        self.run_dir, self.engine, self.config, self.dataset = run_dir, engine, config, dataset
+        self._sizes = dataset.sizes()
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
             self._texts = {CONFIG: config.to_yaml()}
-            if files.tokenizer_file is not None:
-                self._texts[TOKENIZER] = files.tokenizer_file.read_text(encoding="utf-8")
+            if dataset.tokenizer_file is not None:
+                self._texts[TOKENIZER] = dataset.tokenizer_file.read_text(encoding="utf-8")
 
     def save(self, step: int) -> Path:
         """Make the checkpoint after `step` updates, and return its folder.
@@ -86,15 +87,16 @@ class Checkpoints:
             streams.reseed("after", checkpoint.step)
 
     def _facts(self, step: int) -> Facts:
-        files, train, scale = self.files, self.config.train, self.engine.loss_scale
+        dataset, train, scale = self.dataset, self.config.train, self.engine.loss_scale
         return Facts(
             step=step,
             consumed_samples=step * train.global_batch_size,
             seed=train.seed,
-            eod=files.eod,
-            tokenizer_sha256=files.tokenizer_sha256,
-            tokens=files.token_count,
-            documents=files.document_count,
+            eod=dataset.eod,
+            tokenizer_sha256=dataset.tokenizer_sha256,
+            tokens=sum(tokens for tokens, _ in self._sizes),
+            documents=sum(documents for _, documents in self._sizes),
+            corpora=self._sizes,
             loss_scale=scale.value if scale else None,
             good_steps=scale.good_steps if scale else 0,
         )

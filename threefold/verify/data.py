@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from threefold.config import Config
+from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, Loader, Share
-from threefold.data.opening import open_data
-from threefold.data.samples import PackedSamples
 from threefold.labels import IGNORED
 from threefold.parallel.random import stream_key
 
@@ -71,7 +70,7 @@ class FileRows(Rows):
     given: Config
 
     def read(self, config: Config, step: int, share: Share) -> Batch:
-        samples = PackedSamples.open(open_data(self.given), "train", config.data.split, config.data.sequence_length)
+        samples = open_dataset(self.given).samples("train", config.data)
         with closing(Loader(samples, None, share, config.train.seed, config.data.separate_documents)) as loader:
             batch = loader.batch(step)
         return replace(batch, tokens=self._fold(batch.tokens, config), labels=self._fold(batch.labels, config))
@@ -81,4 +80,4 @@ class FileRows(Rows):
         return torch.where(tokens == IGNORED, tokens, tokens % config.model.vocab_size)
 
     def __str__(self) -> str:
-        return f"the rows of {self.given.data.path}"
+        return f"the rows of {', '.join(self.given.data.corpora)}"

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from threefold.config import Config
-from threefold.data.opening import holds_tokens, open_data
+from threefold.data.dataset import names_data, open_dataset
 from threefold.errors import UserError
 from threefold.launch.pool import WorkerError, WorkerPool
 from threefold.verify.compare import TOLERANCE, coverage
@@ -52,19 +52,13 @@ class Task:
 
 
 def choose_rows(config: Config) -> Rows:
-    """The rows of `data.path` where it holds token files, else random ones."""
-    return FileRows(config) if _has_data(config) else RandomRows()
+    """The rows of the config's data where it names any, else random ones."""
+    return FileRows(config) if names_data(config) else RandomRows()
 
 
 def vocabulary(config: Config) -> int:
     """Of the config's data, or `UNKNOWN_VOCABULARY`."""
-    return open_data(config).vocab_size if _has_data(config) else UNKNOWN_VOCABULARY
-
-
-def _has_data(config: Config) -> bool:
-    """A path that exists but holds nothing is for the reader to refuse."""
-    path = Path(config.data.path)
-    return path.exists() or holds_tokens(path)
+    return open_dataset(config).vocab_size if names_data(config) else UNKNOWN_VOCABULARY
 
 
 class Verifier:

@@ -1,0 +1,146 @@
+"""All that a run reads: one corpus, or a mixture of several, and the samples of its splits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from threefold.config import Config
+from threefold.config.data import DataConfig
+from threefold.data.corpus import Corpus
+from threefold.data.interface import Part, Samples
+from threefold.data.mixture import MixedSamples
+from threefold.data.opening import holds_tokens, open_corpus
+from threefold.data.padded import JsonLines, PaddedSamples
+from threefold.data.progress import SILENT, Progress
+from threefold.data.samples import PackedSamples
+from threefold.data.sources import is_json_lines
+from threefold.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One corpus of a run: its path as the config has it, its weight, and what lies there."""
+
+    name: str
+    weight: float
+    data: Corpus | JsonLines
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """What a config names: one source, or several that share their vocabulary.
+
+    Attributes:
+        sources: in the order of the config.
+        settings: the config's section, which may not be resolved yet.
+    """
+
+    sources: tuple[Source, ...]
+    settings: DataConfig
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.sources[0].data.vocab_size
+
+    @property
+    def eod(self) -> int | None:
+        """Id of the token that ends a document; None if there is none."""
+        return self.sources[0].data.eod
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The tokenizer.json, if it is known."""
+        return next((file for source in self.sources if (file := source.data.tokenizer_file)), None)
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """SHA-256 of the tokenizer.json, if it is known."""
+        return next((sha256 for source in self.sources if (sha256 := source.data.tokenizer_sha256)), None)
+
+    def samples(self, name: str, settings: DataConfig | None = None, progress: Progress = SILENT) -> Samples:
+        """The samples of split `name` ("train", "valid" or "test").
+
+        Args:
+            name: the split.
+            settings: resolved; None takes the dataset's own.
+            progress: told of text that has to be encoded first.
+
+        Raises:
+            UserError: a corpus has no sample for the split, or is damaged, or its cache cannot be written.
+        """
+        settings = settings or self.settings
+        parts = [
+            Part(source.name, _samples(source.data, name, settings, progress), source.weight) for source in self.sources
+        ]
+        return parts[0].samples if len(parts) == 1 else MixedSamples.of(parts)
+
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Tokens and documents of each source, under resolved settings.
+
+        Raises:
+            UserError: as `samples`.
+        """
+        return tuple(_size(source.data, self.settings.sequence_length) for source in self.sources)
+
+
+def open_dataset(config: Config) -> Dataset:
+    """What a config names, resolved or not.
+
+    Raises:
+        UserError: there is none, it is damaged, its settings do not fit it, or the corpora have different tokenizers.
+    """
+    sources = [Source(name, weight, _open(name, config)) for name, weight in config.data.corpora.items()]
+    _check_shared(sources)
+    return Dataset(tuple(sources), config.data)
+
+
+def names_data(config: Config) -> bool:
+    """Whether anything lies where a config says; what is no data is for `open_dataset` to refuse."""
+    return any(Path(name).exists() or holds_tokens(Path(name)) for name in config.data.corpora)
+
+
+def _open(name: str, config: Config) -> Corpus | JsonLines:
+    settings, path = config.data, Path(name)
+    tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
+    if not is_json_lines(path):
+        return open_corpus(path, tokenizer=tokenizer, eod=settings.eod, vocab_size=config.model.vocab_size)
+    if tokenizer is None:
+        raise UserError(
+            f"{path} holds text, which needs a tokenizer; set data.tokenizer to a tokenizer.json, or make token files "
+            f"with `threefold data prepare {path} --out FOLDER`."
+        )
+    return JsonLines(path, tokenizer, settings.key, settings.eod, Path(settings.cache) if settings.cache else None)
+
+
+def _check_shared(sources: Sequence[Source]) -> None:
+    """Check that a token means the same in all sources, as far as that is known."""
+    for one in sources:
+        for other in sources:
+            known = one.data.tokenizer_sha256 and other.data.tokenizer_sha256
+            if known and one.data.tokenizer_sha256 != other.data.tokenizer_sha256:
+                raise _not_shared(one, other, "were made with different tokenizers")
+            if one.data.vocab_size != other.data.vocab_size:
+                sizes = f"{one.data.vocab_size:,} and {other.data.vocab_size:,}"
+                raise _not_shared(one, other, f"have vocabularies of {sizes} tokens")
+
+
+def _not_shared(one: Source, other: Source, what: str) -> UserError:
+    return UserError(
+        f"data.mixture names {one.name} and {other.name}, which {what}, so their tokens mean different things; prepare "
+        "one with the other's tokenizer.json (`threefold data prepare --tokenizer`)."
+    )
+
+
+def _samples(data: Corpus | JsonLines, name: str, settings: DataConfig, progress: Progress) -> Samples:
+    length = settings.sequence_length
+    if isinstance(data, Corpus):
+        return PackedSamples.open(data, name, settings.split, length)
+    return PaddedSamples.open(data.encoded(length, progress), name, settings.split, length)
+
+
+def _size(data: Corpus | JsonLines, sequence_length: int) -> tuple[int, int]:
+    if isinstance(data, Corpus):
+        return data.token_count, data.document_count
+    encoded = data.encoded(sequence_length, SILENT)
+    return len(encoded.tokens), len(encoded.lines) - 1

@@ -1,0 +1,25 @@
+"""How long work on text is told of."""
+
+from typing import Final, Protocol
+
+
+class Progress(Protocol):
+    """Shows how far the work is."""
+
+    def phase(self, name: str, total_bytes: int) -> None:
+        """A new phase begins, which reads `total_bytes` of input."""
+
+    def advance(self, read_bytes: int) -> None:
+        """So many bytes more have been read."""
+
+
+class _Silent:
+    def phase(self, name: str, total_bytes: int) -> None:
+        pass
+
+    def advance(self, read_bytes: int) -> None:
+        pass
+
+
+SILENT: Final[Progress] = _Silent()
+"""Shows nothing."""
