@@ -85,7 +85,7 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
             f"{origins.get('data.mixture', where)}data.mixture is {given['mixture']} but data.path is "
             f"{given['path']!r} too; leave one of them out (--set data.path=null or --set data.mixture=null)."
         )
-    if key == "data.mixture" and first["type"] != "too_short":
+    if key == "data.mixture":
         return f"{where}{key} is {values['data']['mixture']} but must be paths and their weights, {_MIXTURE}."
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{where}{key} is {first['input']!r} but must be a section with settings below it."
