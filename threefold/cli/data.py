@@ -1,14 +1,21 @@
-"""`threefold data`: text to token files."""
+"""`threefold data`: text to token files, and token files of other systems."""
 
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from threefold.data.files import TokenFiles
+from threefold.cli.data_view import Bars, print_converted, print_facts, print_sample, print_table
 
-app = typer.Typer(help="Make token files from text, and look into them.", no_args_is_help=True)
+app = typer.Typer(help="Make token files from text, convert them, and look into them.", no_args_is_help=True)
+
+
+class Target(StrEnum):
+    """What `convert` writes."""
+
+    megatron = "megatron"
+    threefold = "threefold"
 
 
 @app.command()
@@ -27,7 +34,9 @@ def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder
 def prepare(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="INPUT", help="Files or folders: .jsonl, .json, .txt, also as .gz or .zst."),
+        typer.Argument(
+            metavar="INPUT", help="Files or folders: .jsonl, .json, .txt, also as .gz or .zst, and .parquet."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to make.", metavar="DIR")],
     vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE that is learned from the text.")] = 8192,
@@ -35,7 +44,9 @@ def prepare(
     eod: Annotated[
         str | None, typer.Option(help="End-of-document token of --tokenizer, if its name is unusual.")
     ] = None,
-    key: Annotated[str, typer.Option(help="Key of a JSON line that holds the text.")] = "text",
+    key: Annotated[
+        str, typer.Option(help="Key of a JSON line, or column of a parquet file, that holds the text.")
+    ] = "text",
     workers: Annotated[int | None, typer.Option(help="Processes that encode.", show_default="one per core")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that stand at --out.")] = False,
 ) -> None:
@@ -44,113 +55,78 @@ def prepare(
 
     from threefold.data.prepare import Request
     from threefold.data.prepare import prepare as prepare_files
+    from threefold.data.summary import summarize
 
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     request = Request(tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite)
-    with _Bars() as bars:
+    with Bars() as bars:
         files = prepare_files(request, bars)
-    _print_facts(files)
+        stored = files.stored()
+        summary = summarize(stored, bars)
+    print_facts(stored, summary, files)
 
 
 @app.command()
 def show(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder made by `threefold data prepare`.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Token files, as data.path: a folder, a prefix or one of the files.")
+    ],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The tokenizer.json of files that have none of their own, to decode them.")
+    ] = None,
     split: Annotated[str, typer.Option(help="Weights of train, valid and test, as data.split.")] = "949,50,1",
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sample, as data.sequence_length.")] = 256,
 ) -> None:
-    """Show what a folder of token files holds, and its first training sample as text."""
+    """Show what token files of any system hold, and their first training sample as text."""
     import numpy as np
 
-    from threefold.data.files import TokenFiles
+    from threefold.data.opening import open_corpus, read_stored
     from threefold.data.samples import PackedSamples, split_facts
+    from threefold.data.summary import summarize
+    from threefold.data.tokenizer import load_tokenizer
 
-    files = TokenFiles.open(directory)
-    _print_facts(files)
-    samples = PackedSamples.open(files, "train", split, sequence_length)
-    _print_table(
+    if tokenizer is not None:
+        load_tokenizer(tokenizer)
+    stored = read_stored(path)
+    with Bars() as bars:
+        summary = summarize(stored, bars)
+    corpus = open_corpus(path, tokenizer=tokenizer, vocab_size=summary.highest + 1)
+    print_facts(stored, summary, corpus)
+    samples = PackedSamples.open(corpus, "train", split, sequence_length)
+    print_table(
         ("split", "documents", "tokens", f"samples of {sequence_length}"),
         [
             (fact.name, f"{fact.documents:,}", f"{fact.tokens:,}", f"{fact.samples:,}")
-            for fact in split_facts(files, split, sequence_length)
+            for fact in split_facts(corpus, split, sequence_length)
         ],
     )
     typer.echo(f"Sample 0 of the training split ({sequence_length} tokens and the last label):\n")
-    tokenizer = files.tokenizer
-    assert tokenizer is not None
-    typer.echo(tokenizer.decode(samples.read(np.array([0]))[0].tolist(), skip_special_tokens=False))
+    print_sample(corpus, samples.read(np.array([0]))[0].tolist())
 
 
-class _Bars:
-    """The progress of `prepare` as bars on the terminal, one a phase; nothing is shown before the first."""
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SOURCE", help="Token files of any system: a folder, a prefix or one of the files."),
+    ],
+    to: Annotated[Target, typer.Option(help="Format to write.")],
+    out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx to make, or the folder.", metavar="OUT")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="For threefold: the tokenizer.json of tokens that come without theirs.")
+    ] = None,
+    eod: Annotated[
+        str | None, typer.Option(help="For threefold: its end-of-document token, if its name is unusual.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")] = False,
+) -> None:
+    """Turn token files of one system into those of another, token for token."""
+    from threefold.data.convert import to_megatron, to_threefold
 
-    def __init__(self) -> None:
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        name = TextColumn("{task.description:<24}")
-        self._bars = Progress(name, BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-
-    def __enter__(self) -> "_Bars":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bars.live.is_started:
-            self._bars.stop()
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        self._bars.start()
-        self._task = self._bars.add_task(name, total=total_bytes)
-
-    def advance(self, read_bytes: int) -> None:
-        self._bars.advance(self._task, read_bytes)
-
-
-def _print_facts(files: "TokenFiles") -> None:
-    meta = files.meta
-    size = meta.tokens * files.tokens.itemsize
-    _print_table(
-        (str(files.path), ""),
-        [
-            ("documents", f"{meta.documents:,}"),
-            ("tokens", f"{meta.tokens:,} ({meta.tokens / meta.documents:,.0f} a document)"),
-            ("stored as", f"{meta.dtype}, {_size(size)}"),
-            ("text", f"{_size(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)"),
-            ("vocabulary", f"{meta.vocab_size:,} tokens"),
-            ("end of document", f"token {meta.eod} {files.tokenizer and files.tokenizer.id_to_token(meta.eod)}"),
-            ("made from", _sources(files)),
-        ],
-    )
-
-
-def _sources(files: "TokenFiles") -> str:
-    sources = files.meta.sources
-    named = ", ".join(source.name for source in sources[:3])
-    return named if len(sources) <= 3 else f"{named} and {len(sources) - 3} more files"
-
-
-def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE)
-    for i, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if i and len(header) > 2 else "left")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
-
-
-def _size(size: int) -> str:
-    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= bytes_:
-            return f"{size / bytes_:.1f} {unit}"
-    return f"{size} bytes"
+    with Bars() as bars:
+        if to is Target.megatron:
+            converted = to_megatron(source, out, overwrite, bars)
+        else:
+            converted = to_threefold(source, out, tokenizer, eod, overwrite, bars)
+    print_converted(source, out, converted)

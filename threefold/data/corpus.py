@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.data.order import Int64Array
+from threefold.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -86,3 +87,16 @@ class Corpus:
     def tokenizer_sha256(self) -> str | None:
         """SHA-256 of the tokenizer.json, if it is known."""
         return None if self.tokenizer_file is None else hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
+
+    def check_tokens(self, tokens: NDArray[np.integer], start: int) -> None:
+        """Check that a piece of the corpus, which starts at token `start`, is inside its vocabulary.
+
+        Raises:
+            UserError: one is not.
+        """
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
+            raise UserError(
+                f"{self.path} holds token {tokens[place]} at place {start + place:,}, outside its vocabulary of "
+                f"{self.vocab_size:,} tokens; {self.remedy}"
+            )

@@ -54,7 +54,7 @@ class Meta:
         eod: id of the end-of-document token.
         tokens: number of tokens, end-of-document tokens included.
         documents: number of documents.
-        text_bytes: bytes of the documents' text as UTF-8.
+        text_bytes: bytes of the documents' text as UTF-8; 0 where it is unknown.
         tokenizer_sha256: SHA-256 of tokenizer.json.
         sources: the files the documents came from, in order.
     """

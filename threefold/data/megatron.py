@@ -6,7 +6,6 @@ sequence that each document starts with (the last is S), and in files of several
 PREFIX.bin is the tokens back to back.
 """
 
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,9 +170,3 @@ def write_idx(file: BinaryIO, stored: StoredTokens) -> None:
         file.write(np.ascontiguousarray(column, dtype=kind).data)
     if stored.modes is not None:
         file.write(np.ascontiguousarray(stored.modes, dtype="<i1").data)
-
-
-def megatron_prefix(path: Path) -> Path | None:
-    """The prefix that `path` names, itself or by one of its files; None where there is neither file."""
-    prefix = path.with_name(path.name[:-4]) if path.suffix in (BIN, IDX) and path.name not in (BIN, IDX) else path
-    return prefix if any(os.path.isfile(with_ending(prefix, ending)) for ending in (BIN, IDX)) else None

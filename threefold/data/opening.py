@@ -53,7 +53,7 @@ def open_corpus(
         UserError: there are no token files, they are damaged, or what is given does not fit them.
     """
     path = Path(path)
-    if _is_own(path):
+    if is_own(path):
         files = TokenFiles.open(path)
         _check_own(files, tokenizer, eod)
         return files
@@ -91,7 +91,7 @@ def read_stored(path: Path) -> StoredTokens:
     Raises:
         UserError: there are none or several, or they are damaged.
     """
-    if _is_own(path):
+    if is_own(path):
         return TokenFiles.open(path).stored()
     found = _find(path)
     if len(found) > 1:
@@ -101,7 +101,7 @@ def read_stored(path: Path) -> StoredTokens:
     return found[0].format.read(found[0].prefix)
 
 
-def _is_own(path: Path) -> bool:
+def is_own(path: Path) -> bool:
     """Whether `path` is to be read as a folder of `threefold data prepare`, which has the words for finding nothing."""
     return (path / META_FILE).is_file() or not _find(path)
 

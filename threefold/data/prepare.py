@@ -88,10 +88,18 @@ def _check(request: Request) -> None:
         check_vocab_size(request.vocab_size)
     if request.workers < 1:
         raise UserError(f"--workers is {request.workers} but must be at least 1")
-    out = request.out
+    check_out(request.out, request.overwrite)
+
+
+def check_out(out: Path, overwrite: bool) -> None:
+    """Check that a folder of token files may be made at `out`.
+
+    Raises:
+        UserError: something stands there, and it is not token files that may be replaced.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if not request.overwrite:
+    if not overwrite:
         raise UserError(f"--out {out} exists already; choose another folder, or replace it with --overwrite")
     if not _holds_token_files(out):
         raise UserError(

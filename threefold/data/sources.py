@@ -1,4 +1,4 @@
-"""Documents out of the user's files: JSON lines and plain text, also compressed, one document at a time."""
+"""Documents out of the user's files: JSON lines and plain text, also compressed, and parquet, one at a time."""
 
 import gzip
 import hashlib
@@ -13,12 +13,14 @@ from typing import Any, Final
 import zstandard
 
 from threefold.data.format import META_FILE, TOKENS_FILE
+from threefold.data.parquet import parquet_batches
 from threefold.errors import UserError
 
 _JSON_SUFFIXES: Final = (".jsonl", ".json")
 _TEXT_SUFFIXES: Final = (".txt",)
+_PARQUET_SUFFIXES: Final = (".parquet",)
 _COMPRESSED_SUFFIXES: Final = (".gz", ".zst")
-_KNOWN: Final = ", ".join(_JSON_SUFFIXES + _TEXT_SUFFIXES)
+_KNOWN: Final = ", ".join(_PARQUET_SUFFIXES + _JSON_SUFFIXES + _TEXT_SUFFIXES)
 
 # A line that only says this ends a document of a plain-text file, as in other public corpora of plain text.
 DOCUMENT_END: Final = "<|endoftext|>"
@@ -40,13 +42,13 @@ def find_inputs(inputs: Iterable[Path]) -> list[Path]:
         if path.is_dir():
             inside = _search(path)
             if not inside:
-                raise UserError(f"{path} holds no file to read; it needs {_KNOWN}, or one of these as .gz or .zst")
+                raise UserError(f"{path} holds no file to read; it needs {_KNOWN}, or one of the last as .gz or .zst")
             found += inside
         elif not path.exists():
             raise UserError(f"input {path} does not exist")
         elif _kind(path) is None:
             raise UserError(
-                f"input {path} is of an unknown kind; it must end in {_KNOWN}, or one of these and .gz or .zst"
+                f"input {path} is of an unknown kind; it must end in {_KNOWN}, or one of the last and .gz or .zst"
             )
         else:
             found.append(path)
@@ -63,7 +65,7 @@ class SourceReader:
 
     Args:
         path: the file.
-        key: which key of a JSON object holds the text.
+        key: which key of a JSON object, or column of a parquet file, holds the text.
         on_read: called with the number of bytes (as stored) at every read.
         key_given_by: the option or setting that chose `key`.
 
@@ -91,14 +93,28 @@ class SourceReader:
         Raises:
             UserError: the file cannot be read, or a line is malformed.
         """
+        documents = self._parquet_documents() if _kind(self.path) == "parquet" else self._streamed_documents()
+        for document in documents:
+            if document.strip():
+                self.documents += 1
+                yield document
+
+    def _parquet_documents(self) -> Iterator[str]:
+        with self._opened() as raw:
+            size = self.path.stat().st_size
+            for texts, share in parquet_batches(self.path, self._key):
+                yield from texts
+                # The file is not read from its beginning to its end, so its hash and the progress come along beside.
+                while self.bytes < share * size and raw.read(_CHUNK):
+                    pass
+            while raw.read(_CHUNK):
+                pass
+
+    def _streamed_documents(self) -> Iterator[str]:
         with self._opened() as raw, _explained(self.path):
             stream = io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig")
             lines = iter(lambda: stream.readline(_READ_LINE_LIMIT), "") if _kind(self.path) == "text" else iter(stream)
-            documents = _text_documents(lines) if _kind(self.path) == "text" else self._json_documents(lines)
-            for document in documents:
-                if document.strip():
-                    self.documents += 1
-                    yield document
+            yield from _text_documents(lines) if _kind(self.path) == "text" else self._json_documents(lines)
             while raw.read(1 << 20):  # a decompressor may stop before the last bytes of the file, which the hash covers
                 pass
 
@@ -163,6 +179,8 @@ def _kind(path: Path) -> str | None:
     if suffixes and suffixes[-1].lower() in _COMPRESSED_SUFFIXES:
         suffixes = suffixes[:-1]
     last = suffixes[-1].lower() if suffixes else ""
+    if last in _PARQUET_SUFFIXES:
+        return "parquet" if path.suffix.lower() == last else None
     if last in _JSON_SUFFIXES:
         return "json"
     return "text" if last in _TEXT_SUFFIXES else None

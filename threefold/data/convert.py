@@ -1,0 +1,178 @@
+"""Token files of one system to those of another: the whole of `threefold data convert`."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+
+from threefold.data.corpus import Corpus, StoredTokens
+from threefold.data.format import (
+    DOCUMENT_DTYPE,
+    DOCUMENTS_FILE,
+    DTYPES,
+    META_FILE,
+    TOKENIZER_FILE,
+    TOKENS_FILE,
+    Meta,
+    Source,
+    dtype_for,
+)
+from threefold.data.megatron import BIN, IDX, with_ending, write_idx
+from threefold.data.opening import is_own, open_corpus, read_stored
+from threefold.data.order import Int64Array
+from threefold.data.prepare import Progress, check_out
+from threefold.data.staging import staged_directory, sync
+from threefold.data.tokenizer import end_of_document, load_tokenizer
+from threefold.errors import UserError
+
+_CHUNK: Final = 1 << 22
+"""Tokens that are worked on at once; a longer document is one piece."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion made.
+
+    Attributes:
+        tokens, documents: how many were written.
+        left_out: empty documents, which the new format cannot hold.
+        ended: documents that got an end-of-document token, which the new format asks for.
+    """
+
+    tokens: int
+    documents: int
+    left_out: int = 0
+    ended: int = 0
+
+
+def to_megatron(source: Path, out: Path, overwrite: bool, progress: Progress) -> Converted:
+    """Write OUT.bin and OUT.idx of Megatron-LM, both or neither: the same tokens, type, sequences, documents and modes.
+
+    Raises:
+        UserError: the source cannot be read, the format cannot hold it, or `out` cannot be written.
+    """
+    prefix = out.with_name(out.name.removesuffix(BIN).removesuffix(IDX))
+    stored = read_stored(source)
+    targets = [with_ending(prefix, ending) for ending in (BIN, IDX)]
+    for target in targets:
+        if target.exists() and not overwrite:
+            raise UserError(f"--out {target} exists already; choose another prefix, or replace it with --overwrite")
+    partial = [target.with_name(target.name + ".partial") for target in targets]
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as undo:
+            for path in partial:
+                undo.callback(path.unlink, missing_ok=True)
+            with partial[1].open("wb") as index:  # first, as it tells at once what the format cannot hold
+                write_idx(index, stored)
+            with partial[0].open("wb") as tokens:
+                _copy_tokens(stored, tokens, progress)
+            for path in partial:
+                sync(path)
+            for path, target in zip(partial, targets, strict=True):
+                path.replace(target)
+            sync(prefix.parent)
+    except OSError as error:
+        raise UserError(f"{prefix} could not be written ({error.strerror}); choose another --out") from None
+    return Converted(len(stored.tokens), len(stored.documents) - 1)
+
+
+def _copy_tokens(stored: StoredTokens, file: BinaryIO, progress: Progress) -> None:
+    little = stored.tokens.dtype.newbyteorder("<")
+    progress.phase("Copying tokens", stored.tokens.nbytes)
+    for start in range(0, len(stored.tokens), _CHUNK):
+        chunk = np.ascontiguousarray(stored.tokens[start : start + _CHUNK], dtype=little)
+        file.write(chunk.data)
+        progress.advance(chunk.nbytes)
+
+
+def to_threefold(
+    source: Path, out: Path, tokenizer: Path | None, end: str | None, overwrite: bool, progress: Progress
+) -> Converted:
+    """Write a folder such as `threefold data prepare` makes, whole or not at all.
+
+    That format wants a tokenizer, and documents that are not empty and end with its end-of-document token: empty ones
+    are left out, and those without the token get it.
+
+    Args:
+        source: token files of any system.
+        out: the folder to make.
+        tokenizer: a tokenizer.json; None where the source has its own.
+        end: the name of its end-of-document token; None finds a usual one.
+        overwrite: replace token files that stand at `out`.
+        progress: is told how far the work is.
+
+    Raises:
+        UserError: the source cannot be read, its tokenizer is unknown or another, or `out` cannot be written.
+    """
+    check_out(out, overwrite)
+    if tokenizer is None and not is_own(source):
+        raise UserError(
+            f"{source} comes without the tokenizer that --to threefold needs; give its tokenizer.json with --tokenizer"
+        )
+    tokenizer = tokenizer or source / TOKENIZER_FILE
+    loaded, stored = load_tokenizer(tokenizer), read_stored(source)
+    corpus = open_corpus(source, tokenizer=tokenizer)
+    eod = end_of_document(loaded, end) if corpus.eod is None or end is not None else corpus.eod
+    with staged_directory(out) as folder:
+        dtype = dtype_for(corpus.vocab_size)
+        progress.phase("Converting", stored.tokens.nbytes)
+        converted = _write_documents(folder, corpus, eod, np.dtype(DTYPES[dtype]), progress)
+        if not converted.documents:
+            raise UserError(f"{source} has only empty documents, so there is nothing to convert")
+        text = tokenizer.read_bytes()
+        (folder / TOKENIZER_FILE).write_bytes(text)
+        Meta(
+            dtype=dtype,
+            vocab_size=corpus.vocab_size,
+            eod=eod,
+            tokens=converted.tokens,
+            documents=converted.documents,
+            text_bytes=0,
+            tokenizer_sha256=hashlib.sha256(text).hexdigest(),
+            sources=(_source(stored),),
+        ).write(folder / META_FILE)
+    return converted
+
+
+def _write_documents(folder: Path, corpus: Corpus, eod: int, dtype: np.dtype, progress: Progress) -> Converted:
+    end = count = left_out = ended = 0
+    with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / DOCUMENTS_FILE).open("wb") as documents_file:
+        documents_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+        for first, last in _batches(corpus.documents):
+            starts = corpus.documents[first : last + 1]
+            tokens = corpus.tokens[starts[0] : starts[-1]]
+            corpus.check_tokens(tokens, int(starts[0]))
+            lengths = np.diff(starts)
+            ends = (starts[1:] - starts[0])[lengths > 0]
+            unended = ends[tokens[ends - 1] != eod]
+            written = np.insert(tokens.astype(dtype), unended, eod)
+            lengths = lengths[lengths > 0] + np.isin(ends, unended)
+            tokens_file.write(written.data)
+            documents_file.write((end + np.cumsum(lengths)).astype(DOCUMENT_DTYPE).data)
+            end, count = end + len(written), count + len(ends)
+            left_out, ended = left_out + (last - first - len(ends)), ended + len(unended)
+            progress.advance(tokens.nbytes)
+    return Converted(end, count, left_out, ended)
+
+
+def _batches(documents: Int64Array) -> Iterator[tuple[int, int]]:
+    """Neighbouring documents of about `_CHUNK` tokens together: the first, and the one after the last."""
+    first, count = 0, len(documents) - 1
+    while first < count:
+        end = int(np.searchsorted(documents, documents[first] + _CHUNK, side="right")) - 1
+        end = min(max(end, first + 1), count)
+        yield first, end
+        first = end
+
+
+def _source(stored: StoredTokens) -> Source:
+    path = stored.files[0]
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Source(os.fspath(path), path.stat().st_size, len(stored.documents) - 1, digest)
