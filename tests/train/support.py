@@ -13,7 +13,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from threefold.config import Config, resolve
-from threefold.data.files import TokenFiles
 from threefold.data.format import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
@@ -24,6 +23,7 @@ from threefold.data.format import (
     Meta,
     dtype_for,
 )
+from threefold.data.opening import open_data
 from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.train.metrics import read_metrics
 from threefold.train.run import train
@@ -92,7 +92,8 @@ class Run:
         for key, value in self.set:
             section, name = key.split(".")
             given[section][name] = value
-        return resolve(Config.model_validate(given), TokenFiles.open(self.data).vocab_size)
+        config = Config.model_validate(given)
+        return resolve(config, open_data(config).vocab_size)
 
 
 def train_rank(run: Run, run_dir: Path, resume: bool = False) -> str:

@@ -20,7 +20,7 @@ _JSON_SUFFIXES: Final = (".jsonl", ".json")
 _TEXT_SUFFIXES: Final = (".txt",)
 _PARQUET_SUFFIXES: Final = (".parquet",)
 _COMPRESSED_SUFFIXES: Final = (".gz", ".zst")
-_KNOWN: Final = ", ".join(_PARQUET_SUFFIXES + _JSON_SUFFIXES + _TEXT_SUFFIXES)
+_KNOWN: Final = ", ".join(_JSON_SUFFIXES + _TEXT_SUFFIXES) + ", one of these and .gz or .zst, or .parquet"
 
 # A line that only says this ends a document of a plain-text file, as in other public corpora of plain text.
 DOCUMENT_END: Final = "<|endoftext|>"
@@ -42,14 +42,12 @@ def find_inputs(inputs: Iterable[Path]) -> list[Path]:
         if path.is_dir():
             inside = _search(path)
             if not inside:
-                raise UserError(f"{path} holds no file to read; it needs {_KNOWN}, or one of the last as .gz or .zst")
+                raise UserError(f"{path} holds no file to read; it needs {_KNOWN}")
             found += inside
         elif not path.exists():
             raise UserError(f"input {path} does not exist")
         elif _kind(path) is None:
-            raise UserError(
-                f"input {path} is of an unknown kind; it must end in {_KNOWN}, or one of the last and .gz or .zst"
-            )
+            raise UserError(f"input {path} is of an unknown kind; it must end in {_KNOWN}")
         else:
             found.append(path)
     return list(dict.fromkeys(found))
