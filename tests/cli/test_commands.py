@@ -13,7 +13,7 @@ def test_version(threefold) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("train",), ("generate",), ("data",), ("config",), ("config", "show"), ("verify",)]
+    "command", [(), ("train",), ("generate",), ("eval",), ("data",), ("config",), ("config", "show"), ("verify",)]
 )
 def test_every_command_has_help(threefold, command: tuple[str, ...]) -> None:
     status, output, error = threefold(*command, "--help")

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from threefold.config import Config, resolve
+from threefold.data.dataset import open_dataset
 from threefold.data.format import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
@@ -23,7 +24,6 @@ from threefold.data.format import (
     Meta,
     dtype_for,
 )
-from threefold.data.opening import open_data
 from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.train.metrics import read_metrics
 from threefold.train.run import train
@@ -93,7 +93,7 @@ class Run:
             section, name = key.split(".")
             given[section][name] = value
         config = Config.model_validate(given)
-        return resolve(config, open_data(config).vocab_size)
+        return resolve(config, open_dataset(config).vocab_size)
 
 
 def train_rank(run: Run, run_dir: Path, resume: bool = False) -> str:

@@ -2,33 +2,72 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, TensorRanks
+
+if TYPE_CHECKING:
+    from threefold.inference.generate import Request
+    from threefold.inference.model import Model
+
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training run.")],
+    run: RunFolder,
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompt", help="Text to go on from; may be given many times.", show_default="standard input"),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A prompt a line; of .jsonl, each line's key `prompt`.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt.")] = 100,
     temperature: Annotated[float, typer.Option(min=0, help="Below 1 safer, above 1 wilder; 0: the likeliest.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among this many likeliest tokens; 0 for all.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Choose among the likeliest tokens of this mass.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are worked on at once.")] = 16,
+    tp: TensorRanks = 1,
+    pp: PipelineRanks = 1,
+    dtype: DtypeName = "fp32",
+    device: DeviceName = "auto",
 ) -> None:
-    """Write on from each prompt with the newest checkpoint of RUN, in one process."""
-    from threefold.train.generate import Sampling, Writer, require_text
+    """Write on from each prompt with the newest checkpoint of RUN, on tp · pp processes here or as ranks of torchrun.
 
-    chosen = prompts or [sys.stdin.read().rstrip("\n")]
+    The layout changes nothing but the speed: a prompt, a seed and the options give the same text in each.
+    """
+    from threefold.inference.generate import Request, require_text
+    from threefold.inference.sampling import Sampling
+    from threefold.inference.texts import read_prompts
+    from threefold.launch.inference import Inference
+    from threefold.parallel.layout import Layout
+
+    chosen = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
+    request = Request(max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size)
+    inference = Inference.prepare(run, Layout(tp=tp, pp=pp), dtype, device)
+    chosen = chosen or [sys.stdin.read().rstrip("\n")]
     require_text(chosen)
-    sampling = Sampling(temperature, top_k, top_p)
-    writer = Writer.load(run)
-    for prompt in chosen:
-        pieces = writer.stream(prompt, max_new_tokens, sampling, seed)
-        typer.echo(prompt, nl=False)
-        for piece in pieces:
-            typer.echo(piece, nl=False)
-        typer.echo()
+    inference.start(write, chosen, request)
+
+
+def write(model: "Model", prompts: list[str], request: "Request") -> None:
+    """Print the prompts and what follows them as it comes, in order: what comes for a later one waits."""
+    from threefold.inference.generate import generate_text
+
+    shown, told = 0, dict(enumerate(prompts))
+    ended: set[int] = set()
+    if model.speaks:
+        typer.echo(told.pop(0), nl=False)
+    for number, text in generate_text(model, prompts, request):
+        if not model.speaks:
+            continue
+        if text is None:
+            ended.add(number)
+        elif number == shown:
+            typer.echo(text, nl=False)
+        else:
+            told[number] += text
+        while shown in ended:
+            shown += 1
+            typer.echo("\n" + told.pop(shown, ""), nl=False)

@@ -1,7 +1,7 @@
 """Parameters that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -9,4 +9,13 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; d
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set one setting; may be given many times."),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training run.")]
+TensorRanks = Annotated[int, typer.Option("--tp", min=1, help="Ranks that each weight is split over.")]
+PipelineRanks = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages that the layers are divided into.")]
+DtypeName = Annotated[
+    Literal["fp32", "bf16", "fp16", "fp64"], typer.Option("--dtype", help="What the weights are and are computed in.")
+]
+DeviceName = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option("--device", help="auto: GPUs if there is one for each rank.")
 ]

@@ -19,7 +19,7 @@ class Event:
 
     Attributes:
         axis: the axis's name.
-        operation: `all_reduce`, `all_reduce_max`, `all_gather`, `reduce_scatter`, `all_to_all` or `send`.
+        operation: `all_reduce`, `all_reduce_max`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast` or `send`.
         nbytes: bytes of the whole tensor that the ranks have together a part of: what an all-reduce sums on each rank,
             what an all-gather returns, what a reduce-scatter takes, what this rank has to give in an all-to-all.
     """
@@ -215,6 +215,23 @@ class Axis:
             return received
 
         return finish
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send `tensor` to the place `to` of the axis, and wait until it may be overwritten."""
+        self.recorder.add(self.name, "send", tensor)
+        dist.send(tensor.contiguous(), self.ranks[to], group=self.group)
+
+    def receive_(self, into: Tensor, source: int) -> Tensor:
+        """Fill a contiguous tensor with what the place `source` of the axis sends."""
+        dist.recv(into, self.ranks[source], group=self.group)
+        return into
+
+    def broadcast_(self, tensor: Tensor, source: int) -> Tensor:
+        """Fill a contiguous tensor with that of the place `source` of the axis."""
+        if self.size > 1:
+            self.recorder.add(self.name, "broadcast", tensor)
+            dist.broadcast(tensor, self.ranks[source], group=self.group)
+        return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What each rank of the axis passed, in the order of the axis."""

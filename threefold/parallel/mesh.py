@@ -52,6 +52,22 @@ class Mesh:
         self.replicas = self._replicas()
         self.ep, self.expert_replicas = self._expert_axes()
 
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
+        """The mesh of a process that is in no process group: one rank, of which nothing is split."""
+        mesh = cls.__new__(cls)
+        mesh.layout, mesh.rank, mesh.device = Layout(), 0, torch.device(device)
+        mesh.coordinates, mesh.recorder = mesh.layout.coordinates(0), Recorder()
+        for name in ("world", *AXES, "ep"):
+            setattr(mesh, name, Axis(name, (0,), 0, None, mesh.recorder))
+        mesh.replicas = mesh.expert_replicas = mesh.dp
+        return mesh
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it was made by `alone`, so that there is no process group."""
+        return self.world.group is None
+
     @property
     def is_first_stage(self) -> bool:
         return self.pp.is_first

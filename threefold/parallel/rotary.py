@@ -59,10 +59,10 @@ class Rotary(nn.Module):
         # Exact angles of far positions need fp64; a table of them would be a buffer that every rank has to fill.
         size = q.shape[1]
         turns = frequencies(self.head_dim, self.theta, self.scaling, self.part.whole(size)).to(q.device)
-        angles = torch.outer(self.part.indices(size, q.device).double(), turns)
+        angles = self.part.indices(size, q.device).double().unsqueeze(-1) * turns
         wide = torch.promote_types(q.dtype, torch.float32)
         factor = self.scaling.attention_factor
-        cos, sin = ((each * factor).to(wide).unsqueeze(1) for each in (angles.cos(), angles.sin()))  # [S, 1, d/2]
+        cos, sin = ((each * factor).to(wide).unsqueeze(-2) for each in (angles.cos(), angles.sin()))  # [S, 1, d/2]
         return _turn(q, cos, sin), _turn(k, cos, sin)
 
     def extra_repr(self) -> str:

@@ -108,7 +108,7 @@ class PositionEmbedding(nn.Embedding):
     part: Part = Slice()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Vectors [S, H] of the positions of `x` [B, S, H]."""
+        """Vectors of the positions of `x` [B, S, H]: [S, H], or [B, S, H] where they differ by sample."""
         size = x.shape[1]
         if isinstance(self.part, Slice):
             return self.weight[self.part.start : self.part.start + size]

@@ -1,0 +1,59 @@
+"""Runs of a few steps of small models, one for each kind of position and attention."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.support import Run, train_rank, write_tokens
+from threefold.inference.model import Trained
+from threefold.launch.pool import WorkerPool
+
+KINDS: dict[str, dict[str, Any]] = {
+    "learned": {},
+    "rope": {"position_embedding": "rope"},
+    # grouped heads, a window in the second and third layer, weights that are not tied
+    "llama": {"architecture": "llama", "num_key_value_heads": 2, "sliding_window": 5, "full_attention_layers": 1},
+    "experts": {"architecture": "llama", "num_experts": 4, "expert_ffn_hidden_size": 16, "expert_capacity_factor": 1.0},
+}
+
+
+@pytest.fixture(scope="session")
+def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run folder of a kind, trained at the first call, with an uneven vocabulary; `learned` on tp 2 · pp 2."""
+    from pydoc_data.topics import topics
+
+    folder = tmp_path_factory.mktemp("runs")
+    texts = [text[:400] for _, text in sorted(topics.items())][:60]
+    plain = Run(write_tokens(folder / "tokens", texts), steps=2)
+    done: set[str] = set()
+
+    def run_of(kind: str) -> Path:
+        if kind not in done:
+            done.add(kind)
+            axes = 2 if kind == "learned" else 1
+            # wide initial weights, or greedy generation says one thing again and again
+            settings = tuple(
+                (f"model.{key}", value) for key, value in {**KINDS[kind], "initializer_range": 0.2}.items()
+            )
+            pool.run(axes * axes, train_rank, plain.but(tp=axes, pp=axes, set=settings), folder / kind)
+        return folder / kind
+
+    return run_of
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of a model this small wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=KINDS)
+def trained(request: pytest.FixtureRequest, runs: Callable[[str], Path]) -> Trained:
+    """Each kind in turn."""
+    return Trained.find(runs(request.param))

@@ -1,0 +1,85 @@
+"""`threefold generate` and `threefold eval` as a user calls them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import threefold  # noqa: F401
+
+LOCAL = ["-m", "threefold"]
+PROMPTS = ("The statement", "If", "Classes are")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *LOCAL]
+
+
+@pytest.fixture(scope="module")
+def run(runs: Callable[[str], Path]) -> Path:
+    return runs("learned")
+
+
+def prompts_file(folder: Path) -> Path:
+    path = folder / "prompts.txt"
+    path.write_text("\n\n".join(PROMPTS))
+    return path
+
+
+@pytest.mark.parametrize("start", [LOCAL, pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_same_text_from_one_process_and_from_four(threefold, run: Path, tmp_path: Path, start: list[str]) -> None:  # noqa: F811
+    options = ["generate", str(run), "--prompts-file", str(prompts_file(tmp_path)), "--max-new-tokens", "6"]
+    status, output, error = threefold(*options)
+    assert (status, error) == (0, "")
+    places = [output.index(prompt) for prompt in PROMPTS]
+    assert places == sorted(places)
+    assert output.endswith("\n")
+    command = [sys.executable, *start, *options, "--tp", "2", "--pp", "2"]
+    ended = subprocess.run(command, text=True, capture_output=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == output
+
+
+def test_eval_prints_a_table_and_writes_json(threefold, run: Path, tmp_path: Path) -> None:  # noqa: F811
+    data, out = tmp_path / "a.jsonl", tmp_path / "out.json"
+    data.write_text('{"text": "The statement returns a value."}\n\n{"text": "If not, an error is raised."}\n')
+    status, output, error = threefold("eval", run, "--data", data, "--json", out)
+    assert (status, error) == (0, "")
+    written = json.loads(out.read_text())
+    assert (written["task"], written["texts"], written["context"], written["stride"]) == ("perplexity", 2, 16, 8)
+    assert written["perplexity"] > 1
+    lines = output.splitlines()
+    assert "perplexity, context 16, stride 8" in lines[0]
+    assert any(line.split()[:2] == ["perplexity", f"{written['perplexity']:,.4f}"] for line in lines)
+    assert any("nats per token" in line for line in lines)
+    status, output, _ = threefold("eval", run, "--data", data, "--task", "lambada")
+    assert status == 0
+    assert "last word is right" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["generate", "--prompt", "a", "--tp", "3"],
+            "--tp is 3 but must divide the model's num_attention_heads 4; use 2.",
+        ),
+        (["generate", "--prompt", ""], "--prompt is empty"),
+        (["generate", "--prompts-file", "nowhere"], "--prompts-file is nowhere, which is no file"),
+        (["eval", "--data", "nowhere"], "--data is nowhere, which is no file"),
+        (["eval", "--data", __file__, "--stride", "99"], "--stride is 99 but must be between 1 and the context, 16"),
+        (["eval", "--data", __file__, "--context", "99"], "--context is 99 but the model knows 16 positions"),
+        (["eval", "--data", __file__], "is of an unknown kind"),
+    ],
+)
+def test_mistakes_are_one_sentence(threefold, run: Path, arguments: list[str], sentence: str) -> None:  # noqa: F811
+    status, output, error = threefold(arguments[0], run, *arguments[1:])
+    assert (status, output) == (2, "")
+    assert error.startswith("Error: ")
+    assert error.count("\n") == 1
+    assert sentence in error
+
+
+def test_a_folder_without_checkpoints(threefold, tmp_path: Path) -> None:  # noqa: F811
+    for command in (["generate", tmp_path, "--prompt", "a"], ["eval", tmp_path, "--data", "a.jsonl"]):
+        assert "has no complete checkpoint" in threefold(*command).error

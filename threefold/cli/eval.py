@@ -1,0 +1,160 @@
+"""`threefold eval`: a trained model measured on texts."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, TensorRanks
+
+if TYPE_CHECKING:
+    from threefold.inference.model import Model
+    from threefold.inference.tasks import Figure, Task, Work
+    from threefold.launch.inference import Inference
+
+_LARGE = 1e6
+
+
+def evaluate(
+    run: RunFolder,
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help="A JSON object a line (.jsonl, also .gz, .zst), or text (.txt).")
+    ],
+    task: Annotated[
+        Literal["perplexity", "lambada"], typer.Option(help="lambada: whether each text's last word is predicted.")
+    ] = "perplexity",
+    key: Annotated[str, typer.Option(help="Key of a JSON line that holds the text.")] = "text",
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens between windows.", show_default="half the context")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the model reads at once.", show_default="as trained")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows that a replica works on at once.")] = 8,
+    dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas that share the windows out.")] = 1,
+    tp: TensorRanks = 1,
+    pp: PipelineRanks = 1,
+    dtype: DtypeName = "fp32",
+    device: DeviceName = "auto",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures there as JSON too.")] = None,
+) -> None:
+    """Measure the newest checkpoint of RUN on the texts of a file, on dp · tp · pp processes here or ranks of torchrun.
+
+    The figures are the same in every layout.
+    """
+    from threefold.inference.texts import read_texts
+    from threefold.launch.inference import Inference
+    from threefold.parallel.layout import Layout
+
+    inference = Inference.prepare(run, Layout(dp, tp, pp), dtype, device)
+    chosen = _task(task, _context(context, inference), stride)
+    if json is not None and not json.parent.is_dir():
+        raise typer.BadParameter(f"{json.parent} is no folder", param_hint="--json")
+    texts = read_texts(data, key)
+    with _progress("reading", len(texts)) as advance:
+        work = chosen.prepare(inference.trained.tokenizer(), texts, lambda: advance(1))
+    about = {
+        "run": str(run),
+        "step": inference.trained.checkpoint.step,
+        "data": str(data),
+        "task": task,
+        "dtype": dtype,
+        "layout": {"dp": dp, "tp": tp, "pp": pp},
+        **chosen.settings,
+    }
+    inference.start(measure, chosen, work, batch_size, about, json)
+
+
+def _task(name: str, context: int, stride: int | None) -> "Task":
+    from threefold.inference.tasks import LastWord, Perplexity
+
+    if name == "perplexity":
+        return Perplexity(context, (context + 1) // 2 if stride is None else stride)
+    if stride is not None:
+        raise typer.BadParameter("lambada has one window a text, so no stride; leave it out", param_hint="--stride")
+    return LastWord(context)
+
+
+def _context(asked: int | None, inference: "Inference") -> int:
+    from threefold.errors import UserError
+
+    config = inference.trained.config
+    if asked is None:
+        return config.data.sequence_length
+    longest = config.model.max_position_embeddings
+    if asked > longest and config.model.position_embedding == "learned":
+        raise UserError(f"--context is {asked} but the model knows {longest} positions; use {longest} at most.")
+    return asked
+
+
+def measure(
+    model: "Model", task: "Task", work: "Work", batch_size: int, about: dict[str, Any], json: Path | None
+) -> None:
+    """Measure, and have one rank tell."""
+    from threefold.inference.scoring import score
+
+    started = time.perf_counter()
+    with _progress("measuring", len(work.windows), model.speaks) as advance:
+        scores = score(model, work.texts, work.windows, batch_size, advance)
+    seconds = time.perf_counter() - started
+    if model.speaks:
+        figures = task.figures(work, scores)
+        _print(figures, about, seconds)
+        if json is not None:
+            _write(json, about | {figure.name: figure.value for figure in figures} | {"seconds": seconds})
+
+
+def _print(figures: "list[Figure]", about: dict[str, Any], seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    settings = ", ".join(f"{name} {about[name]}" for name in ("context", "stride") if name in about)
+    title = f"{about['run']}, step {about['step']:,}, on {about['data']}: {about['task']}, {settings}"
+    table = Table(title=title, title_justify="left", title_style="", show_header=False, box=None, pad_edge=False)
+    for align in ("left", "right", "left"):
+        table.add_column(justify=align, no_wrap=True)
+    for figure in figures:
+        table.add_row(figure.title, _shown(figure.value), figure.unit)
+    counted = next(figure.value for figure in figures if figure.name == "tokens")
+    table.add_row("time", f"{seconds:,.1f}", "s")
+    table.add_row("speed", f"{counted / seconds:,.0f}", "tokens that count/s")
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+def _shown(value: float | int) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4f}" if value < _LARGE else f"{value:.4g}"
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    """Write JSON; what stood there stays until it is whole."""
+    import json
+
+    from threefold.errors import UserError
+
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written ({error.strerror}); choose another file.") from None
+
+
+@contextmanager
+def _progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar on the standard error of a terminal."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(file=sys.stderr), transient=True) as bars:
+        task = bars.add_task(what, total=total)
+        yield lambda done: bars.advance(task, done)

@@ -1,0 +1,252 @@
+"""Writing on from prompts: many at once, each as if it were alone.
+
+Every rank runs the same loop over the same sequences. One rank chooses the tokens, all get them from it, and so all
+know which sequence has ended and what is worked on next.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from threefold.errors import UserError
+from threefold.inference.cache import Cache, caching
+from threefold.inference.model import Model, Trained
+from threefold.inference.sampling import Sampling, uniform
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        max_new_tokens: tokens to add to each prompt; fewer where the document ends.
+        sampling: how they are chosen.
+        seed: of the choices.
+        batch_size: prompts that are worked on at once.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    max_new_tokens: int = 100
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        for option in ("max_new_tokens", "batch_size"):
+            if (value := getattr(self, option)) < 1:
+                raise UserError(f"--{option.replace('_', '-')} is {value} but must be at least 1.")
+
+
+class Chosen(NamedTuple):
+    """Something happened to a prompt.
+
+    Attributes:
+        prompt: its number.
+        token: what comes next; None where it has ended.
+    """
+
+    prompt: int
+    token: int | None
+
+
+@dataclass
+class _Sequence:
+    """A prompt and what follows it so far.
+
+    Attributes:
+        number: of the prompt.
+        tokens: all so far.
+        key: names it among the random streams: what it begins with, and how often that came before it.
+        left: tokens to add at most.
+        start: the first token that the model still looks at.
+        is_cached: whether the keys of all tokens from `start` to the last but one are kept.
+    """
+
+    number: int
+    tokens: list[int]
+    key: str
+    left: int
+    start: int = 0
+    is_cached: bool = False
+
+    def fit(self, context: int) -> None:
+        """Let tokens go where there are more than `context`: of a prompt as many as need be; later the older half, as
+        what stays has to be worked on anew, at other positions."""
+        if len(self.tokens) - self.start > context:
+            kept = (context + 1) // 2 if self.is_cached else context
+            self.start, self.is_cached = len(self.tokens) - kept, False
+
+
+def generate_tokens(model: Model, prompts: Sequence[Sequence[int]], request: Request) -> Iterator[Chosen]:
+    """Each token as it is chosen, of all prompts as they come, and the end of each.
+
+    A prompt's tokens are a function of the prompt, the request's sampling and its seed: not of the layout, nor of the
+    prompts beside it (the same prompt again is given other random numbers). Collective over the mesh, whose dp is 1.
+
+    Args:
+        model: this rank's part.
+        prompts: token ids; the same on every rank.
+        request: what is asked for; the same on every rank.
+
+    Raises:
+        UserError: a prompt has no token.
+    """
+    if not all(len(prompt) for prompt in prompts):
+        raise UserError("A prompt is empty; give at least one token to go on from.")
+    waiting = deque(_sequences(prompts, request))
+    rows = min(request.batch_size, len(waiting))
+    longest = max((len(prompt) for prompt in prompts), default=0) + request.max_new_tokens
+    with caching(model.stage, rows, min(model.context, longest)) as cache:
+        active = [waiting.popleft() for _ in range(rows)]
+        while active:
+            chosen = _choose(model, active, _next_logits(model, cache, active), request)
+            for sequence, token in zip(active, chosen, strict=True):
+                sequence.left -= 1
+                if token == model.eod:
+                    sequence.left = 0
+                else:
+                    sequence.tokens.append(token)
+                    yield Chosen(sequence.number, token)
+                if not sequence.left:
+                    yield Chosen(sequence.number, None)
+            active = _replace_ended(active, waiting, cache, model)
+
+
+def complete(model: Model, prompts: Sequence[Sequence[int]], request: Request) -> list[list[int]]:
+    """What follows each prompt, all at once; as `generate_tokens`."""
+    added: list[list[int]] = [[] for _ in prompts]
+    for number, token in generate_tokens(model, prompts, request):
+        if token is not None:
+            added[number].append(token)
+    return added
+
+
+class Piece(NamedTuple):
+    """A piece of text that follows a prompt; None for its end."""
+
+    prompt: int
+    text: str | None
+
+
+def generate_text(model: Model, prompts: Sequence[str], request: Request) -> Iterator[Piece]:
+    """What follows each prompt in pieces of whole characters; otherwise as `generate_tokens`.
+
+    Raises:
+        UserError: a prompt is empty.
+    """
+    require_text(prompts)
+    begun = [model.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    texts = [_Text(model, tokens) for tokens in begun]
+    for number, token in generate_tokens(model, begun, request):
+        if piece := texts[number].end() if token is None else texts[number].add(token):
+            yield Piece(number, piece)
+        if token is None:
+            yield Piece(number, None)
+
+
+def generate(run: Path, prompts: Sequence[str], request: Request | None = None) -> list[str]:
+    """Each prompt with what the newest checkpoint of `run` writes on from it, in this process.
+
+    Raises:
+        UserError: no complete checkpoint, or an empty prompt.
+    """
+    require_text(prompts)
+    texts = list(prompts)
+    for number, piece in generate_text(Trained.find(run).load(), prompts, request or Request()):
+        texts[number] += piece or ""
+    return texts
+
+
+def require_text(prompts: Sequence[str]) -> None:
+    """Check that there is something to go on from in each prompt.
+
+    Raises:
+        UserError: one is empty, or there is none.
+    """
+    if not prompts or not all(prompts):
+        raise UserError("--prompt is empty; give at least one character to go on from.")
+
+
+class _Text:
+    """The text of a sequence, told piece by piece."""
+
+    def __init__(self, model: Model, tokens: list[int]) -> None:
+        self._tokenizer, self._tokens = model.tokenizer, list(tokens)
+        self._told = self._text()
+
+    def add(self, token: int) -> str:
+        """What a token adds; nothing as long as the rest of a character is still to come."""
+        self._tokens.append(token)
+        text = self._text()
+        return "" if text.endswith("\ufffd") else self._tell(text)
+
+    def end(self) -> str:
+        """What is left."""
+        return self._tell(self._text())
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._tokens))
+
+    def _tell(self, text: str) -> str:
+        piece, self._told = text[len(self._told) :], text
+        return piece
+
+
+def _sequences(prompts: Sequence[Sequence[int]], request: Request) -> Iterator[_Sequence]:
+    seen: Counter[str] = Counter()
+    for number, prompt in enumerate(prompts):
+        text = ",".join(map(str, prompt))
+        yield _Sequence(number, list(prompt), f"{seen[text]}:{text}", request.max_new_tokens)
+        seen[text] += 1
+
+
+def _next_logits(model: Model, cache: Cache, active: list[_Sequence]) -> Tensor | None:
+    """The logits [B, V] of what follows each sequence, on the last stage; None elsewhere."""
+    for sequence in active:
+        sequence.fit(model.context)
+    _fill(model, cache, [row for row, sequence in enumerate(active) if not sequence.is_cached], active)
+    device = model.mesh.device
+    cache.cursor.advance([len(sequence.tokens) - 1 - sequence.start for sequence in active], device)
+    hidden = model.hidden(torch.tensor([sequence.tokens[-1:] for sequence in active]))
+    return None if hidden is None else model.whole_logits(hidden[:, 0])
+
+
+def _fill(model: Model, cache: Cache, rows: list[int], active: list[_Sequence]) -> None:
+    """Have the keys and values of all tokens but the last kept, in the rows where they are not."""
+    tokens = {row: active[row].tokens[active[row].start : -1] for row in rows}
+    for row in rows:
+        active[row].is_cached = True
+    if not (tokens := {row: held for row, held in tokens.items() if held}):
+        return
+    lengths = [len(held) for held in tokens.values()]
+    padded = [held + [0] * (max(lengths) - len(held)) for held in tokens.values()]
+    cache.cursor.fill(list(tokens), lengths, model.mesh.device)
+    model.hidden(torch.tensor(padded))
+
+
+def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, request: Request) -> list[int]:
+    """The next token of each sequence: chosen by one rank, told to all."""
+    mesh = model.mesh
+    chosen = torch.zeros(len(active), dtype=torch.int64, device=mesh.device)
+    if logits is not None:
+        draws = [uniform(request.seed, sequence.key, len(sequence.tokens)) for sequence in active]
+        numbers = torch.tensor(draws, dtype=torch.float64, device=mesh.device)
+        chosen.copy_(request.sampling.choose(logits, numbers))
+    found: list[int] = mesh.world.broadcast_(chosen, mesh.layout.rank_of(pp=mesh.pp.size - 1)).tolist()
+    return found
+
+
+def _replace_ended(active: list[_Sequence], waiting: deque[_Sequence], cache: Cache, model: Model) -> list[_Sequence]:
+    """The sequences to go on with: those that wait take the rows of those that have ended."""
+    after = [sequence if sequence.left or not waiting else waiting.popleft() for sequence in active]
+    going_on = [row for row, sequence in enumerate(after) if sequence.left]
+    if 0 < len(going_on) < len(after):
+        cache.keep(going_on, model.mesh.device)
+    return [after[row] for row in going_on]

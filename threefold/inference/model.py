@@ -1,0 +1,235 @@
+"""A trained model, or this rank's part of it, and how tokens run through it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from pathlib import Path
+from typing import Self
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, newest
+from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
+from threefold.config import Config, load_config, resolve
+from threefold.config.problem import nearest_divisor
+from threefold.data.tokenizer import id_count
+from threefold.errors import UserError
+from threefold.models.registry import make_model, model_plan
+from threefold.parallel.apply import Division, parallelize
+from threefold.parallel.layout import Layout
+from threefold.parallel.mesh import Mesh
+from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.pipeline.stage import Stage, whole_parameters
+from threefold.parallel.samples import NOTHING
+from threefold.train.engine import DTYPES
+from threefold.train.state import MODEL
+
+_SPLIT_WIDTHS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "ffn_hidden_size",
+    "expert_ffn_hidden_size",
+    "shared_expert_ffn_hidden_size",
+)
+"""What of a model the tensor axis has to divide."""
+_WORTH_THREADS = 10_000_000
+"""Parameters from which a token is work for several threads; below, they wait for one another (on a busy machine for
+seconds)."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model on the disk: where its newest checkpoint is, and what that says of it."""
+
+    checkpoint: Checkpoint
+    config: Config
+
+    @classmethod
+    def find(cls, run: Path) -> Self:
+        """The newest whole checkpoint of a run.
+
+        Raises:
+            UserError: there is none.
+        """
+        checkpoint = newest(run)
+        if checkpoint is None:
+            raise UserError(f"{run} has no complete checkpoint; give the run folder of `threefold train`.")
+        stored = load_config(checkpoint.path / CONFIG)
+        return cls(checkpoint, resolve(stored, stored.model.vocab_size))  # a file leaves out what a family lacks
+
+    def check(self, layout: Layout) -> None:
+        """Check that the model can be spread over a layout.
+
+        Raises:
+            UserError: it cannot.
+        """
+        model = self.config.model
+        widths = {key: getattr(model, key) for key in _SPLIT_WIDTHS}
+        for key, width in widths.items():
+            if width % layout.tp:
+                fits = nearest_divisor(layout.tp, gcd(*widths.values()))
+                raise UserError(f"--tp is {layout.tp} but must divide the model's {key} {width}; use {fits}.")
+        layers = len(model_plan(model, 1).layers)
+        if layout.pp > layers:
+            raise UserError(
+                f"--pp is {layout.pp} but the model has {layers} layers, its embedding and its head included; "
+                f"use {layers} at most."
+            )
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.checkpoint.facts.tokenizer_sha256 is not None
+
+    def tokenizer(self) -> Tokenizer:
+        """Of the data that the model was trained on.
+
+        Raises:
+            UserError: the checkpoint has none that can be read.
+        """
+        if not self.has_tokenizer:
+            raise UserError(
+                f"{self.checkpoint.path} was trained on {', '.join(self.config.data.corpora)} without a tokenizer, so "
+                "there are no words for its tokens; go on with --resume and data.tokenizer set to their tokenizer.json."
+            )
+        path = self.checkpoint.path / TOKENIZER
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise UserError(f"The tokenizer {path} cannot be read ({error}).") from None
+
+    def load(self, mesh: Mesh | None = None, dtype: str = "fp32") -> "Model":
+        """Read this rank's part of the weights, and no more, whatever layout and dtype wrote them.
+
+        Collective over the mesh.
+
+        Args:
+            mesh: the ranks; None for this process alone, on the CPU.
+            dtype: what to compute in: fp32, bf16, fp16 or fp64.
+
+        Raises:
+            UserError: the checkpoint cannot be read.
+        """
+        mesh = mesh or Mesh.alone()
+        config = self.config.model
+        plan = model_plan(config, self.config.data.sequence_length)
+        stages = StageMap(tuple(plan.stage_bounds(mesh.pp.size)), tuple(range(mesh.pp.size)))
+        (stage,) = parallelize(lambda: make_model(config), plan, Division(mesh, stages, dtype=DTYPES[dtype]))
+        weights = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
+        (load_tensors_alone if mesh.is_alone else load_tensors)(weights, self.checkpoint.path)
+        return Model(self, stage.eval().requires_grad_(False), mesh, DTYPES[dtype])
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """This rank's part of a trained model.
+
+    Attributes:
+        trained: where it is from.
+        stage: its layers.
+        mesh: this rank's place.
+        dtype: what it computes in.
+    """
+
+    trained: Trained
+    stage: Stage
+    mesh: Mesh
+    dtype: torch.dtype
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return self.trained.tokenizer()
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many token ids there are; the embedding may have more rows."""
+        rows = self.trained.config.model.vocab_size
+        return min(id_count(self.tokenizer), rows) if self.trained.has_tokenizer else rows
+
+    @property
+    def eod(self) -> int | None:
+        """The token that ends a document; None where the data had none."""
+        return self.trained.checkpoint.facts.eod
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model looks at when it writes: as many as it was trained to.
+
+        Where the angles of its rotary positions follow the sequence's length, no more than those for which they do not:
+        keys that are kept would have been turned by other angles.
+        """
+        config = self.trained.config
+        if config.model.rope_scaling == "dynamic":
+            return min(config.data.sequence_length, config.model.rope_original_positions)
+        return config.data.sequence_length
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether a token is too little work to share between threads."""
+        return sum(parameter.numel() for parameter in self.stage.parameters()) < _WORTH_THREADS
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the one rank that prints."""
+        return self.mesh.rank == 0
+
+    @torch.no_grad()
+    def hidden(self, tokens: Tensor) -> Tensor | None:
+        """Run tokens through all layers but the head. Collective over the pipeline.
+
+        Args:
+            tokens: int64 [B, S], the same on every rank of a replica.
+
+        Returns:
+            what the head takes, [B, S, H], on the last stage; None on the others.
+        """
+        with self._threads():
+            return self._hidden(tokens)
+
+    def _hidden(self, tokens: Tensor) -> Tensor | None:
+        pp = self.mesh.pp
+        x = tokens.to(self.mesh.device)
+        if not pp.is_first:
+            shape = (*tokens.shape, self.trained.config.model.hidden_size)
+            x = pp.receive_(torch.empty(shape, dtype=self.dtype, device=self.mesh.device), pp.index - 1)
+        layers = self.stage.layer_names
+        for name in layers[:-1] if self.stage.gives_loss else layers:
+            x = self.stage.get_submodule(name)(x, NOTHING)
+        if pp.is_last:
+            return x
+        pp.send(x, pp.index + 1)
+        return None
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """This tensor rank's columns of the logits, of [..., H] on the last stage: [..., columns]."""
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        with self._threads():
+            out: Tensor = self.stage.get_submodule(self.stage.layer_names[-1])(flat)
+        return out.view(*hidden.shape[:-1], out.shape[-1])
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """As few threads as the work is worth."""
+        before = torch.get_num_threads()
+        if before > 1 and self.is_small:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def whole_logits(self, hidden: Tensor) -> Tensor:
+        """The logits [..., V] of the tokens there are, the same on every tensor rank. Collective over the tensor axis.
+
+        Args:
+            hidden: [..., H] on the last stage.
+        """
+        part, tp = self.logits(hidden), self.mesh.tp
+        if tp.size > 1:
+            widest = -(-self.trained.config.model.vocab_size // tp.size)  # the last shards may be narrower
+            part = tp.all_gather_equal(torch.nn.functional.pad(part, (0, widest - part.shape[-1])), -1)
+        return part[..., : self.tokens]

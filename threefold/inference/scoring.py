@@ -1,0 +1,133 @@
+"""The loss of chosen tokens of texts, and whether they are the likeliest, in any layout."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from threefold.inference.model import Model
+from threefold.parallel.collectives import shard_bounds
+from threefold.parallel.loss import ParallelCrossEntropy
+
+_LOGITS_AT_ONCE = 1 << 25
+"""Elements; the logits of a whole batch would need many times the memory of the model."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that run through the model together, and which of those that follow them count.
+
+    Attributes:
+        text: number of the text.
+        begin, end: the model reads its tokens `begin` up to, not including, `end`; each predicts the one after it.
+        first: the first token that counts; the last is `end`.
+    """
+
+    text: int
+    begin: int
+    end: int
+    first: int
+
+    @property
+    def counted(self) -> int:
+        """How many tokens count."""
+        return self.end + 1 - self.first
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the windows gave, the same on every rank.
+
+    Attributes:
+        losses: fp64 [windows], the summed loss (nats) of each window's tokens that count.
+        hits: int64 [windows], how many of them are the likeliest after what is before them.
+    """
+
+    losses: Tensor
+    hits: Tensor
+
+
+def score(
+    model: Model,
+    texts: Sequence[np.ndarray],
+    windows: Sequence[Window],
+    batch_size: int,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Scores:
+    """Run all windows through the model. Collective over the mesh, whose dp replicas share the windows out.
+
+    Args:
+        model: this rank's part.
+        texts: token ids of each.
+        windows: of these texts.
+        batch_size: windows that run together on a replica; the longest come first, so that little of them is padding.
+        advance: told how many windows are done (of all replicas, as far as this rank can tell).
+    """
+    mesh = model.mesh
+    batches = _batches(model, windows, batch_size)
+    totals = torch.zeros(2, len(windows), dtype=torch.float64, device=mesh.device)
+    for place, batch in enumerate(batches):
+        if place % mesh.dp.size == mesh.dp.index:
+            found = _score_batch(model, texts, [windows[number] for number in batch])
+            if found is not None and mesh.tp.is_first:
+                totals[:, batch] = found
+        advance(len(batch))
+    losses, hits = mesh.world.all_reduce_(totals).cpu()
+    return Scores(losses, hits.round().to(torch.int64))
+
+
+def _batches(model: Model, windows: Sequence[Window], size: int) -> list[list[int]]:
+    """Numbers of the windows that run together; of one length where a model's angles follow the length."""
+    by_length: dict[int, list[int]] = {}
+    alike = model.trained.config.model.rope_scaling == "dynamic"
+    for number in sorted(range(len(windows)), key=lambda number: windows[number].begin - windows[number].end):
+        by_length.setdefault(windows[number].end - windows[number].begin if alike else 0, []).append(number)
+    return [held[first : first + size] for held in by_length.values() for first in range(0, len(held), size)]
+
+
+def _score_batch(model: Model, texts: Sequence[np.ndarray], windows: list[Window]) -> Tensor | None:
+    """Summed loss and hits, fp64 [2, B], of each window, on the last stage; None elsewhere.
+
+    Windows are padded on the right, where causal attention sees nothing of it.
+    """
+    tokens = np.zeros((len(windows), max(window.end - window.begin for window in windows)), np.int64)
+    for row, window in enumerate(windows):
+        tokens[row, : window.end - window.begin] = texts[window.text][window.begin : window.end]
+    hidden = model.hidden(torch.from_numpy(tokens))
+    if hidden is None:
+        return None
+    labels = [texts[window.text][window.first : window.end + 1] for window in windows]
+    flat = torch.from_numpy(np.concatenate(labels).astype(np.int64)).to(hidden.device)
+    rows = np.repeat(np.arange(len(windows)), [window.counted for window in windows])
+    places = np.concatenate([np.arange(w.first - 1 - w.begin, w.end - w.begin) for w in windows])
+    losses, hits = _score_tokens(model, hidden[torch.from_numpy(rows), torch.from_numpy(places)], flat)
+    found = torch.zeros(2, len(windows), dtype=torch.float64, device=hidden.device)
+    return found.index_add_(1, torch.from_numpy(rows).to(hidden.device), torch.stack([losses, hits.to(losses)]))
+
+
+def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss fp64 [N] of each label [N] after its `hidden` [N, H], and whether it is the likeliest, bool [N]."""
+    loss = ParallelCrossEntropy(model.trained.config.model.vocab_size, model.mesh.tp)
+    at_once = max(1, _LOGITS_AT_ONCE // max(1, model.trained.config.model.vocab_size))
+    losses, hits = [], []
+    with torch.no_grad():
+        for some, told in zip(hidden.split(at_once), labels.split(at_once), strict=True):
+            logits = model.logits(some)
+            losses.append(loss(logits, told).double())
+            hits.append(_likeliest(model, logits) == told)
+    return torch.cat(losses), torch.cat(hits)
+
+
+def _likeliest(model: Model, logits: Tensor) -> Tensor:
+    """The likeliest token, int64 [N], by this tensor rank's columns of the logits [N, columns]."""
+    tp = model.mesh.tp
+    start, _ = shard_bounds(model.trained.config.model.vocab_size, tp.size, tp.index)
+    known = logits[:, : max(0, model.tokens - start)]  # the embedding may have more rows than there are tokens
+    best = torch.full((2, len(logits)), -torch.inf, dtype=torch.float64, device=logits.device)
+    if known.shape[1]:
+        top, column = known.max(-1)
+        best = torch.stack([top.double(), (column + start).double()])
+    tops, columns = tp.all_gather_equal(best.unsqueeze(0), 0).unbind(1)
+    return columns.gather(0, tops.argmax(0, keepdim=True))[0].to(torch.int64)

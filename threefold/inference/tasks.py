@@ -1,0 +1,187 @@
+"""Which tokens of a text are to be predicted from what, and what their losses say of a model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, inf
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from threefold.errors import UserError
+from threefold.inference.scoring import Scores, Window
+
+
+@dataclass(frozen=True)
+class Work:
+    """Texts as the model reads them.
+
+    Attributes:
+        texts: int64 token ids of each.
+        windows: what runs through the model.
+    """
+
+    texts: list[np.ndarray]
+    windows: list[Window]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that a task gives.
+
+    Attributes:
+        name: in the JSON document.
+        title: in the table.
+        value: the number.
+        unit: of it; empty for a pure number.
+    """
+
+    name: str
+    title: str
+    value: float | int
+    unit: str = ""
+
+
+class Task(ABC):
+    """A way to measure a model on texts."""
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What the figures depend on beside model and texts."""
+        return dict(vars(self))
+
+    @abstractmethod
+    def prepare(self, tokenizer: Tokenizer, texts: Sequence[str], advance: Callable[[], None]) -> Work:
+        """Which tokens count.
+
+        Args:
+            tokenizer: the model's.
+            texts: none is empty.
+            advance: told of each text that is done.
+
+        Raises:
+            UserError: there is nothing to measure.
+        """
+
+    @abstractmethod
+    def figures(self, work: Work, scores: Scores) -> list[Figure]:
+        """What came out."""
+
+
+@dataclass(frozen=True)
+class Perplexity(Task):
+    """Perplexity by strided windows: each token of a text but its first counts exactly once.
+
+    A window is `context` tokens that the model reads; windows start every `stride` tokens. All predictions of a text's
+    first window count, and of the others those that no window before them made. So a token is predicted from all that
+    is before it in its text, or from at least context − stride + 1 tokens.
+
+    As in Hugging Face's "Perplexity of fixed-length models", but that no token is left out where a window begins, and
+    that the mean is over tokens, not over windows.
+
+    Attributes:
+        context: tokens that the model reads at once.
+        stride: 1 to `context`; the smaller, the more each token sees, and the longer it takes.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    context: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stride <= self.context:
+            nearest = min(max(1, self.stride), self.context)
+            raise UserError(
+                f"--stride is {self.stride} but must be between 1 and the context, {self.context}, as tokens between "
+                f"windows would not count; use {nearest}."
+            )
+
+    def prepare(self, tokenizer: Tokenizer, texts: Sequence[str], advance: Callable[[], None]) -> Work:
+        encoded = []
+        for text in texts:
+            encoded.append(np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64))
+            advance()
+        windows = [window for number, tokens in enumerate(encoded) for window in self.windows(number, len(tokens))]
+        if not windows:
+            raise UserError("No text of --data has more than one token, so there is none to predict; give longer ones.")
+        return Work(encoded, windows)
+
+    def windows(self, text: int, tokens: int) -> list[Window]:
+        """The windows of a text of so many tokens; none where there is nothing to predict."""
+        found: list[Window] = []
+        end = 0
+        for begin in range(0, tokens, self.stride):
+            if end >= tokens - 1:
+                break
+            first, end = end + 1, min(begin + self.context, tokens - 1)
+            found.append(Window(text, begin, end, first))
+        return found
+
+    def figures(self, work: Work, scores: Scores) -> list[Figure]:
+        count = sum(window.counted for window in work.windows)
+        loss = float(scores.losses.sum()) / count
+        return [
+            Figure("texts", "texts", len(work.texts)),
+            Figure("tokens", "tokens that count", count),
+            Figure("loss", "loss", loss, "nats per token"),
+            Figure("perplexity", "perplexity", _exp(loss), "per token"),
+            Figure("accuracy", "likeliest token is right", int(scores.hits.sum()) / count, "of tokens"),
+        ]
+
+
+@dataclass(frozen=True)
+class LastWord(Task):
+    """Accuracy on the last word of each text (LAMBADA; Paperno et al., arXiv 1606.06031).
+
+    The text without its last word is what the model is given; the word counts as known when each of its tokens is the
+    likeliest after those before it, which is when greedy generation writes it. Its tokens are those that the whole text
+    has beyond those of the text without it, as in the Language Model Evaluation Harness.
+
+    Attributes:
+        context: tokens that the model reads at once; of a longer text, the last ones.
+    """
+
+    context: int
+
+    def prepare(self, tokenizer: Tokenizer, texts: Sequence[str], advance: Callable[[], None]) -> Work:
+        encoded, windows = [], []
+        for number, text in enumerate(texts):
+            tokens, first = self._split(tokenizer, text, number)
+            encoded.append(np.array(tokens, np.int64))
+            windows.append(Window(number, max(0, len(tokens) - 1 - self.context), len(tokens) - 1, first))
+            advance()
+        if not windows:
+            raise UserError("--data holds no text, so there is no last word to predict; give one text a line.")
+        return Work(encoded, windows)
+
+    def _split(self, tokenizer: Tokenizer, text: str, number: int) -> tuple[list[int], int]:
+        """Tokens of the whole text, and the place of the first of its last word."""
+        before = text.rstrip().rpartition(text.split()[-1])[0].rstrip()
+        if not before:
+            raise UserError(f"Text {number + 1} of --data is one word, with nothing before it; give longer texts.")
+        tokens: list[int] = tokenizer.encode(text.rstrip(), add_special_tokens=False).ids
+        first = len(tokenizer.encode(before, add_special_tokens=False).ids)
+        if not 0 < len(tokens) - first <= self.context:
+            raise UserError(
+                f"The last word of text {number + 1} of --data is {len(tokens) - first} tokens but must be between 1 "
+                f"and the context, {self.context}; leave the text out."
+            )
+        return tokens, first
+
+    def figures(self, work: Work, scores: Scores) -> list[Figure]:
+        words = len(work.windows)
+        known = sum(hits == window.counted for hits, window in zip(scores.hits.tolist(), work.windows, strict=True))
+        loss = float(scores.losses.sum()) / words
+        return [
+            Figure("texts", "texts", words),
+            Figure("tokens", "tokens of last words", sum(window.counted for window in work.windows)),
+            Figure("accuracy", "last word is right", known / words, "of texts"),
+            Figure("loss", "loss", loss, "nats per word"),
+            Figure("perplexity", "perplexity", _exp(loss), "per last word"),
+        ]
+
+
+def _exp(loss: float) -> float:
+    return exp(loss) if loss < 700 else inf

@@ -1,0 +1,52 @@
+"""Prompts and texts from files."""
+
+from pathlib import Path
+
+from threefold.data.sources import SourceReader, find_inputs
+from threefold.errors import UserError
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file: the key `prompt` of each line of a .jsonl (or .json, also .gz, .zst), else one a line.
+
+    Blank lines are no prompts.
+
+    Raises:
+        UserError: the file cannot be read, a line is malformed, or there is no prompt in it.
+    """
+    prompts = _json_prompts(path) if ".json" in _file(path, "--prompts-file").name else _text_prompts(path)
+    if not prompts:
+        raise UserError(f"--prompts-file {path} holds no prompt; give one a line.")
+    return prompts
+
+
+def read_texts(path: Path, key: str) -> list[str]:
+    """The texts of a file that are not blank: of .jsonl (or .json) one a line under `key`, of .txt the documents.
+
+    Raises:
+        UserError: the file cannot be read, is of another kind, a line is malformed, or there is no text in it.
+    """
+    (found,) = find_inputs([_file(path, "--data")])
+    if not (texts := list(SourceReader(found, key, lambda _: None))):
+        raise UserError(f"--data {path} holds no text; give one JSON object a line, with the text under {key!r}.")
+    return texts
+
+
+def _file(path: Path, option: str) -> Path:
+    if not path.is_file():
+        raise UserError(f"{option} is {path}, which is no file; give one that exists.")
+    return path
+
+
+def _json_prompts(path: Path) -> list[str]:
+    return list(SourceReader(path, "prompt", lambda _: None))
+
+
+def _text_prompts(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise UserError(f"--prompts-file {path} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts-file {path} is not UTF-8 text (byte {error.start}).") from None
+    return [line.rstrip("\r") for line in lines if line.strip()]

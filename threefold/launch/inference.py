@@ -1,0 +1,79 @@
+"""A trained model on the ranks of a layout: everything that is checked before they start, and starting them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from threefold.inference.model import Model, Trained
+from threefold.launch.device import choose_device
+from threefold.launch.environment import find_place
+from threefold.launch.run import run
+from threefold.launch.worker import Device, RankInfo
+from threefold.parallel.layout import Layout
+
+Work = Callable[..., object]
+"""A function of an importable module, called as `work(model, *args)` on every rank."""
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A trained model, and where it is to work.
+
+    Attributes:
+        trained: the model on the disk.
+        layout: the ranks it is spread over.
+        dtype: what it computes in.
+        device: what it computes on.
+    """
+
+    trained: Trained
+    layout: Layout
+    dtype: str
+    device: Device
+
+    @classmethod
+    def prepare(cls, run_dir: Path, layout: Layout, dtype: str, device: Literal["auto", "cpu", "cuda"]) -> Self:
+        """Check everything before a rank starts.
+
+        Raises:
+            UserError: `run_dir` has no checkpoint, the model cannot be spread like that, the launcher started another
+                number of ranks, or there are fewer GPUs than ranks.
+        """
+        trained = Trained.find(run_dir)
+        trained.check(layout)
+        place = find_place()
+        if place:
+            layout.require_world(place.world_size)
+        local_world_size = place.local_world_size if place else layout.world_size
+        return cls(trained, layout, dtype, choose_device(device, dtype, local_world_size))
+
+    def start(self, work: Work, *args: Any) -> None:
+        """Load the model and call `work(model, *args)` on every rank: this process where it is the only one, processes
+        of this host, or the rank a launcher started here. Waits for the end.
+
+        Raises:
+            UserError: a rank raised it.
+            RankFailed: a rank failed; all have been ended.
+        """
+        if self.layout.world_size == 1 and find_place() is None:
+            from threefold.parallel.mesh import Mesh
+
+            work(self.trained.load(Mesh.alone(self.device), self.dtype), *args)
+        else:
+            run(_work, (self, work, args), self.layout.world_size, device=self.device)
+
+
+def _work(info: RankInfo, inference: Inference, work: Work, args: tuple[Any, ...]) -> None:
+    work(load_rank(inference), *args)
+
+
+def load_rank(inference: Inference) -> Model:
+    """This rank's part of the model, in an initialised process group of as many ranks as the layout."""
+    import torch
+
+    from threefold.parallel.mesh import Mesh
+
+    device = "cuda" if inference.device == "cuda" else "cpu"
+    where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    return inference.trained.load(Mesh(inference.layout, where), inference.dtype)
