@@ -148,8 +148,8 @@ def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
     return out
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same by whichever way is the fastest; no gradient passes through it."""
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear(a, b, bias)` of matrices, transposed views too, by the fastest way; no gradient passes through it."""
     return _times_transposed(a, b, bias) if _onednn_serves(a, b) else F.linear(a, b, bias)
 
 
@@ -206,7 +206,7 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.save_for_backward(flat, weight)
         # What is saved may come back as another tensor (recomputation detaches it); the store asks for the leaf itself.
         ctx.leaves, ctx.store = (weight, bias), store
-        return _product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+        return product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -216,10 +216,10 @@ class _DeferredLinear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         leaf, bias = ctx.leaves
         if wants_weight:
-            ctx.store.defer(leaf, partial(_product, flat.t(), x.t()))
+            ctx.store.defer(leaf, partial(product, flat.t(), x.t()))
         if wants_bias:
             ctx.store.defer(bias, partial(flat.sum, 0))
-        grad_x = _product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None
+        grad_x = product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None
         return grad_x, None, None, None
 
 
@@ -231,7 +231,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.leaf, ctx.counts, ctx.store = weight, counts, store
         parts = zip(x.split(counts), weight, strict=True)
-        return torch.cat([_product(rows, matrix) for rows, matrix in parts])
+        return torch.cat([product(rows, matrix) for rows, matrix in parts])
 
     @staticmethod
     @once_differentiable
@@ -239,7 +239,7 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         parts = grad.split(ctx.counts)
-        grad_x = torch.cat([_product(part, matrix.t()) for part, matrix in zip(parts, weight, strict=True)])
+        grad_x = torch.cat([product(part, matrix.t()) for part, matrix in zip(parts, weight, strict=True)])
         of_weight = partial(_grouped_weight_gradient, x, grad, ctx.counts)
         if wants_weight and ctx.store is not None:
             ctx.store.defer(ctx.leaf, of_weight)
@@ -249,4 +249,4 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _grouped_weight_gradient(x: Tensor, grad: Tensor, counts: list[int]) -> Tensor:
     parts = zip(x.split(counts), grad.split(counts), strict=True)
-    return torch.stack([_product(upper.t(), rows.t()) for rows, upper in parts])
+    return torch.stack([product(upper.t(), rows.t()) for rows, upper in parts])

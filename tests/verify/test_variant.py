@@ -87,6 +87,13 @@ def test_nothing_grows() -> None:
     assert (base.model.num_layers, base.model.hidden_size, base.model.vocab_size) == (2, 8, 30)
 
 
+def test_logits_in_chunks_stay_in_as_many() -> None:
+    chunked = config(model={"vocab_size": 64_000}, train={"global_batch_size": 16, "loss_chunk_size": 8000})
+    assert shrink(prepare(chunked, "fp64", 64_000), possible(8)).train.loss_chunk_size == 8
+    at_once = config(train={"global_batch_size": 16, "loss_chunk_size": 0})
+    assert shrink(prepare(at_once, "fp64", 64_000), possible(8)).train.loss_chunk_size == 0
+
+
 def test_covering_selection_has_every_product_and_feature_that_composes() -> None:
     base = shrink(prepare(config(model={"num_layers": 16}), "fp64", 50257), possible(8))
     taken = covering(base, 8).variants

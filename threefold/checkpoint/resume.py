@@ -32,6 +32,7 @@ _FREE_KEYS = frozenset(
         "train.compile",
         "train.recompute",
         "train.recompute_every",
+        "train.loss_chunk_size",
     )
 )
 _ROUNDING = frozenset(("parallel.gradient_compression",))

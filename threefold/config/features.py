@@ -93,6 +93,7 @@ FEATURES: tuple[Feature, ...] = (
         ("recompute",),
     ),
     Feature("full", "blocks computed again in the backward pass", {"train.recompute": "full"}, {}, ("recompute",)),
+    Feature("chunked", "the logits some columns at a time", {"train.loss_chunk_size": 5}),
     Feature("bf16", "bf16 with fp32 masters", {"precision.dtype": "bf16", "precision.master_weights": True}),
     Feature("fp16", "fp16 with a loss scale and fp32 masters", {"precision.dtype": "fp16"}),
     Feature(

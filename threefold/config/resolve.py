@@ -8,6 +8,8 @@ from threefold.config.schema import Config
 
 DEFAULT_SEQUENCE_LENGTH = 256
 LONGEST_DEFAULT_WARMUP = 100
+LARGEST_LOGITS = 128 << 20
+"""Bytes of fp32 logits that a micro-batch may take on a rank before they are computed in chunks."""
 
 
 def resolve(config: Config, vocab_size: int) -> Config:
@@ -25,10 +27,22 @@ def resolve(config: Config, vocab_size: int) -> Config:
         section, name = key.split(".")
         filled[section].setdefault(name, value)
     filled["train"].update(batch_sizes(config)._asdict())
+    filled["train"].setdefault("loss_chunk_size", loss_chunk_size(Config.model_validate(filled)))
     resolved = Config.model_validate(filled)
     resolved._origins = config._origins
     check(resolved, vocab_size)
     return resolved
+
+
+def loss_chunk_size(config: Config) -> int:
+    """Columns of the logits that take `LARGEST_LOGITS` on a rank, or 0 where all of them take no more.
+
+    Args:
+        config: all else filled.
+    """
+    tokens = config.train.micro_batch_size * -(-config.data.sequence_length // config.parallel.cp)
+    fitting = max(1, LARGEST_LOGITS // (4 * tokens))
+    return 0 if -(-config.model.vocab_size // config.parallel.tp) <= fitting else fitting
 
 
 def _derived(config: Config, vocab_size: int) -> dict[str, Any]:

@@ -82,6 +82,10 @@ class TrainConfig(Section):
     of which only the inputs are kept."""
     recompute_every: int = Field(default=1, ge=1)
     """With `recompute: full`, every so many-th block is computed again, from the first on; the others keep all."""
+    loss_chunk_size: int = derived(ge=0)
+    """Entries of the vocabulary whose logits a rank has in memory at once while it trains: it goes over its part of the
+    vocabulary in such chunks, forward and, computing the logits again, backward; 0 for all at once. Default: 0 where
+    the fp32 logits of a micro-batch take at most 128 MiB on a rank, else as many as take that."""
     compile: bool = False
     """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU and, in bf16, on a CPU; needs
     `parallel.tp` 1."""

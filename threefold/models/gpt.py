@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.config import ModelConfig
-from threefold.models.layers import CrossEntropy, Embedding, Linear
+from threefold.models.layers import Embedding, Linear, LinearCrossEntropy
 from threefold.models.rope import rotary
 from threefold.parallel.attention import CausalAttention
 from threefold.parallel.random import Dropout, name_sites
@@ -89,12 +89,12 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss = CrossEntropy()
+        self.loss = LinearCrossEntropy()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses of the tokens that count."""
-        logits = self.output(self.norm(x))
-        return logits if labels is None else self.loss(logits, labels).sum()
+        x = self.norm(x)
+        return self.output(x) if labels is None else self.loss(x, self.output, labels).sum()
 
 
 class GPT(nn.Module):

@@ -39,7 +39,7 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         "blocks.*.dropout.*": OverSequence(),
         "head.norm": Replicated(),
         "head.output": Column(),
-        "head.loss": VocabLoss(config.vocab_size),
+        "head.loss.cross_entropy": VocabLoss(config.vocab_size),
     }
     # Multiply-adds per token; a look-up has none, but its gradient and its memory traffic are not free.
     block = hidden * (4 * hidden + 2 * config.ffn_hidden_size + sequence_length)

@@ -8,7 +8,7 @@ the documents whose bounds attention keeps.
 from torch import Tensor, nn
 
 from threefold.config import ModelConfig
-from threefold.models.layers import CrossEntropy, Embedding, Linear, SwiGLU
+from threefold.models.layers import Embedding, Linear, LinearCrossEntropy, SwiGLU
 from threefold.models.moe import MixtureOfExperts
 from threefold.models.rope import rotary
 from threefold.parallel.attention import CausalAttention
@@ -83,12 +83,12 @@ class Head(nn.Module):
         super().__init__()
         self.norm = _norm(config.hidden_size, config)
         self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss = CrossEntropy()
+        self.loss = LinearCrossEntropy()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses of the tokens that count."""
-        logits = self.output(self.norm(x))
-        return logits if labels is None else self.loss(logits, labels).sum()
+        x = self.norm(x)
+        return self.output(x) if labels is None else self.loss(x, self.output, labels).sum()
 
 
 class Llama(nn.Module):

@@ -49,7 +49,7 @@ def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         "blocks.*.dropout.*": OverSequence(),
         "head.norm": Replicated(),
         "head.output": Column(),
-        "head.loss": VocabLoss(config.vocab_size),
+        "head.loss.cross_entropy": VocabLoss(config.vocab_size),
     }
     # A look-up has no multiply-adds, but its gradient and its memory traffic are not free.
     costs = (

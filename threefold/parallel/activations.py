@@ -92,6 +92,29 @@ def _core_bytes(sizes: BlockSizes, inner: int) -> int:
     return dense + (weights if sizes.attention == "plain" else 3 * weights + pairs)
 
 
+def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
+    """Bytes that the head keeps of one micro-batch between its forward and its backward pass.
+
+    Exact on a CPU for the first tensor rank. While it computes the loss it has, for a moment, one or two chunks of its
+    logits beside that, or with `chunk_size` 0 another copy or two of what it keeps of them.
+
+    Args:
+        sizes: of the blocks before it, whose heads and features do not matter.
+        vocab: whole size of the vocabulary.
+        chunk_size: as `train.loss_chunk_size`.
+    """
+    tokens = sizes.samples * sizes.positions // sizes.cp
+    own = tokens // sizes.tp if sizes.sequence_parallel else tokens
+    wide = max(4, sizes.itemsize)
+    norm = 2 * own * sizes.hidden * sizes.itemsize + 2 * own * sizes.itemsize
+    split = sizes.tp > 1
+    labels = tokens * (8 + (2 if split else 0))
+    if chunk_size:  # the largest logit and the sum of the exponentials; with tp the factor to the common maximum too
+        return norm + labels + tokens * ((4 if split else 2) * wide + (0 if split else 1))
+    probabilities = tokens * -(-vocab // sizes.tp) * wide
+    return norm + labels + probabilities + (0 if split else wide)  # one number for the weight of all tokens together
+
+
 @dataclass
 class Saved:
     """The memory that autograd was given to keep; counted once however many tensors share it."""

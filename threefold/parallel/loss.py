@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.labels import IGNORED
+from threefold.parallel.chunked_loss import chunked_cross_entropy
 from threefold.parallel.collectives import shard_bounds
 from threefold.parallel.mesh import Axis
 
@@ -39,10 +40,34 @@ class ParallelCrossEntropy(nn.Module):
         Raises:
             RuntimeError: a label is neither in the vocabulary nor -100 (on a GPU as a device-side assertion).
         """
-        known = (labels >= 0) & (labels < self.vocab_size) | (labels == IGNORED)
-        torch._assert_async(known.all(), f"a label is neither in the vocabulary of {self.vocab_size} nor {IGNORED}")
+        check_labels(labels, self.vocab_size)
         flat = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), self.start, self.axis)
         return flat.view(labels.shape)
+
+    def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        """The same of the logits `x @ weight.T`, of which `chunk` columns are in memory at once.
+
+        Args:
+            x: [..., H], the same on every rank; its gradient is yet to be summed over the axis.
+            weight: [end − start, H], this rank's rows.
+            labels: as `forward` takes them.
+            chunk: at least 1.
+
+        Raises:
+            RuntimeError: as `forward` does.
+        """
+        check_labels(labels, self.vocab_size)
+        return chunked_cross_entropy(x, weight, labels, chunk, self.start, self.axis)
+
+
+def check_labels(labels: Tensor, vocab_size: int) -> None:
+    """Check that each label is in the vocabulary or -100.
+
+    Raises:
+        RuntimeError: one is not (on a GPU as a device-side assertion).
+    """
+    known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORED)
+    torch._assert_async(known.all(), f"a label is neither in the vocabulary of {vocab_size} nor {IGNORED}")
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -9,6 +9,7 @@ all-reduce. Weights that a rank uses on its share alone (norms, the row-parallel
 gradient, and `sum_over_shares_` completes it.
 """
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -177,11 +178,22 @@ class ColumnParallelLinear(_SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., in], the same on every rank or its share of it → [..., out], or this rank's part of it."""
-        if self.sequence_dim is None:
-            out = self._own_features(copy_to(x, self.axis))
-        else:
-            out = over_gathered(self._own_features, x, self.axis, self.sequence_dim)
+        out = self._over_whole_input(self._own_features, x)
         return gather_from(out, self.axis) if self.gather_output else out
+
+    def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+        """`compute(x, weight)` in the place of this layer's product, of the whole input and this rank's rows.
+
+        Args:
+            compute: gives what shares no memory with `x`; its gradient of `x` is summed over the axis.
+            x: as `forward` takes it.
+        """
+        return self._over_whole_input(lambda whole: compute(whole, local(self.weight)), x)
+
+    def _over_whole_input(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.sequence_dim is None:
+            return compute(copy_to(x, self.axis))
+        return over_gathered(compute, x, self.axis, self.sequence_dim)
 
     def _own_features(self, x: Tensor) -> Tensor:
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)

@@ -11,6 +11,7 @@ from threefold.config import Config
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.labels import IGNORED
+from threefold.models.layers import chunk_loss_
 from threefold.parallel.apply import Division, parallelize
 from threefold.parallel.compression import FORMATS
 from threefold.parallel.data import GradientBuckets, Gradients, JoinedGradients
@@ -87,6 +88,7 @@ class Engine:
         )
         self.stages = parallelize(make_model, plan, self.division)
         recompute_(self.stages, config.train.recompute, config.train.recompute_every)
+        chunk_loss_(self.stages, config.train.loss_chunk_size)
         self.streams = RandomStreams(config.train.seed, mesh.coordinates, mesh.device)
         lend(self.streams, nn.ModuleList(self.stages))
         self.tied = TiedWeights(plan, self.division.stages, mesh)

@@ -66,6 +66,9 @@ def shrink(config: Config, variants: Sequence[Variant]) -> Config:
         initializer_range=float(f"{model.initializer_range * (model.hidden_size / hidden) ** 0.5:.3g}"),
     )
     settings["data"]["sequence_length"] = sequence
+    if chunk := config.train.loss_chunk_size:  # as many chunks as before
+        vocab = settings["model"]["vocab_size"]
+        settings["train"]["loss_chunk_size"] = max(1, round(chunk * vocab / model.vocab_size))
     settings["train"]["global_batch_size"] = 2 * lcm(*(variant.layout.dp * variant.layout.pp for variant in variants))
     settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
     return resolve(config_of(settings), vocab_size=1)
