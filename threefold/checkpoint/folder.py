@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from threefold.config import Config, load_config, resolve
 from threefold.data.staging import sync
 from threefold.errors import UserError
 
@@ -87,6 +88,15 @@ def complete(run_dir: Path) -> list[Checkpoint]:
     folders = [path for path in parent.iterdir() if _NAME.fullmatch(path.name)] if parent.is_dir() else []
     found = [Checkpoint(path, facts) for path in folders if (facts := _read_if_whole(path)) is not None]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def stored_config(path: Path) -> Config:
+    """The config in a checkpoint's folder, resolved: what its file leaves out follows from the rest.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    return resolve(load_config(path / CONFIG), 1)  # the data's vocabulary was checked when it was stored
 
 
 def newest(run_dir: Path) -> Checkpoint | None:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.folder import CONFIG, Checkpoint, newest
+from threefold.checkpoint.folder import Checkpoint, newest, stored_config
 from threefold.checkpoint.tensors import stored_names
-from threefold.config import Config, load_config
+from threefold.config import Config
 from threefold.data.dataset import open_dataset
 from threefold.data.mixture import whole_shares
 from threefold.errors import UserError
@@ -24,6 +24,7 @@ _FREE_KEYS = frozenset(
         "data.cache",
         "model.preset",
         "model.initializer_range",  # only the first weights depend on it
+        "train.init_from",  # as on this
         "train.max_steps",
         "train.micro_batch_size",
         "train.gradient_accumulation_steps",
@@ -37,7 +38,7 @@ _FREE_KEYS = frozenset(
 )
 _ROUNDING = frozenset(("parallel.gradient_compression",))
 """Settings under `_FREE` that change what is rounded, and so the results a little."""
-_SHAPES = frozenset(
+SHAPES = frozenset(
     f"model.{key}"
     for key in (
         "architecture",
@@ -95,7 +96,12 @@ def find_resumption(run_dir: Path, config: Config) -> Resumption:
         raise UserError(
             f"{run_dir} has no complete checkpoint to go on from; start without --resume in an empty folder."
         )
-    stored = load_config(checkpoint.path / CONFIG)
+    if checkpoint.step == 0:
+        raise UserError(
+            f"{checkpoint.path} has a model and no optimizer's state to go on with; start a run in another folder with "
+            f"train.init_from {run_dir}."
+        )
+    stored = stored_config(checkpoint.path)
     changes = list(_changes(stored, config))
     for key, before, now in changes:
         if reason := _forbidden(key):
@@ -138,7 +144,7 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
 
 def _forbidden(key: str) -> str | None:
     """Why a run cannot go on with another value of a setting; None where it can."""
-    if key in _SHAPES:
+    if key in SHAPES:
         return "whose weights do not fit another model"
     if key in _ORDER:
         return "and the order of the samples follows from it"

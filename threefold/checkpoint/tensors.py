@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from threefold.checkpoint.strided import StridedPart, is_strided
 from threefold.errors import UserError
@@ -38,6 +39,23 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
         raise OSError(_reason(error)) from error
 
 
+def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write tensors to `folder`, in a process that is in no process group; what is streamed is read as it is written.
+
+    Raises:
+        OSError: it cannot be written.
+        UserError: what is streamed cannot be read.
+    """
+    try:
+        with _quiet():
+            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, UserError):
+                raise cause from None
+        raise OSError(_reason(error)) from error
+
+
 def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Fill tensors in place from a checkpoint. Collective over the world.
 
@@ -54,6 +72,16 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 def stored_names(folder: Path) -> set[str]:
     """Names of the tensors that a whole checkpoint has."""
     return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor that a whole checkpoint has, by name."""
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -54,7 +54,7 @@ def print_facts(stored: "StoredTokens", summary: "Summary", corpus: "Corpus") ->
         ("longest document", f"{summary.longest:,} tokens (document {summary.longest_document:,})"),
         ("empty documents", f"{summary.empty:,}"),
         ("tokens", f"{tokens:,} ({tokens / documents:,.0f} a document)"),
-        ("stored as", f"{stored.tokens.dtype.name}, {_size(stored.tokens.nbytes)}"),
+        ("stored as", f"{stored.tokens.dtype.name}, {size(stored.tokens.nbytes)}"),
         ("vocabulary", _vocabulary(corpus, summary)),
         ("end of document", _end(corpus, summary)),
         *(_made_from(corpus) if isinstance(corpus, TokenFiles) else ()),
@@ -80,7 +80,7 @@ def _made_from(files: "TokenFiles") -> list[tuple[str, str]]:
     meta = files.meta
     named = ", ".join(source.name for source in meta.sources[:3])
     sources = named if len(meta.sources) <= 3 else f"{named} and {len(meta.sources) - 3} more files"
-    text = [("text", f"{_size(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")]
+    text = [("text", f"{size(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")]
     return [*(text if meta.text_bytes else []), ("made from", sources)]
 
 
@@ -116,8 +116,9 @@ def print_converted(source: Path, out: Path, converted: "Converted") -> None:
         typer.echo(f"Gave {converted.ended:,} documents the end-of-document token that this format asks for.")
 
 
-def _size(size: int) -> str:
+def size(count: int) -> str:
+    """So many bytes, in the unit that fits."""
     for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= bytes_:
-            return f"{size / bytes_:.1f} {unit}"
-    return f"{size} bytes"
+        if count >= bytes_:
+            return f"{count / bytes_:.1f} {unit}"
+    return f"{count} bytes"

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from threefold import __version__
-from threefold.cli import config, data, eval, generate, train, verify
+from threefold.cli import checkpoint, config, data, eval, generate, train, verify
 from threefold.errors import UserError
 
 FAILED, MISUSED = 1, 2
@@ -22,6 +22,7 @@ app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.command("eval")(eval.evaluate)
 app.command("verify")(verify.verify)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 

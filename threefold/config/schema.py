@@ -71,6 +71,9 @@ class TrainConfig(Section):
     """Micro-batches of one replica in an optimizer step. Default: follows from the batch sizes."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Seed of the initial weights, the order of the samples and dropout."""
+    init_from: str = ""
+    """Folder of a run whose newest checkpoint gives the first weights, such as one that `threefold checkpoint import`
+    made. Default: none, they are drawn from `seed`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; `auto` takes CUDA when this machine has a GPU for each of its ranks, else the CPU."""
     eval_every: int = Field(default=100, ge=0)

@@ -59,7 +59,9 @@ def _claim(lock: int, partial: Path) -> None:
     except OSError:
         raise UserError(f"another process is writing {partial}; wait for it or choose another --out") from None
     for leftover in partial.iterdir():
-        if leftover.name != LOCK:
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        elif leftover.name != LOCK:
             leftover.unlink()
 
 

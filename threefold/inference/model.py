@@ -12,9 +12,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, newest
+from threefold.checkpoint.folder import TOKENIZER, Checkpoint, newest, stored_config
+from threefold.checkpoint.naming import MODEL
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
-from threefold.config import Config, load_config, resolve
+from threefold.config import Config
 from threefold.config.problem import nearest_divisor
 from threefold.data.tokenizer import id_count
 from threefold.errors import UserError
@@ -26,7 +27,6 @@ from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.samples import NOTHING
 from threefold.train.engine import DTYPES
-from threefold.train.state import MODEL
 
 _SPLIT_WIDTHS = (
     "num_attention_heads",
@@ -58,8 +58,7 @@ class Trained:
         checkpoint = newest(run)
         if checkpoint is None:
             raise UserError(f"{run} has no complete checkpoint; give the run folder of `threefold train`.")
-        stored = load_config(checkpoint.path / CONFIG)
-        return cls(checkpoint, resolve(stored, stored.model.vocab_size))  # a file leaves out what a family lacks
+        return cls(checkpoint, stored_config(checkpoint.path))
 
     def check(self, layout: Layout) -> None:
         """Check that the model can be spread over a layout.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from threefold.checkpoint.begin import find_beginning
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, resolve
@@ -98,6 +99,8 @@ def prepare_training(
         find_resumption(run_dir, resolved)
     elif newest(run_dir):
         raise UserError(f"{run_dir} already has checkpoints; go on with --resume, or choose another --run-dir.")
+    else:
+        find_beginning(resolved)
     return TrainingRun(resolved, run_dir, resume, speaks=place is None or place.rank == 0)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from threefold.checkpoint.begin import find_beginning
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config
 from threefold.data.dataset import Dataset, open_dataset
@@ -40,6 +41,7 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
     keep_freed_memory()
     mesh = Mesh(Layout.of(config.parallel), _device(config))
     resumption = find_resumption(run_dir, config) if resume else None
+    beginning = None if resume else find_beginning(config)
     mesh.world.barrier()  # all have looked before any changes what is there
     dataset = open_dataset(config)
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
@@ -47,10 +49,14 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
         engine = Engine(partial(make_model, config.model), plan, mesh, config)
         checkpoints = Checkpoints(run_dir, engine, config, dataset)
         start = checkpoints.restore(resumption.checkpoint) if resumption else 0
+        if beginning:
+            checkpoints.start_from(beginning.checkpoint)
         hooks: list[Hook] = [DataAgreement(mesh, config.log.every)]
         if mesh.rank == 0:
             _announce(config, mesh, loader)
             for line in (f"Going on from {resumption.checkpoint.path}.", *resumption.warnings) if resumption else ():
+                say(line)
+            for line in (f"Starting from {beginning.checkpoint.path}.", *beginning.warnings) if beginning else ():
                 say(line)
             hooks += reporting_hooks(config, run_dir, mesh.layout.world_size)
         Trainer(engine, loader, config, hooks, checkpoints.save).fit(start)

@@ -5,6 +5,8 @@ from pathlib import Path
 from torch import Tensor
 
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts
+from threefold.checkpoint.huggingface.carried import carried_by
+from threefold.checkpoint.naming import MODEL, OPTIMIZER
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config import Config
@@ -12,8 +14,10 @@ from threefold.data.dataset import Dataset
 from threefold.parallel.streams import STREAMS, stored_as
 from threefold.train.engine import Engine
 
-MODEL = "model."
-OPTIMIZER = "optimizer."
+
+def model_tensors(engine: Engine) -> dict[str, Tensor]:
+    """Weights at their full width, under the names of the whole model, sharing memory."""
+    return {MODEL + entry.name: entry.stored(entry.master.detach()) for entry in engine.optimizer.entries}
 
 
 def engine_tensors(engine: Engine) -> dict[str, Tensor]:
@@ -22,7 +26,7 @@ def engine_tensors(engine: Engine) -> dict[str, Tensor]:
     A tied weight that two stages hold is the same under the same name on both, so it is stored once.
     """
     entries = {entry.name: entry for entry in engine.optimizer.entries}
-    tensors = {MODEL + name: entry.stored(entry.master.detach()) for name, entry in entries.items()}
+    tensors = model_tensors(engine)
     for name, state, value in engine.optimizer.states():
         # Scalars such as the number of updates are whole on every rank.
         tensors[f"{OPTIMIZER}{name}.{state}"] = entries[name].stored(value) if value.dim() else value
@@ -72,7 +76,24 @@ class Checkpoints:
         if scale is not None and facts.loss_scale is not None:
             scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
         self._restore_streams(checkpoint)
+        self._carry(checkpoint)
         return checkpoint.step
+
+    def start_from(self, checkpoint: Checkpoint) -> None:
+        """Give the engine the weights of another run's checkpoint, of which it reads its own parts alone.
+
+        Raises:
+            UserError: on every rank, when it cannot be read.
+        """
+        load_tensors(model_tensors(self.engine), checkpoint.path)
+        self.engine.optimizer.publish()
+        self._carry(checkpoint)
+
+    def _carry(self, checkpoint: Checkpoint) -> None:
+        """Keep the files that go with the weights in the checkpoints to come."""
+        if self.engine.mesh.world.is_first:
+            carried = carried_by(checkpoint.path)
+            self._texts = carried | self._texts  # the data's tokenizer.json, where there is one, is the same
 
     def _restore_streams(self, checkpoint: Checkpoint) -> None:
         """Go on where this rank's streams were; in another layout anew, from the seed and the step."""

@@ -1,0 +1,109 @@
+"""Models of Hugging Face made by hand, and imported runs looked into."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from threefold.checkpoint.folder import newest, stored_config
+from threefold.checkpoint.naming import MODEL
+from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.models.registry import make_model, model_plan
+
+
+class Silent:
+    """No progress is shown, but counted."""
+
+    total = moved = 0
+
+    def phase(self, name: str, total_bytes: int) -> None:
+        self.total += total_bytes
+
+    def advance(self, moved_bytes: int) -> None:
+        self.moved += moved_bytes
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 301,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+
+
+def llama_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Random weights of `LLAMA`, under their names in a file."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (301, 24), "model.norm.weight": (24,)}
+    for layer in range(3):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (24,),
+                "self_attn.q_proj": (24, 24),
+                "self_attn.k_proj": (12, 24),
+                "self_attn.v_proj": (12, 24),
+                "self_attn.o_proj": (24, 24),
+                "post_attention_layernorm": (24,),
+                "mlp.gate_proj": (40, 24),
+                "mlp.up_proj": (40, 24),
+                "mlp.down_proj": (24, 40),
+            }.items()
+        }
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.2 + (1 if len(shape) == 1 else 0)
+        for name, shape in shapes.items()
+    }
+
+
+def write_llama(folder: Path, config: dict[str, Any] | None = None, tensors: dict[str, Tensor] | None = None) -> Path:
+    """A folder of Hugging Face as its own tools would leave it."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | (config or {})))
+    save_file(llama_tensors() if tensors is None else tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def stored(run: Path) -> dict[str, Tensor]:
+    """The weights of a run's newest checkpoint, as they are stored."""
+    checkpoint = newest(run)
+    assert checkpoint is not None
+    facts = stored_tensors(checkpoint.path)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in facts.items()}
+    load_tensors_alone(tensors, checkpoint.path)
+    return tensors
+
+
+def model_of(run: Path) -> nn.Module:
+    """The model of a run's newest checkpoint, in fp32."""
+    checkpoint = newest(run)
+    assert checkpoint is not None
+    config = stored_config(checkpoint.path)
+    with torch.device("meta"):
+        model = make_model(config.model)
+    weights = {name.removeprefix(MODEL): tensor.float() for name, tensor in stored(run).items()}
+    ties = model_plan(config.model, 16).ties
+    model.load_state_dict(weights | {name: weights[owner] for name, owner in ties.items()}, assign=True)
+    return model.eval()
+
+
+def file_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights in all files of a folder of Hugging Face."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether both have the same names, dtypes and bits."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )

@@ -1,0 +1,78 @@
+"""Whether a run may start from the weights of another one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from threefold.checkpoint.folder import TOKENIZER, Checkpoint, newest, stored_config
+from threefold.checkpoint.resume import SHAPES
+from threefold.config import Config
+from threefold.data.dataset import open_dataset
+from threefold.errors import UserError
+
+_NOT_OF_THE_FUNCTION = frozenset(("preset", "initializer_range", "hidden_dropout", "attention_dropout"))
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A checkpoint whose weights a run may start from.
+
+    Attributes:
+        checkpoint: where they are.
+        warnings: a sentence for each setting that makes another function of them.
+    """
+
+    checkpoint: Checkpoint
+    warnings: tuple[str, ...]
+
+
+def find_beginning(config: Config) -> Beginning | None:
+    """The newest whole checkpoint of the run that `train.init_from` names, checked against what the run is to be.
+
+    Args:
+        config: resolved; its data is looked at.
+
+    Returns:
+        None where the setting is empty.
+
+    Raises:
+        UserError: there is no checkpoint, its weights do not fit the model, or its tokenizer is not that of the data.
+    """
+    if not config.train.init_from:
+        return None
+    where = f"{config.origin('train.init_from')}train.init_from is {config.train.init_from}"
+    checkpoint = newest(Path(config.train.init_from))
+    if checkpoint is None:
+        raise UserError(f"{where}, which has no complete checkpoint; give the folder of a run.")
+    before, now = stored_config(checkpoint.path).model.settings(), config.model.settings()
+    changes = {
+        key: (before.get(key), now.get(key))
+        for key in {**before, **now}
+        if before.get(key) != now.get(key) and key not in _NOT_OF_THE_FUNCTION
+    }
+    for key, (old, new) in changes.items():
+        stretched = key == "max_position_embeddings" and config.model.position_embedding == "rope"
+        if f"model.{key}" in SHAPES and not stretched:
+            raise UserError(
+                f"{config.origin(f'model.{key}')}model.{key} is {new!r} but {checkpoint.path}, which train.init_from "
+                f"names, has {old!r}, whose weights do not fit another model; set it to {old!r}."
+            )
+    _check_tokenizer(checkpoint, config)
+    return Beginning(
+        checkpoint,
+        tuple(f"model.{key} is {new!r}; {checkpoint.path} had {old!r}." for key, (old, new) in changes.items()),
+    )
+
+
+def _check_tokenizer(checkpoint: Checkpoint, config: Config) -> None:
+    """Check that the data's tokens are those that the weights know, if both say which those are."""
+    stored, data = checkpoint.path / TOKENIZER, open_dataset(config)
+    if data.tokenizer_file is None or checkpoint.facts.tokenizer_sha256 in (None, data.tokenizer_sha256):
+        return
+    known, given = (Tokenizer.from_file(str(path)) for path in (stored, data.tokenizer_file))
+    if known.get_vocab() != given.get_vocab():
+        raise UserError(
+            f"The tokenizer of the data is {data.tokenizer_file}, which is not that of {checkpoint.path}, which "
+            f"train.init_from names; prepare the data with --tokenizer {stored}."
+        )

@@ -1,0 +1,240 @@
+"""`threefold checkpoint import`: a folder of Hugging Face to a run whose first checkpoint has its weights."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import yaml
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, Facts, path_of, write_durably, write_manifest
+from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
+from threefold.checkpoint.huggingface.carried import texts_of
+from threefold.checkpoint.huggingface.config_in import read_model
+from threefold.checkpoint.huggingface.families import Family
+from threefold.checkpoint.huggingface.files import TensorFiles, read_json
+from threefold.checkpoint.huggingface.tables import weights_of
+from threefold.checkpoint.huggingface.weights import Box, Part, Weight
+from threefold.checkpoint.naming import MODEL
+from threefold.checkpoint.streamed import Piece, StreamedTensor
+from threefold.checkpoint.tensors import save_tensors_alone
+from threefold.config import Config, resolve
+from threefold.config.loading import config_of
+from threefold.data.progress import Progress
+from threefold.data.staging import staged_directory
+from threefold.data.tokenizer import end_of_document
+from threefold.errors import UserError
+from threefold.models.registry import make_model
+
+_CUT_BY_COLUMNS: Final = ("proj.weight", "down.weight", "experts.down")
+"""How the names of weights end whose columns tensor parallelism shares out; of others it shares the rows."""
+LONGEST_SAMPLE: Final = 2048
+"""Tokens of a sample that an imported run's config proposes, where the model reads as many."""
+PRECISIONS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_LR: Final = 2e-5
+
+
+@dataclass(frozen=True)
+class Import:
+    """What to import.
+
+    Attributes:
+        source: a folder with config.json and safetensors.
+        out: the run to make.
+        ignored: keys of config.json that the user takes to be harmless.
+        overwrite: whether a folder at `out` is replaced.
+    """
+
+    source: Path
+    out: Path
+    ignored: tuple[str, ...] = ()
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was imported.
+
+    Attributes:
+        family: model_type of Hugging Face.
+        config: of the checkpoint.
+        parameters: how many.
+        dtypes: of the weights, the most common first.
+        bytes: of the weights.
+        tokenizer: whether one came along.
+    """
+
+    family: str
+    config: Config
+    parameters: int
+    dtypes: tuple[str, ...]
+    bytes: int
+    tokenizer: bool
+
+
+def import_model(request: Import, progress: Progress) -> Imported:
+    """Make a run whose checkpoint of step 0 has the weights of a model of Hugging Face, and no optimizer's state.
+
+    At no time more than a piece of a tensor is in memory.
+
+    Raises:
+        UserError: another kind of model, something in config.json that Threefold cannot do, a file that is missing or
+            damaged, a weight that is missing, unknown or of another shape, or `out` cannot be written. Nothing is left
+            at `out` then.
+    """
+    if request.out.exists() and not request.overwrite:
+        raise UserError(f"--out {request.out} exists already; choose another folder, or give --overwrite.")
+    values = read_json(request.source / THEIR_CONFIG)
+    family, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
+    files = TensorFiles(request.source, family.prefix)
+    dtypes = Counter(stored.dtype for stored in files.tensors.values())
+    precision = next(name for name, dtype in PRECISIONS.items() if dtype == dtypes.most_common(1)[0][0])
+    template = _template(settings, precision, request.out)
+    config = resolve(config_of(_of_checkpoint(template)), 1)
+    weights = _checked_weights(family, config, files)
+    texts = texts_of(request.source)
+    tensors = _streamed(weights, files, progress)
+    total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    progress.phase("Importing", total)
+    with staged_directory(request.out) as partial:
+        folder = path_of(partial, 0)
+        folder.mkdir(parents=True)
+        save_tensors_alone(tensors, folder)
+        for name, text in {**texts, CONFIG: config.to_yaml()}.items():
+            write_durably(folder / name, text)
+        write_manifest(folder, _facts(config, _end_token(values, texts), texts))
+        write_durably(partial / CONFIG, yaml.safe_dump(template, sort_keys=False))
+        if TOKENIZER in texts:
+            write_durably(partial / TOKENIZER, texts[TOKENIZER])
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    names = tuple(str(dtype).removeprefix("torch.") for dtype, _ in dtypes.most_common())
+    return Imported(family.name, config, parameters, names, total, TOKENIZER in texts)
+
+
+def _template(settings: Mapping[str, Any], precision: str, out: Path) -> dict[str, dict[str, Any]]:
+    """A config to train on with, as the run's folder has it: what follows from the model, and nothing else."""
+    return {
+        "model": dict(settings),
+        "data": {"path": "tokens", "sequence_length": min(settings["max_position_embeddings"], LONGEST_SAMPLE)},
+        "train": {"init_from": str(out)},
+        "precision": {"dtype": precision},
+        "optimizer": {"lr": _LR},
+    }
+
+
+def _of_checkpoint(template: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the checkpoint says: the same, for as long a sequence as the model reads, from nowhere."""
+    sections = {name: dict(values) for name, values in template.items() if name != "train"}
+    sections["data"]["sequence_length"] = sections["model"]["max_position_embeddings"]
+    return sections
+
+
+def _checked_weights(family: Family, config: Config, files: TensorFiles) -> list[Weight]:
+    """The weights of the model that a config asks for, each known to be in the files, in its shape."""
+    with torch.device("meta"):
+        model = make_model(config.model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    weights = weights_of(family, config.model, shapes, files.tensors)
+    expected = {name: shape for weight in weights for name, shape in weight.theirs().items()}
+    stacks = {part.name for weight in weights for part in weight.parts if part.index is not None}
+    if missing := expected.keys() - files.tensors.keys():
+        raise UserError(f"{files.folder} lacks {_named(missing)}, which its {THEIR_CONFIG} asks for; fetch it again.")
+    unknown = files.tensors.keys() - expected.keys()
+    if config.model.tie_embeddings and "lm_head.weight" in unknown:
+        _check_tie(files, weights)
+        unknown -= {"lm_head.weight"}
+    if unknown:
+        raise UserError(
+            f"{files.folder} holds {_named(unknown)}, which a {family.name} as in its {THEIR_CONFIG} does not have; "
+            "give the model's own files alone."
+        )
+    for name, shape in expected.items():
+        found = files.tensors[name].shape
+        found = found[1:] if name in stacks else found
+        if found != shape:
+            raise UserError(
+                f"{files.tensors[name].file}: {name} is {_shown(found)} and its {THEIR_CONFIG} asks for "
+                f"{_shown(shape)}; fetch both again."
+            )
+    return weights
+
+
+def _check_tie(files: TensorFiles, weights: list[Weight]) -> None:
+    """Check that a head that is tied, and in the files too, is the embedding."""
+    embedding = next(weight for weight in weights if weight.name == "embed.tokens.weight")
+    (part,) = embedding.parts
+    head = Weight("head", embedding.shape, (Part("lm_head.weight"),))
+    if files.tensors["lm_head.weight"].shape == embedding.shape and all(
+        torch.equal(embedding.read(files, box), head.read(files, box)) for box in embedding.boxes(4, False)
+    ):
+        return
+    raise UserError(
+        f"{files.folder}: {THEIR_CONFIG} says tie_word_embeddings true, and lm_head.weight is not {part.name}; "
+        "set it to false if the model has a head of its own."
+    )
+
+
+def _streamed(weights: list[Weight], files: TensorFiles, progress: Progress) -> dict[str, Tensor]:
+    """What the checkpoint stores: our tensors by name, in the dtypes of the files."""
+    grouped: dict[str, list[Weight]] = {}
+    for weight in weights:
+        grouped.setdefault(weight.name, []).append(weight)
+    tensors: dict[str, Tensor] = {}
+    for name, slabs in grouped.items():
+        dtype = reduce(torch.promote_types, (files.tensors[part.name].dtype for slab in slabs for part in slab.parts))
+        pieces = [
+            _piece(weight, box, dtype, files, progress)
+            for weight in slabs
+            for box in weight.boxes(dtype.itemsize, name.endswith(_CUT_BY_COLUMNS))
+        ]
+        stack = () if slabs[0].expert is None else (len(slabs),)
+        tensors[MODEL + name] = StreamedTensor.of((*stack, *slabs[0].shape), dtype, pieces)
+    return tensors
+
+
+def _piece(weight: Weight, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> Piece:
+    dims = (box.rows, box.columns)[: len(weight.shape)]
+    offsets, sizes = tuple(first for first, _ in dims), tuple(end - first for first, end in dims)
+
+    def read() -> Tensor:
+        tensor = weight.read(files, box).to(dtype)
+        progress.advance(tensor.numel() * tensor.itemsize)
+        return tensor if weight.expert is None else tensor[None]
+
+    if weight.expert is None:
+        return Piece(offsets, sizes, read)
+    return Piece((weight.expert, *offsets), (1, *sizes), read)
+
+
+def _end_token(values: Mapping[str, Any], texts: Mapping[str, str]) -> int | None:
+    """The token that ends a document: the config's, else a usual one of the tokenizer, else none."""
+    named = values.get("eos_token_id")
+    named = named[0] if isinstance(named, list) and named else named
+    if isinstance(named, int):
+        return named
+    if TOKENIZER not in texts:
+        return None
+    try:
+        return end_of_document(Tokenizer.from_str(texts[TOKENIZER]), None)
+    except UserError:
+        return None
+
+
+def _facts(config: Config, eod: int | None, texts: Mapping[str, str]) -> Facts:
+    tokenizer = hashlib.sha256(texts[TOKENIZER].encode()).hexdigest() if TOKENIZER in texts else None
+    return Facts(0, 0, config.train.seed, eod, tokenizer, tokens=0, documents=0)
+
+
+def _named(names: set[str]) -> str:
+    first, *others = sorted(names)
+    return first if not others else f"{first} and {len(others)} more tensors"
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))

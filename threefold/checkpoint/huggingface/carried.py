@@ -1,0 +1,52 @@
+"""Files that go with a model of Hugging Face and mean nothing to training: carried along from import to export.
+
+They lie in a checkpoint beside its tensors as `huggingface-NAME`, and each later checkpoint of a run that started from
+them has them too.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+from threefold.checkpoint.folder import TOKENIZER
+from threefold.checkpoint.huggingface.files import read_json
+
+CONFIG: Final = "config.json"
+CARRIED: Final = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+)
+_PREFIX: Final = "huggingface-"
+
+
+def texts_of(source: Path) -> dict[str, str]:
+    """What a checkpoint of the model in `source` has beside its tensors, by file name."""
+    kept = {TOKENIZER: source / TOKENIZER, **{_PREFIX + name: source / name for name in CARRIED}}
+    return {name: path.read_text(encoding="utf-8") for name, path in kept.items() if path.is_file()}
+
+
+def carried_by(checkpoint: Path) -> dict[str, str]:
+    """The tokenizer and those of a checkpoint's files, by their names in it."""
+    paths = [*checkpoint.glob(TOKENIZER), *sorted(checkpoint.glob(f"{_PREFIX}*"))]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
+
+
+def write_texts(checkpoint: Path, folder: Path) -> list[str]:
+    """Write a checkpoint's tokenizer and what it carries, but for config.json, to a folder, and return the names."""
+    texts = {name.removeprefix(_PREFIX): text for name, text in carried_by(checkpoint).items()}
+    texts.pop(CONFIG, None)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return sorted(texts)
+
+
+def imported_config(checkpoint: Path) -> dict[str, Any]:
+    """The config.json that a checkpoint's model came from; empty if from none."""
+    path = checkpoint / (_PREFIX + CONFIG)
+    return read_json(path) if path.is_file() else {}

@@ -1,0 +1,87 @@
+"""`threefold checkpoint`: models of Hugging Face, in and out."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(help="Bring models in from Hugging Face, and take them there.", no_args_is_help=True)
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a folder that stands at --out.")]
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder with config.json and safetensors.")],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="Folder of the run to make.")],
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Key of config.json that changes neither logits nor loss; may be repeated."),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a run of the model in HF_DIR: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE."""
+    from threefold.checkpoint.huggingface.bring import Import, import_model
+    from threefold.cli.data_view import Bars, print_table, size
+
+    with Bars() as bars:
+        found = import_model(Import(source, out, tuple(ignore or ()), overwrite), bars)
+    model = found.config.model
+    experts = f", {model.num_experts} experts of which {model.experts_per_token} a token" if model.num_experts else ""
+    print_table(
+        (str(out), ""),
+        [
+            ("family", found.family),
+            ("parameters", f"{found.parameters:,}"),
+            ("layers", f"{model.num_layers} of width {model.hidden_size:,}{experts}"),
+            ("vocabulary", f"{model.vocab_size:,} rows"),
+            ("positions", f"{model.max_position_embeddings:,}"),
+            ("weights", f"{', '.join(found.dtypes)}, {size(found.bytes)}"),
+            ("tokenizer", "tokenizer.json" if found.tokenizer else "none in the folder"),
+        ],
+    )
+    if found.tokenizer:
+        typer.echo(f'Next: threefold generate {out} --prompt "..."')
+        typer.echo(f"  or: threefold data prepare TEXT --tokenizer {out / 'tokenizer.json'} --out tokens")
+        typer.echo(f"      threefold train {out / 'config.yaml'} --run-dir {out}-trained")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; its newest checkpoint is taken.")],
+    out: Annotated[Path, typer.Option(metavar="HF_DIR", help="Folder to make.")],
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16", "fp64"] | None,
+        typer.Option(help="Of the files.", show_default="the run's precision.dtype; of an import, its files' own"),
+    ] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file, such as 500MB.")] = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the newest checkpoint of RUN as transformers' from_pretrained reads it."""
+    from threefold.checkpoint.huggingface.give import Export, export_model
+    from threefold.cli.data_view import Bars, print_table, size
+
+    with Bars() as bars:
+        made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite), bars)
+    print_table(
+        (str(out), ""),
+        [
+            ("family", made.family),
+            ("after", f"{made.step:,} steps"),
+            ("parameters", f"{made.parameters:,}"),
+            ("layers", f"{made.config.model.num_layers}"),
+            ("weights", f"{made.dtype}, {size(made.bytes)}"),
+            ("files", f"{made.files[0]}" + (f" and {len(made.files) - 1} more" if len(made.files) > 1 else "")),
+            ("beside them", ", ".join(made.texts)),
+        ],
+    )
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)?", text.strip().upper())
+    if not match or not float(match[1]):
+        raise typer.BadParameter(f"{text!r} is not a size such as 500MB or 5GB", param_hint="--shard-size")
+    return max(1, int(float(match[1]) * _UNITS[match[2] or ""]))
