@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from threefold.data.format import META_FILE
 from threefold.data.megatron import BIN, IDX, read_megatron
 from threefold.data.tokenizer import find_end, id_count, load_tokenizer
 from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ def open_corpus(
         _check_own(files, tokenizer, eod)
         return files
     stored = read_stored(path)
-    if tokenizer is not None:
-        vocab_size = id_count(load_tokenizer(tokenizer, "data.tokenizer"))
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer, "data.tokenizer")
+    if loaded is not None:
+        vocab_size = id_count(loaded)
     if vocab_size is None:
         raise UserError(
             f"{stored.path} ({stored.format}) holds tokens without their tokenizer; set data.tokenizer to its "
@@ -67,8 +71,8 @@ def open_corpus(
         )
     if eod is not None and eod >= vocab_size:
         raise UserError(f"data.eod is {eod} but the vocabulary has {vocab_size} tokens; use at most {vocab_size - 1}.")
-    if eod is None and tokenizer is not None:
-        eod = _usual_end(stored, tokenizer)
+    if eod is None and loaded is not None:
+        eod = _usual_end(stored, loaded)
     return Corpus(
         path=stored.path,
         tokens=stored.tokens,
@@ -146,9 +150,9 @@ def _check_own(files: TokenFiles, tokenizer: Path | None, eod: int | None) -> No
         )
 
 
-def _usual_end(stored: StoredTokens, tokenizer: Path) -> int | None:
+def _usual_end(stored: StoredTokens, tokenizer: "Tokenizer") -> int | None:
     """The tokenizer's end-of-document token, if the first and the last document end with it."""
-    eod = find_end(load_tokenizer(tokenizer, "data.tokenizer"))
+    eod = find_end(tokenizer)
     filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
     ends = stored.tokens[stored.documents[filled + 1] - 1]
     return eod if eod is not None and np.all(ends == eod) else None
