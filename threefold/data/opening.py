@@ -32,7 +32,6 @@ _FORMATS: Final = (
     _Format((IDS_NPY, IDX_NPZ), read_fleet),
     _Format((IDS_NPZ,), read_fleet_npz),
 )
-_KNOWN: Final = "PREFIX.bin with PREFIX.idx, PREFIX_ids.npy with PREFIX_idx.npz, or PREFIX_ids.npz"
 
 
 @dataclass(frozen=True)
