@@ -110,6 +110,6 @@ def _no_token_files(directory: Path) -> str:
         return f"{directory} does not exist; make token files with `threefold data prepare INPUT --out {directory}`"
     return (
         f"{directory} holds no token files (it has no {META_FILE}); "
-        "give a folder made by `threefold data prepare INPUT --out FOLDER`, or whole files of another system: PREFIX.bin "
-        "with PREFIX.idx, PREFIX_ids.npy with PREFIX_idx.npz, or PREFIX_ids.npz"
+        "give a folder made by `threefold data prepare INPUT --out FOLDER`, or whole files of another system: "
+        "PREFIX.bin with PREFIX.idx, PREFIX_ids.npy with PREFIX_idx.npz, or PREFIX_ids.npz"
     )
