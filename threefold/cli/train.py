@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from threefold.cli.data_view import Bars
 from threefold.cli.options import ConfigFile, Overrides
 
 
@@ -24,8 +25,9 @@ def train(
     from threefold.config import load_config
     from threefold.launch.training import prepare_training
 
-    shown = _ranks(console_ranks)
-    run = prepare_training(load_config(config, overrides or ()), run_dir or Path("runs") / config.stem, resume=resume)
+    shown, given = _ranks(console_ranks), load_config(config, overrides or ())
+    with Bars() as bars:  # whose thread has ended when the workers are forked
+        run = prepare_training(given, run_dir or Path("runs") / config.stem, resume=resume, progress=bars)
     if run.speaks:
         typer.echo(run.config.compact())
     run.start(shown)

@@ -61,7 +61,7 @@ class _CannotWrite(Exception):
 def _only_writer(root: Path, name: str) -> Iterator[None]:
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT)
+        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise _CannotWrite(error.strerror) from None
     try:

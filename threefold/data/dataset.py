@@ -46,7 +46,7 @@ class Dataset:
     @property
     def eod(self) -> int | None:
         """Id of the token that ends a document; None if there is none."""
-        return self.sources[0].data.eod
+        return next((eod for source in self.sources if (eod := source.data.eod) is not None), None)
 
     @property
     def tokenizer_file(self) -> Path | None:

@@ -12,6 +12,7 @@ from threefold.data.files import TokenFiles
 from threefold.data.fleet import IDS_NPY, IDS_NPZ, IDX_NPZ, read_fleet, read_fleet_npz
 from threefold.data.format import META_FILE
 from threefold.data.megatron import BIN, IDX, read_megatron
+from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import find_end, id_count, load_tokenizer
 from threefold.errors import UserError
 
@@ -94,6 +95,11 @@ def read_stored(path: Path) -> StoredTokens:
     Raises:
         UserError: there are none or several, or they are damaged.
     """
+    if is_json_lines(path):
+        raise UserError(
+            f"{path} holds text and no tokens; make these with `threefold data prepare {path} --out FOLDER`, or give it "
+            "to a run as data.path with a data.tokenizer."
+        )
     if is_own(path):
         return TokenFiles.open(path).stored()
     found = _find(path)

@@ -44,7 +44,7 @@ class StepLog(Hook):
         self._write(
             f"global step {record.step}, validation loss: {record.loss:.9f}, tokens: {record.tokens}, "
             f"eval_cost: {record.seconds:.5f} sec"
-            + "".join(f", {name}: {loss:.9f}" for name, loss in record.corpus_losses.items())
+            + "".join(f", loss of {name}: {loss:.9f}" for name, loss in record.corpus_losses.items())
         )
 
     def after_checkpoint(self, step: int, path: Path) -> None:
