@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,7 +225,7 @@ def test_a_tokenizer_that_does_not_fit(tmp_path: Path, lines: JsonLines) -> None
         opened(JsonLines(lines.path, lines.tokenizer_file, given_eod=7))
 
 
-def _open_slowly(lines: JsonLines, written: Path, seconds: float) -> None:
+def _open_slowly(lines: JsonLines, written: Path, seconds: float, barrier: Any) -> None:
     real = padded.encode_documents
 
     def slow(*given):
@@ -235,38 +236,52 @@ def _open_slowly(lines: JsonLines, written: Path, seconds: float) -> None:
             yield encoded
 
     padded.encode_documents = slow
+    barrier.wait(60)
     assert len(opened(lines)) == len(FILLED)
 
 
-def started(lines: JsonLines, written: Path, seconds: float) -> multiprocessing.Process:
-    process = multiprocessing.get_context("fork").Process(target=_open_slowly, args=(lines, written, seconds))
-    process.start()
-    return process
+@pytest.fixture
+def start(lines: JsonLines, tmp_path: Path):
+    """A function (seconds, ...) -> processes that open the lines at once, taking so many seconds if they encode them.
 
+    Each notes in tmp_path / "written" that it does. What is left of them is killed at the end.
+    """
+    context, processes = multiprocessing.get_context("fork"), []
 
-def test_of_several_processes_one_writes(lines: JsonLines, tmp_path: Path) -> None:
-    written = tmp_path / "written"
-    processes = [started(lines, written, 0.2) for _ in range(4)]
+    def start_all(*seconds: float) -> list[Any]:
+        barrier = context.Barrier(len(seconds))
+        arguments = [(lines, tmp_path / "written", each, barrier) for each in seconds]
+        started = [context.Process(target=_open_slowly, args=each, daemon=True) for each in arguments]
+        for process in started:
+            process.start()
+        processes.extend(started)
+        return started
+
+    yield start_all
     for process in processes:
-        process.join(30)
+        process.kill()
+        process.join()
+
+
+def test_of_several_processes_one_writes(start, tmp_path: Path) -> None:
+    processes = start(0.2, 0.2, 0.2, 0.2)
+    for process in processes:
+        process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
-    assert len(written.read_text().split()) == 1
+    assert len((tmp_path / "written").read_text().split()) == 1
 
 
-def test_what_a_killed_writer_left_counts_for_nothing(lines: JsonLines, tmp_path: Path) -> None:
-    written = tmp_path / "written"
-    writer = started(lines, written, 60)
-    while not written.exists():
+def test_what_a_killed_writer_left_counts_for_nothing(start, lines: JsonLines, tmp_path: Path) -> None:
+    (writer,) = start(600)
+    while not (tmp_path / "written").exists():
         time.sleep(0.01)
-    waiting = started(lines, written, 0)
-    time.sleep(0.1)
-    assert writer.pid is not None
+    (waiting,) = start(0)
+    waiting.join(0.3)
     assert waiting.is_alive(), "it waits for the writer"
     os.kill(writer.pid, signal.SIGKILL)
-    writer.join()
-    waiting.join(30)
+    waiting.join(60)
     assert waiting.exitcode == 0
-    assert len(written.read_text().split()) == 2
+    assert len((tmp_path / "written").read_text().split()) == 2
     samples = opened(lines)
     assert samples.labelled(np.arange(len(samples)))[0].tolist() == [row(ids, LENGTH)[0] for ids in FILLED]
     assert not list(tmp_path.glob("texts.jsonl.cache/*.partial"))

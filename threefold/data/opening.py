@@ -97,8 +97,8 @@ def read_stored(path: Path) -> StoredTokens:
     """
     if is_json_lines(path):
         raise UserError(
-            f"{path} holds text and no tokens; make these with `threefold data prepare {path} --out FOLDER`, or give it "
-            "to a run as data.path with a data.tokenizer."
+            f"{path} holds text and no tokens; make these with `threefold data prepare {path} --out FOLDER`, or give "
+            "it to a run as data.path with a data.tokenizer."
         )
     if is_own(path):
         return TokenFiles.open(path).stored()
