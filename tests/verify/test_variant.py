@@ -122,3 +122,29 @@ def test_layout_that_does_not_compose_is_refused_by_name() -> None:
 )
 def test_stages(text: str, count: int) -> None:
     assert stages(parse(text)) == count
+
+
+MIXTRAL = {
+    "architecture": "llama",
+    "num_key_value_heads": 8,
+    "num_experts": 8,
+    "sliding_window": 100,
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_original_positions": 128,
+}
+
+
+def test_experts_are_shared_in_every_way() -> None:
+    base = shrink(prepare(config(model=MIXTRAL), "fp64", 50257), possible(8, experts=8))
+    assert {variant.layout.ep for variant in every(base, 8).variants} == {1, 2, 4, 8}
+    assert str(parse("dp4·tp2·ep2 sp")) == "dp4·tp2·ep2 sp"
+    assert {variant.layout.ep for variant in covering(base, 8).variants} == {1, 2, 4, 8}
+
+
+def test_a_family_keeps_its_ways_when_it_shrinks() -> None:
+    """Heads still share keys, the window and the stretched positions still bite."""
+    model = shrink(prepare(config(model=MIXTRAL), "fp64", 50257), possible(8, experts=8)).model
+    assert (model.num_attention_heads, model.num_key_value_heads, model.num_experts) == (16, 8, 8)
+    assert 0 < model.sliding_window < model.rope_original_positions * 4
+    assert model.rope_original_positions < model.max_position_embeddings

@@ -55,7 +55,7 @@ def verify(
     if variants and every:
         raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
     base = prepare(given, dtype, vocabulary(given))
-    small = base if full else shrink(base, variants or possible(ranks))
+    small = base if full else shrink(base, variants or possible(ranks, given.model.num_experts))
     selection = _select(small, variants, ranks, every)
     task = Task(small, steps, choose_rows(given), FileSource.parse(model) if model else ConfigSource(), full)
     view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)

@@ -23,7 +23,7 @@ from threefold.verify.select import Selection
 from threefold.verify.shrink import changes
 from threefold.verify.variant import Variant
 
-AXES = {"dp": ("dp", "dp·cp"), "tp": ("tp",), "pp": ("pp", "tie"), "cp": ("cp",)}
+AXES = {"dp": ("dp", "dp·cp", "expert copies"), "tp": ("tp",), "pp": ("pp", "tie"), "cp": ("cp",), "ep": ("ep",)}
 """Columns of the table → the axes whose bytes they add up."""
 _MARKS = {
     EQUAL: Text("✓ equal", "green"),
@@ -92,7 +92,7 @@ class JsonView(View):
         config = self.task.config
         counts = Counter(result.verdict for result in self.results)
         document = {
-            "model": str(self.task.source),
+            "model": self.task.source.describe(config),
             "full": self.task.full,
             "parameters": self.parameters,
             "config": config.sections(),
@@ -183,7 +183,7 @@ class TableView(View):
         config, task = self.task.config, self.task
         size = "as it is" if task.full else f"shrunk (--full: as it is) {', '.join(changes(self.before, config))}"
         facts = {
-            "model": f"{task.source}, {self.parameters:,} parameters",
+            "model": f"{task.source.describe(config)}, {self.parameters:,} parameters",
             "size": size,
             "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
             f"{task.rows}, some labels masked; {_optimizer(config)}",

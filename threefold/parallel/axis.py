@@ -170,7 +170,7 @@ class Axis:
         dim %= tensor.dim()
         parts = tensor.unflatten(dim, (self.size, tensor.shape[dim] // self.size)).movedim(dim, 0).contiguous()
         if self.shared is not None:
-            return self.shared.reduce_scatter(parts)[0]
+            return self.shared.reduce_scatter(parts.flatten(0, 1))
         part = torch.empty_like(parts[0])
         dist.reduce_scatter_single(part.view(-1), parts.view(-1), group=self.group)
         return part

@@ -141,12 +141,13 @@ class SharedMemoryGroup:
             raise ValueError(f"dim 0 of shape {[*tensor.shape]} cannot be scattered evenly over {self.size} ranks")
         flat = _flat(tensor)
         parts = flat.view(self.size, flat.numel() // self.size)
-        own = torch.empty_like(parts[0])
+        out = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        own = out.view(-1)
         for start, count in self._pieces(own, self._elements(flat.dtype) // self.size):
             slots = self._exchange("reduce_scatter", parts[:, start : start + count])
             offset = self.index * count
             _accumulate(torch.add, [slot[offset : offset + count] for slot in slots], own[start : start + count])
-        return own.view(tensor.shape[0] // self.size, *tensor.shape[1:])
+        return out
 
     def broadcast_(self, tensor: Tensor, source_index: int) -> Tensor:
         """Replace `tensor`, of any shape, by that of the rank at `source_index` of the group; returns it."""

@@ -34,25 +34,33 @@ def products(ranks: int) -> list[Layout]:
     return [Layout(dp, tp, pp, cp) for dp, tp, pp, cp in product(sizes, repeat=4) if dp * tp * pp * cp == ranks]
 
 
-def candidates(layout: Layout) -> Iterator[Variant]:
-    """The layout with each schedule and ZeRO stage, with and without sequence parallelism, where they mean anything."""
+def candidates(layout: Layout, experts: int) -> Iterator[Variant]:
+    """The layout with each schedule and ZeRO stage, with and without sequence parallelism, and each way to share the
+    experts, where they mean anything.
+
+    Args:
+        layout: ranks along each axis.
+        experts: of the model.
+    """
+    shares = [ep for ep in range(1, layout.dp + 1) if layout.dp % ep == 0 == experts % ep and (experts or ep == 1)]
     schedules = SCHEDULES if layout.pp > 1 else ("1f1b",)
     stages = range(4) if layout.dp > 1 else (0,)
     shared = (False, True) if layout.tp > 1 else (False,)
-    for schedule, zero, sequence in product(schedules, stages, shared):
+    for ep, schedule, zero, sequence in product(shares, schedules, stages, shared):
         given = {"parallel.schedule": schedule, "parallel.zero": zero, "parallel.sequence_parallel": sequence}
-        yield Variant(layout, tuple((key, value) for key, value in given.items() if value not in ("1f1b", 0, False)))
+        settings = tuple((key, value) for key, value in given.items() if value not in ("1f1b", 0, False))
+        yield Variant(replace(layout, ep=ep), settings)
 
 
-def possible(ranks: int) -> list[Variant]:
-    """Every variant of every product of `ranks`, whether it composes or not."""
-    return [variant for layout in products(ranks) for variant in candidates(layout)]
+def possible(ranks: int, experts: int = 0) -> list[Variant]:
+    """Every variant of every product of `ranks`, for a model of `experts`, whether it composes or not."""
+    return [variant for layout in products(ranks) for variant in candidates(layout, experts)]
 
 
 def every(base: Config, ranks: int) -> Selection:
     """Every variant of every product of `ranks` that composes."""
     taken, refused = [], []
-    for variant in possible(ranks):
+    for variant in possible(ranks, base.model.num_experts):
         reason = refusal(base, variant)
         if reason is None:
             taken.append(variant)
@@ -70,7 +78,8 @@ def covering(base: Config, ranks: int) -> Selection:
     taken: list[Variant] = []
     seen: set[frozenset[Any]] = set()
     for number, layout in enumerate(products(ranks)):
-        found = [variant for variant in candidates(layout) if refusal(base, variant) is None]
+        tried = candidates(layout, base.model.num_experts)
+        found = [variant for variant in tried if refusal(base, variant) is None]
         if not found:
             continue
         best = max(found, key=lambda variant: _gain(variant, seen))
@@ -106,9 +115,10 @@ def _gain(variant: Variant, seen: set[frozenset[Any]]) -> float:
 
 
 def _meetings(variant: Variant) -> set[frozenset[Any]]:
-    facts: list[Any] = list(variant.settings)
-    facts += [axis for axis in ("dp", "tp", "pp", "cp") if variant.layout.size(axis) > 1]
-    return {frozenset(pair) for pair in combinations(facts, 2)} | {frozenset([fact]) for fact in variant.settings}
+    layout = variant.layout
+    chosen: list[Any] = [*variant.settings, *([("ep", layout.ep)] if layout.ep > 1 else [])]
+    facts = [*chosen, *(axis for axis in ("dp", "tp", "pp", "cp") if layout.size(axis) > 1)]
+    return {frozenset(pair) for pair in combinations(facts, 2)} | {frozenset([fact]) for fact in chosen}
 
 
 def _with_extras(base: Config, variant: Variant, number: int) -> Variant:

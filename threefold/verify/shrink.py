@@ -7,10 +7,11 @@ from typing import Any
 from threefold.config import Config, resolve
 from threefold.config.batch import batch_sizes
 from threefold.config.loading import config_of
+from threefold.config.model import ModelConfig
 from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED
 from threefold.verify.variant import Variant
 
-_HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS = 4, 64, 12, 3
+_HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """What sizes are shrunk to, where nothing asks for more."""
 LEAST_EPS = 1e-5
 """Of Adam. With 1e-8 it turns gradients that are rounding noise into updates, and the steps after show little else."""
@@ -46,25 +47,10 @@ def shrink(config: Config, variants: Sequence[Variant]) -> Config:
     """
     settings = _settings(config)
     model = config.model
-    tp = lcm(*(variant.layout.tp for variant in variants))
-    heads = min(model.num_attention_heads, lcm(2, tp))
-    if model.num_attention_heads % heads or heads % tp:
-        heads = model.num_attention_heads
-    head_dim = model.hidden_size // model.num_attention_heads
-    head_dim = min(head_dim, _HEAD_DIM - head_dim % 2)
-    hidden = heads * head_dim
-    ffn = max(1, round(hidden * model.ffn_hidden_size / model.hidden_size / tp)) * tp
     sequence = min(config.data.sequence_length, _multiple(_SEQUENCE, _sequence_unit(variants)))
-    spare = 2 if model.max_position_embeddings > config.data.sequence_length else 0
-    settings["model"].update(
-        num_layers=min(model.num_layers, max(_LAYERS, *map(stages, variants))),
-        num_attention_heads=heads,
-        hidden_size=hidden,
-        ffn_hidden_size=min(ffn, model.ffn_hidden_size),
-        vocab_size=min(model.vocab_size, _VOCABULARY + 3 * (model.vocab_size % 2)),
-        max_position_embeddings=sequence + spare,
-        initializer_range=float(f"{model.initializer_range * (model.hidden_size / hidden) ** 0.5:.3g}"),
-    )
+    sizes = {**_widths(model, variants), **_lengths(config, sequence)}
+    sizes["num_layers"] = min(model.num_layers, max(_LAYERS, *map(stages, variants)))
+    settings["model"].update({name: size for name, size in sizes.items() if name not in set(model.meaningless())})
     settings["data"]["sequence_length"] = sequence
     if chunk := config.train.loss_chunk_size:  # as many chunks as before
         vocab = settings["model"]["vocab_size"]
@@ -72,6 +58,53 @@ def shrink(config: Config, variants: Sequence[Variant]) -> Config:
     settings["train"]["global_batch_size"] = 2 * lcm(*(variant.layout.dp * variant.layout.pp for variant in variants))
     settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
     return resolve(config_of(settings), vocab_size=1)
+
+
+def _widths(model: ModelConfig, variants: Sequence[Variant]) -> dict[str, Any]:
+    """Settings of the model that say how wide it is."""
+    tp = lcm(*(variant.layout.tp for variant in variants))
+    groups = min(model.num_key_value_heads, lcm(2, tp))
+    if model.num_key_value_heads % groups or groups % tp:
+        groups = model.num_key_value_heads
+    heads = groups * min(model.num_attention_heads // model.num_key_value_heads, _SERVED)
+    head_dim = min(model.head_dim, _HEAD_DIM - model.head_dim % 2)
+    hidden = max(1, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_dim)))
+
+    def inner(width: int) -> int:
+        return min(width, max(1, round(hidden * width / model.hidden_size / tp)) * tp)
+
+    experts = min(model.num_experts, lcm(_EXPERTS, *(variant.layout.ep for variant in variants)))
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "hidden_size": hidden,
+        "ffn_hidden_size": inner(model.ffn_hidden_size),
+        "expert_ffn_hidden_size": inner(model.expert_ffn_hidden_size),
+        "shared_expert_ffn_hidden_size": inner(model.shared_expert_ffn_hidden_size),
+        "num_experts": experts,
+        "experts_per_token": min(model.experts_per_token, max(1, experts // 2)),
+        "vocab_size": min(model.vocab_size, _VOCABULARY + 3 * (model.vocab_size % 2)),
+        "initializer_range": float(f"{model.initializer_range * (model.hidden_size / hidden) ** 0.5:.3g}"),
+    }
+
+
+def _lengths(config: Config, sequence: int) -> dict[str, Any]:
+    """Settings of the model that count positions and layers, for a shorter sequence and fewer layers."""
+    model = config.model
+    positions = sequence + (2 if model.max_position_embeddings > config.data.sequence_length else 0)
+
+    def cut(length: int) -> int:
+        return max(1, round(length * sequence / config.data.sequence_length)) if length else 0
+
+    return {
+        "max_position_embeddings": positions,
+        "sliding_window": cut(model.sliding_window),
+        "rope_original_positions": min(cut(model.rope_original_positions), positions),
+        "full_attention_layers": min(model.full_attention_layers, 1),
+        "dense_layers": min(model.dense_layers, 1),
+        "moe_every": min(model.moe_every, 2),
+    }
 
 
 def compose(base: Config, variant: Variant) -> Config:
@@ -85,7 +118,7 @@ def compose(base: Config, variant: Variant) -> Config:
     """
     settings = _settings(base)
     layout = variant.layout
-    settings["parallel"].update(dp=layout.dp, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    settings["parallel"].update(dp=layout.dp, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
     for key in ("stage_chunks", "zero_shards"):
         settings["parallel"].pop(key, None)
     for key, value in variant.settings:
@@ -114,6 +147,7 @@ def changes(before: Config, after: Config) -> list[str]:
         "hidden": ("model", "hidden_size"),
         "heads": ("model", "num_attention_heads"),
         "ffn": ("model", "ffn_hidden_size"),
+        "experts": ("model", "num_experts"),
         "vocabulary": ("model", "vocab_size"),
         "tokens": ("data", "sequence_length"),
         "sequences a step": ("train", "global_batch_size"),

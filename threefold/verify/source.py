@@ -28,8 +28,13 @@ class ConfigSource:
         """What makes the model of a resolved config, and its plan."""
         return partial(make_model, config.model), model_plan(config.model, config.data.sequence_length)
 
+    def describe(self, config: Config) -> str:
+        """The model's name, for people."""
+        experts = f" with {config.model.num_experts} experts" if config.model.num_experts else ""
+        return {"gpt": "GPT", "llama": "Llama"}[config.model.architecture] + experts
+
     def __str__(self) -> str:
-        return "GPT"
+        return "the model of the config"
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,10 @@ class FileSource:
         except Exception as error:
             raise UserError(f"{self.path.name} cannot be imported: {_told(error)}.") from error
         return module
+
+    def describe(self, config: Config) -> str:
+        """As `ConfigSource.describe`."""
+        return str(self)
 
     def __str__(self) -> str:
         return f"{self.path.name}:{self.plan}"

@@ -18,8 +18,9 @@ NUMBERS = {
     "accumulation": "train.gradient_accumulation_steps",
 }
 """Words that take a number → the setting they stand for."""
-_AXIS = re.compile(r"(dp|tp|pp|cp)=?(\d+)")
-_AXES = re.compile(r"((dp|tp|pp|cp)=?\d+x?)+")
+_AXES = ("dp", "tp", "pp", "cp", "ep")
+_AXIS = re.compile(rf"({'|'.join(_AXES)})=?(\d+)")
+_AXIS_LIST = re.compile(rf"(({'|'.join(_AXES)})=?\d+x?)+")
 _NUMBER = re.compile(rf"({'|'.join(NUMBERS)})[=-]?(\d+)")
 _SEPARATORS = re.compile(r"[\s,·×:+*/]+")
 _EXAMPLE = "dp2·tp2·pp2 zbv zero1 sp"
@@ -51,7 +52,7 @@ class Variant:
     @property
     def axes(self) -> str:
         """`dp2·tp2·pp2`: the axes of more than one rank."""
-        sizes = [(axis, self.layout.size(axis)) for axis in ("dp", "tp", "pp", "cp")]
+        sizes = [(axis, self.layout.size(axis)) for axis in _AXES]
         return "·".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "dp1"
 
     @property
@@ -98,7 +99,7 @@ def parse(text: str) -> Variant:
     settings: dict[str, Any] = {}
     for word in _SEPARATORS.split(text.strip().lower()):
         for key, value in _facts(word, text) if word else ():
-            known = sizes if key in ("dp", "tp", "pp", "cp") else settings
+            known = sizes if key in _AXES else settings
             if key in known:
                 raise UserError(f"The layout {text!r} sets {key} twice; once is enough, as in {_EXAMPLE!r}.")
             known[key] = value
@@ -108,7 +109,7 @@ def parse(text: str) -> Variant:
 
 
 def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
-    if _AXES.fullmatch(word):
+    if _AXIS_LIST.fullmatch(word):
         yield from ((axis, int(size)) for axis, size in _AXIS.findall(word))
     elif number := _NUMBER.fullmatch(word):
         yield NUMBERS[number[1]], int(number[2])
@@ -132,7 +133,7 @@ def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
             "recompute=selective",
             "chunks2",
         ]
-        close = get_close_matches(word, [*known, "dp2", "tp2", "pp2", "cp2"], n=1, cutoff=0.3)
+        close = get_close_matches(word, [*known, *(f"{axis}2" for axis in _AXES)], n=1, cutoff=0.3)
         nearest = close[0] if close else "dp2"
         raise UserError(
             f"The layout {text!r} has {word!r}, which is neither an axis such as dp2 nor one of {', '.join(known)}; "
