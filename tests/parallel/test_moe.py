@@ -42,6 +42,9 @@ def over(dp: int, tp: int, pp: int, *settings: tuple[str, Any], ep: int = 1, **c
         over(2, 1, 2, ("parallel.stage_chunks", 2), ep=2, schedule="zero-bubble"),
         over(2, 1, 1, ("train.recompute", "full"), ep=2),
         over(2, 2, 1, ("parallel.zero", 3)),
+        over(4, 2, 1, *SHARED, ("parallel.zero", 3), ep=2),
+        over(2, 1, 1, ("parallel.zero", 1), ep=2),
+        over(2, 1, 2, ("parallel.zero", 2), ep=2, cp=2),
         replace(over(4, 1, 1, ep=4), dtype="fp32"),
     ],
     ids=[
@@ -53,6 +56,9 @@ def over(dp: int, tp: int, pp: int, *settings: tuple[str, Any], ep: int = 1, **c
         "ep2-pp2-zero-bubble",
         "ep2-recompute",
         "zero3-tp2",
+        "ep2-dp4-tp2-zero3",
+        "ep2-zero1",
+        "ep2-pp2-cp2-zero2",
         "ep4-fp32",
     ],
 )

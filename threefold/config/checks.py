@@ -52,6 +52,11 @@ def _check_zero(config: Config) -> None:
     if parallel.zero_shards * parallel.cp == 1:
         rule = f"a replica alone shares nothing and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
         raise problem(config, "parallel.zero_shards", rule)
+    copies = parallel.dp // parallel.ep * parallel.cp
+    if parallel.ep > 1 and config.model.hidden_size % copies:
+        rule = f"the {copies} ranks with the same experts must divide model.hidden_size {config.model.hidden_size}"
+        nearest = nearest_multiple(config.model.hidden_size, copies)
+        raise problem(config, "parallel.zero", f"{rule}; use 0 or model.hidden_size {nearest}")
     vocab, before_last = config.model.vocab_size, parallel.tp - 1
     if before_last and before_last * (rows := -(-vocab // parallel.tp)) >= vocab:  # fully_shard takes no empty tensor
         rule = f"parallel.tp {parallel.tp} leaves a rank without rows of the {vocab} of model.vocab_size"

@@ -13,6 +13,10 @@ SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
 """Schedules that compute the gradients of the weights apart from those of the activations."""
 
 
+def _is_hybrid(config: Config) -> bool:
+    return config.parallel.zero > 0 and config.parallel.zero_shards < config.parallel.dp
+
+
 @dataclass(frozen=True)
 class Rule:
     """Two features that do not go together.
@@ -76,12 +80,14 @@ RULES: tuple[Rule, ...] = (
         "train.compile is true and gathering weights cannot be compiled; use 0 or compile false",
     ),
     Rule(
-        "zero",
+        "hybrid",
         "ep",
-        "parallel.zero",
-        lambda config: config.parallel.zero > 0 and config.parallel.ep > 1,
-        "parallel.ep is {config.parallel.ep}, and fully_shard would share experts among replicas that hold different "
-        "ones; use 0 or ep 1",
+        "parallel.zero_shards",
+        lambda config: (
+            config.parallel.zero > 0 and config.parallel.ep > 1 and config.parallel.zero_shards < config.parallel.dp
+        ),
+        "parallel.ep is {config.parallel.ep}, and experts and other weights would have copies in different places; use "
+        "{config.parallel.dp} or ep 1",
     ),
     Rule(
         "compile",

@@ -112,6 +112,30 @@ FEATURES: tuple[Feature, ...] = (
     Feature("tied", "tied embeddings", {"model.tie_embeddings": True}),
     Feature("documents", "attention that stops at documents", {"data.separate_documents": True}),
     Feature("rope", "rotary positions", {"model.position_embedding": "rope"}),
+    Feature(
+        "llama",
+        "heads that share keys, normalised queries, a sliding window, SwiGLU",
+        {"model.architecture": "llama"},
+        {"model.num_key_value_heads": 2, "model.sliding_window": 5, "model.qk_norm": True},
+    ),
+    Feature(
+        "experts",
+        "a mixture of experts with a capacity and its losses",
+        {"model.num_experts": 4},
+        {
+            "model.architecture": "llama",
+            "model.expert_capacity_factor": 1.0,
+            "model.router_aux_loss": 0.1,
+            "model.router_z_loss": 0.1,
+        },
+    ),
+    Feature(
+        "ep",
+        "experts shared among replicas",
+        {"parallel.ep": 2},
+        {"parallel.dp": 2, "model.num_experts": 4, "model.architecture": "llama"},
+        ("dp", "experts"),
+    ),
     Feature("dropout", "dropout", {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}),
     Feature("accumulation", "several micro-batches a step", {"train.gradient_accumulation_steps": 2}),
 )
@@ -229,7 +253,7 @@ def markdown() -> str:
 def _switches(feature: Feature) -> str:
     given = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in feature.settings.items())
     needs = ", ".join(
-        f"`{key}` {_yaml(value)}" + (" or more" if isinstance(value, int) else "")
+        f"`{key}` {_yaml(value)}" + (" or more" if type(value) is int else "")
         for key, value in feature.needs.items()
     )
     return f"{given}; needs {needs}" if needs else given

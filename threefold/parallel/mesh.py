@@ -133,9 +133,9 @@ class Mesh:
         ranks = next(group for group in self.layout.expert_groups() if self.rank in group)
         fine = self.device_mesh._unflatten("dp", (self.dp.size // ep, ep), ("expert_copy", "ep"))
         experts = self._axis("ep", tuple(ranks), fine.get_group("ep"), fine["ep", "tp"])
-        copies = self.new_axis("expert copies", self.layout.expert_copy_groups())
-        assert copies is not None  # each rank is in one of them
-        return experts, copies
+        held_by = fine["expert_copy"] if self.cp.size == 1 else fine["expert_copy", "cp"]._flatten("expert_copy_cp")
+        same = next(group for group in self.layout.expert_copy_groups() if self.rank in group)
+        return experts, self._axis("expert copies", tuple(same), held_by.get_group(), held_by)
 
     def _mesh_axis(self, name: str) -> Axis:
         ranks = next(group for group in self.layout.groups(name) if self.rank in group)

@@ -26,8 +26,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from threefold.parallel.axis import Axis
 from threefold.parallel.data import Gradients
+from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.mesh import Mesh
-from threefold.parallel.parameter import like, local, replace_parameters, stored
+from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters, stored
 from threefold.parallel.pipeline.stage import Stage
 
 
@@ -64,16 +65,38 @@ def share_out(stages: Sequence[Stage], sharing: Sharing, mesh: Mesh, dtype: torc
         before = dict(stage.named_parameters())
         # Torch sees this tensor rank's part as a tensor of its own, so that layers compute with plain tensors.
         replace_parameters(stage, lambda parameter: nn.Parameter(local(parameter).detach()))
+        _wrap_experts(stage, sharing, mesh.expert_replicas, dtype)
         _wrap(stage, sharing, dtype)
         replace_parameters(stage, lambda parameter: _allocated(parameter, mesh.device))
         stage.to(mesh.device)  # makes torch take the new tensors over (and pad those that need it)
         for name, parameter in stage.named_parameters():
-            _describe(parameter, before[name], sharing.shards)
+            experts = is_of_experts(before[name])
+            _describe(parameter, before[name], mesh.expert_replicas if experts else sharing.shards)
+
+
+def _wrap_experts(stage: Stage, sharing: Sharing, axis: Axis, dtype: torch.dtype) -> None:
+    """Experts that replicas share are cut among those that have the same ones."""
+    for module in stage.modules():
+        if isinstance(module, ParallelExperts) and module.region.ep.size > 1:
+            # Along the hidden dim, as the expert and the tensor axis have cut the other two.
+            places = {module.gate_up: Shard(2), module.down: Shard(1)}
+            fully_shard(
+                module,
+                mesh=axis.device_mesh,
+                reshard_after_forward=sharing.stage == 3,
+                mp_policy=_policy(stage, dtype),
+                shard_placement_fn=places.get,
+            )
+            _set_up(module, axis)
+
+
+def _policy(stage: Stage, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    wide = next(stage.parameters()).dtype
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
 
 
 def _wrap(stage: Stage, sharing: Sharing, dtype: torch.dtype) -> None:
-    wide = next(stage.parameters()).dtype
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
+    policy = _policy(stage, dtype)
     layers = [stage.get_submodule(name) for name in stage.layer_names]
     uses = Counter(parameter for layer in layers for parameter in layer.parameters())
     # Layers that share a weight have to be gathered together: the stage does it, around all its layers.
@@ -102,15 +125,17 @@ def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None
     """Say of a shard where it lies in the whole weight, if the tensor axis had cut that before."""
     if not isinstance(before, DTensor) or not isinstance(parameter, DTensor):
         return
-    (cut,) = before.placements
-    assert isinstance(cut, Shard)
     assert axis.device_mesh is not None
     mesh = DeviceMesh._concatenate([axis.device_mesh, before.device_mesh])
-    shard: Placement = _StridedShard(0, split_factor=before.device_mesh.size()) if cut.dim == 0 else Shard(0)
+    (shard,) = parameter.placements
+    assert isinstance(shard, Shard)
+    placement: Placement = shard
+    if any(isinstance(cut, Shard) and cut.dim == shard.dim for cut in before.placements):
+        placement = _StridedShard(shard.dim, split_factor=before.device_mesh.size())
     whole = DTensor.from_local(
         parameter.to_local().detach(),
         mesh,
-        [shard, cut],
+        [placement, *before.placements],
         run_check=False,
         shape=before.shape,
         stride=before.stride(),
