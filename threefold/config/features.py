@@ -253,8 +253,7 @@ def markdown() -> str:
 def _switches(feature: Feature) -> str:
     given = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in feature.settings.items())
     needs = ", ".join(
-        f"`{key}` {_yaml(value)}" + (" or more" if type(value) is int else "")
-        for key, value in feature.needs.items()
+        f"`{key}` {_yaml(value)}" + (" or more" if type(value) is int else "") for key, value in feature.needs.items()
     )
     return f"{given}; needs {needs}" if needs else given
 
