@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from threefold.errors import UserError
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
-_DAMAGE: Final = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+# What the libraries raise over a damaged file: RuntimeError where the damage looks like encryption.
+_DAMAGE: Final = (OSError, EOFError, ValueError, KeyError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int], np.dtype]:
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"it is of version {version} of the .npy format")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(stream)
+    try:
+        shape, _, dtype = read(stream)
+    except Exception:  # it is read as Python, so damage raises what Python's own parser does
+        raise ValueError("the header before its numbers is damaged") from None
     if dtype.kind not in "iu":
         raise ValueError(f"it holds {dtype.name} and not whole numbers")
     if len(shape) != 1:
