@@ -36,6 +36,7 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/head.py
+	$(BIN)/python benchmarks/generation.py
 
 # The reference of the settings, from the schema, and what goes with what, from the rules.
 docs: .venv/ready

@@ -158,9 +158,10 @@ def generate(run: Path, prompts: Sequence[str], request: Request | None = None) 
         UserError: no complete checkpoint, or an empty prompt.
     """
     require_text(prompts)
-    texts = list(prompts)
-    for number, piece in generate_text(Trained.find(run).load(), prompts, request or Request()):
-        texts[number] += piece or ""
+    texts, model = list(prompts), Trained.find(run).load()
+    with model.few_threads():
+        for number, piece in generate_text(model, prompts, request or Request()):
+            texts[number] += piece or ""
     return texts
 
 

@@ -185,10 +185,6 @@ class Model:
         Returns:
             what the head takes, [B, S, H], on the last stage; None on the others.
         """
-        with self._threads():
-            return self._hidden(tokens)
-
-    def _hidden(self, tokens: Tensor) -> Tensor | None:
         pp = self.mesh.pp
         x = tokens.to(self.mesh.device)
         if not pp.is_first:
@@ -206,13 +202,12 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """This tensor rank's columns of the logits, of [..., H] on the last stage: [..., columns]."""
         flat = hidden.reshape(1, -1, hidden.shape[-1])
-        with self._threads():
-            out: Tensor = self.stage.get_submodule(self.stage.layer_names[-1])(flat)
+        out: Tensor = self.stage.get_submodule(self.stage.layer_names[-1])(flat)
         return out.view(*hidden.shape[:-1], out.shape[-1])
 
     @contextmanager
-    def _threads(self) -> Iterator[None]:
-        """As few threads as the work is worth."""
+    def few_threads(self) -> Iterator[None]:
+        """As few threads as the work is worth, for the time of the block."""
         before = torch.get_num_threads()
         if before > 1 and self.is_small:
             torch.set_num_threads(1)

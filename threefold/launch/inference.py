@@ -59,7 +59,9 @@ class Inference:
         if self.layout.world_size == 1 and find_place() is None:
             from threefold.parallel.mesh import Mesh
 
-            work(self.trained.load(Mesh.alone(self.device), self.dtype), *args)
+            model = self.trained.load(Mesh.alone(self.device), self.dtype)
+            with model.few_threads():
+                work(model, *args)
         else:
             run(_work, (self, work, args), self.layout.world_size, device=self.device)
 
