@@ -4,7 +4,8 @@
     python benchmarks/generation.py [--rounds 5] [--prompts 1 8]
 
 Each contestant writes NEW tokens after each of several prompts of PROMPT tokens, greedily. "Without" runs all tokens
-through the model for each new one. Each runs in a process of its own, and they take turns.
+through the model for each new one. Each runs in a process of its own with one thread, which is what Threefold takes for
+a model this small, and they take turns.
 """
 
 import argparse
@@ -44,6 +45,7 @@ def kept_step(batch: int) -> Callable[[int], None]:
     from threefold.inference.generate import Request, complete
     from threefold.inference.sampling import Sampling
 
+    torch.set_num_threads(1)
     model = _model()
 
     def step(number: int) -> None:
@@ -54,6 +56,7 @@ def kept_step(batch: int) -> Callable[[int], None]:
 
 def without_step(batch: int) -> Callable[[int], None]:
     """The same model, all tokens again for each new one; the head for the last alone."""
+    torch.set_num_threads(1)
     model = _model()
 
     def step(number: int) -> None:
@@ -70,6 +73,7 @@ def transformers_step(batch: int) -> Callable[[int], None]:
     """`generate` of `transformers`' GPT-2, with its own cache."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
+    torch.set_num_threads(1)
     sizes = {"n_embd": shape.HIDDEN, "n_layer": shape.LAYERS, "n_head": shape.HEADS, "n_inner": shape.FFN}
     config = GPT2Config(
         vocab_size=shape.VOCAB,
