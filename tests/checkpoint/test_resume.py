@@ -134,3 +134,33 @@ def test_the_manifest_says_where_the_run_stands(pool: WorkerPool, small_run: Run
     pool.run(2, train_rank, small_run.but(dp=2, steps=3), tmp_path)
     facts = manifest(tmp_path / "checkpoints" / "step_00000003")
     assert (facts["step"], facts["consumed_samples"], facts["seed"]) == (3, 24, 1234)
+
+
+EXPERTS = (
+    ("model.architecture", "llama"),
+    ("model.num_key_value_heads", 4),
+    ("model.num_experts", 4),
+    ("model.expert_capacity_factor", 1.25),
+    ("model.router_aux_loss", 0.01),
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"dp": 2, "tp": 2, "set": (("parallel.ep", 2),)}, {"pp": 2}),
+        ({}, {"dp": 4, "set": (("parallel.ep", 2), ("parallel.zero", 3))}),
+        (
+            {"dp": 2, "tp": 2, "set": (("parallel.ep", 2), ("parallel.zero", 1))},
+            {"dp": 4, "set": (("parallel.ep", 4),)},
+        ),
+    ],
+    ids=["ep2-tp2-to-pp2", "one-to-ep2-zero3", "ep2-tp2-zero1-to-ep4"],
+)
+def test_experts_go_on_equal(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    run = small_run.but(dtype="fp64", steps=WHOLE, set=(*EXPERTS, ("train.global_batch_size", 12)))
+    pool.run(1, train_rank, run, tmp_path / "unbroken")
+    first, second = (run.but(**{**each, "set": run.set + each.get("set", ())}) for each in (before, after))
+    assert same(broken_run(pool, first, second, tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")
