@@ -11,6 +11,9 @@ from tests.checkpoint.support import Silent, file_tensors, model_of, same_tensor
 from threefold.checkpoint.huggingface import weights
 from threefold.checkpoint.huggingface.bring import Import, import_model
 from threefold.checkpoint.huggingface.give import Export, export_model
+from threefold.inference.generate import Request, complete
+from threefold.inference.model import Trained
+from threefold.inference.sampling import Sampling
 
 TOLERANCE = 1e-5
 SHARD = 20_000  # bytes: several files for every model here
@@ -136,3 +139,19 @@ def test_narrow_weights_stay_as_they_are(transformers: Any, tmp_path: Path) -> N
     export_model(Export(tmp_path / "run", tmp_path / "wide", dtype="fp32"), Silent())
     widened = {name: tensor.float() for name, tensor in file_tensors(tmp_path / "hf").items()}
     assert same_tensors(file_tensors(tmp_path / "wide"), widened)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+@torch.no_grad()
+def test_the_same_tokens_are_likeliest(transformers: Any, tmp_path: Path, name: str) -> None:
+    theirs = random_model(transformers, name)
+    theirs.save_pretrained(tmp_path / "hf")
+    import_model(Import(tmp_path / "hf", tmp_path / "run"), Silent())
+    prompts = torch.randint(97, (50, 6), generator=torch.Generator().manual_seed(1))
+    theirs.generation_config.eos_token_id = None
+    seen = torch.ones_like(prompts)  # else token 0 would be taken for padding
+    expected = theirs.generate(prompts, attention_mask=seen, max_new_tokens=12, do_sample=False, pad_token_id=0)[:, 6:]
+    assert len({tuple(row) for row in expected.tolist()}) > 40
+    request = Request(max_new_tokens=12, sampling=Sampling(temperature=0), batch_size=50)
+    got = complete(Trained.find(tmp_path / "run").load(), prompts.tolist(), request)
+    assert got == expected.tolist()

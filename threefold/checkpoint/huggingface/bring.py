@@ -22,7 +22,7 @@ from threefold.checkpoint.huggingface.files import TensorFiles, read_json
 from threefold.checkpoint.huggingface.tables import weights_of
 from threefold.checkpoint.huggingface.weights import Box, Part, Weight
 from threefold.checkpoint.naming import MODEL
-from threefold.checkpoint.streamed import Piece, StreamedTensor
+from threefold.checkpoint.streamed import Piece, StreamedTensor, Written
 from threefold.checkpoint.tensors import save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
@@ -88,8 +88,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
             damaged, a weight that is missing, unknown or of another shape, or `out` cannot be written. Nothing is left
             at `out` then.
     """
-    if request.out.exists() and not request.overwrite:
-        raise UserError(f"--out {request.out} exists already; choose another folder, or give --overwrite.")
+    require_free(request.source, request.out, request.overwrite)
     values = read_json(request.source / THEIR_CONFIG)
     family, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
     files = TensorFiles(request.source, family.prefix)
@@ -115,6 +114,18 @@ def import_model(request: Import, progress: Progress) -> Imported:
     parameters = sum(tensor.numel() for tensor in tensors.values())
     names = tuple(str(dtype).removeprefix("torch.") for dtype, _ in dtypes.most_common())
     return Imported(family.name, config, parameters, names, total, TOKENIZER in texts)
+
+
+def require_free(source: Path, out: Path, overwrite: bool) -> None:
+    """Check that a folder may be made.
+
+    Raises:
+        UserError: there is one that may not be replaced.
+    """
+    if out.resolve() == source.resolve():
+        raise UserError(f"--out is {out}, which is what is read; choose another folder.")
+    if out.exists() and not overwrite:
+        raise UserError(f"--out {out} exists already; choose another folder, or give --overwrite.")
 
 
 def _template(settings: Mapping[str, Any], precision: str, out: Path) -> dict[str, dict[str, Any]]:
@@ -186,6 +197,7 @@ def _streamed(weights: list[Weight], files: TensorFiles, progress: Progress) -> 
     for weight in weights:
         grouped.setdefault(weight.name, []).append(weight)
     tensors: dict[str, Tensor] = {}
+    written = Written()
     for name, slabs in grouped.items():
         dtype = reduce(torch.promote_types, (files.tensors[part.name].dtype for slab in slabs for part in slab.parts))
         pieces = [
@@ -194,7 +206,7 @@ def _streamed(weights: list[Weight], files: TensorFiles, progress: Progress) -> 
             for box in weight.boxes(dtype.itemsize, name.endswith(_CUT_BY_COLUMNS))
         ]
         stack = () if slabs[0].expert is None else (len(slabs),)
-        tensors[MODEL + name] = StreamedTensor.of((*stack, *slabs[0].shape), dtype, pieces)
+        tensors[MODEL + name] = StreamedTensor.of((*stack, *slabs[0].shape), dtype, pieces, written)
     return tensors
 
 

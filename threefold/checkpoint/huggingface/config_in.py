@@ -102,8 +102,8 @@ def _window(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
     window = keys.take("sliding_window")
     if family.name not in ("mistral", "mixtral") and not keys.take("use_sliding_window", False):
         window = None
-    first_full = keys.whole("max_window_layers") if family.window == "tail" else 0
-    kinds = keys.take("layer_types") if family.window == "tail" else None
+    limit, kinds = keys.whole("max_window_layers"), keys.take("layer_types")
+    first_full = limit if family.window == "tail" else 0  # other families do not look at it
     if not window:
         if kinds and _SLIDING in kinds:
             raise keys.refuse(
@@ -115,7 +115,8 @@ def _window(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
         kinds = [_SLIDING if layer % 2 == 0 and layer < first_full else _FULL for layer in range(layers)]
     if kinds is not None:
         first_full = next((layer for layer, kind in enumerate(kinds) if kind != _FULL), layers)
-        if kinds != [_FULL] * first_full + [_SLIDING] * (layers - first_full):
+        ordered = kinds == [_FULL] * first_full + [_SLIDING] * (layers - first_full)
+        if not ordered or (family.window == "all" and first_full):
             raise keys.refuse("layer_types", kinds, "full attention in the first layers and sliding in all others")
     if first_full >= layers:
         return {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.folder import Checkpoint, newest, stored_config
-from threefold.checkpoint.huggingface.bring import PRECISIONS
+from threefold.checkpoint.huggingface.bring import PRECISIONS, require_free
 from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
 from threefold.checkpoint.huggingface.carried import imported_config, write_texts
 from threefold.checkpoint.huggingface.config_out import choose_family, write_model
@@ -85,8 +85,7 @@ def export_model(request: Export, progress: Progress) -> Exported:
         UserError: there is no checkpoint, no family has a place for the model, or `out` cannot be written. Nothing is
             left at `out` then.
     """
-    if request.out.exists() and not request.overwrite:
-        raise UserError(f"--out {request.out} exists already; choose another folder, or give --overwrite.")
+    require_free(request.run, request.out, request.overwrite)
     checkpoint = newest(request.run)
     if checkpoint is None:
         raise UserError(f"{request.run} has no complete checkpoint; give the folder of a run.")

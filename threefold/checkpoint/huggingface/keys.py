@@ -34,10 +34,12 @@ HARMLESS: Final = frozenset(
         "id2label",
         "is_decoder",
         "is_encoder_decoder",
+        "is_llama_config",
         "keys_to_ignore_at_inference",
         "label2id",
         "length_penalty",
         "max_length",
+        "max_sequence_length",
         "min_length",
         "n_ctx",
         "no_repeat_ngram_size",
@@ -156,7 +158,7 @@ class Keys:
             UserError: a key is not known.
         """
         known = self._seen | HARMLESS | set(ignored)
-        asked = {key: value for key, value in self._values.items() if key not in known and value not in (None, False)}
+        asked = {key: value for key, value in self._values.items() if key not in known and value}
         if asked:
             key = min(asked)
             shown = repr(asked[key])
