@@ -17,6 +17,17 @@ def show(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def size(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Count the parameters of CONFIG's model, and what each rank of its layout holds; nothing is started."""
+    from threefold.cli.size_view import print_size
+    from threefold.config import load_config
+    from threefold.train.size import ModelSize, resolve_without_data
+
+    resolved = resolve_without_data(load_config(config, overrides or ()))
+    print_size(ModelSize(resolved), resolved)
+
+
+@app.command()
 def reference() -> None:
     """Print what every setting means, as Markdown."""
     from threefold.config.reference import markdown

@@ -7,7 +7,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Lt
 from pydantic.fields import FieldInfo
 
-from threefold.config.presets import PRESETS
+from threefold.config.presets import FAMILIES
 from threefold.config.schema import section_types
 
 _INTRODUCTION = """\
@@ -45,7 +45,7 @@ _TYPES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or f
 
 def markdown() -> str:
     """The whole page: an introduction, a table for each section, the presets."""
-    return "\n".join([_INTRODUCTION, *_sections(), *_presets()]) + "\n"
+    return "\n".join([_INTRODUCTION, *_sections(), *_presets()])
 
 
 def _sections() -> Iterator[str]:
@@ -87,9 +87,29 @@ def _default(field: FieldInfo, described: str) -> str:
 
 
 def _presets() -> Iterator[str]:
-    keys = ["num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size"]
-    yield "## Presets\n\nThe published sizes of GPT-2 and GPT-3; `--set model.vocab_size=N` for another tokenizer.\n"
+    yield "## Presets\n\nPublished models. Settings beside `model.preset` override the preset's, such as"
+    yield "`--set model.vocab_size=N` for another tokenizer. `data.sequence_length` is `max_position_embeddings` unless"
+    yield "set. `threefold config size` counts the parameters; [models.md](models.md) says what the families are.\n"
+    for title, family in FAMILIES.items():
+        yield from _preset_table(title, family)
+
+
+def _preset_table(title: str, family: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What differs within a family as a table, above it what is the same for all."""
+    first, *rest = family.values()
+    keys = list(dict.fromkeys(key for sizes in family.values() for key in sizes))
+    same = [key for key in keys if all(key in sizes and sizes[key] == first.get(key) for sizes in rest)]
+    keys = [key for key in keys if key not in same]
+    common = ", ".join(f"`{key}` {_plain(first[key])}" for key in same)
+    yield f"### {title}\n\nAll have {common}.\n"
     yield "| `model.preset` | " + " | ".join(f"`{key}`" for key in keys) + " |"
     yield "|---|" + "---:|" * len(keys)
-    for name, sizes in PRESETS.items():
-        yield f"| `{name}` | " + " | ".join(str(sizes[key]) for key in keys) + " |"
+    for name, sizes in family.items():
+        yield f"| `{name}` | " + " | ".join(_plain(sizes[key]) if key in sizes else "" for key in keys) + " |"
+    yield ""
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -1,0 +1,135 @@
+"""A small Llama beside a GPT-2 of the same size on real English: the losses of the first 200 steps, as a picture.
+
+    python benchmarks/families.py [FOLDER]
+
+Everything but the architecture is the same: the text of `threefold data sample`, its tokens, their order, the learning
+rate. Each is trained from two seeds, which also order the samples, so that a difference between the two can be told
+from one between two runs of the same. Takes some minutes on two cores; what is in FOLDER already is not done again.
+"""
+
+import subprocess
+import sys
+from itertools import pairwise
+from math import log
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from threefold.config import Config, resolve
+from threefold.models.registry import make_model
+from threefold.train.metrics import FILE, read_metrics
+from threefold.train.plot import smoothed
+
+PICTURE = Path(__file__).parents[1] / "docs" / "models" / "llama-and-gpt.png"
+FOLDER = Path("families")
+VOCAB, STEPS, SEEDS, SPAN = 4096, 200, (1, 2), 9
+SHAPE = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "tie_embeddings": True}
+COMMON: dict[str, dict[str, Any]] = {
+    "data": {"sequence_length": 128, "split": "90,10"},
+    "train": {"max_steps": STEPS, "global_batch_size": 16, "eval_every": 25, "eval_batches": 4, "device": "cpu"},
+    "optimizer": {"lr": 3e-3},
+    "log": {"every": 50},
+}
+
+
+class Family(NamedTuple):
+    """One of the two models."""
+
+    name: str
+    architecture: str
+    color: str
+
+
+FAMILIES = (Family("like GPT-2", "gpt", "#3366aa"), Family("like Llama", "llama", "#cc4422"))
+
+
+def config(family: Family, tokens: Path, seed: int) -> Config:
+    given = {**COMMON, "model": {**SHAPE, "architecture": family.architecture}}
+    given["data"] = {**COMMON["data"], "path": str(tokens)}
+    given["train"] = {**COMMON["train"], "seed": seed}
+    return resolve(Config.model_validate(given), VOCAB)
+
+
+def parameters(settings: Config) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in make_model(settings.model).parameters())
+
+
+def threefold(*arguments: str | Path) -> None:
+    subprocess.run([sys.executable, "-m", "threefold", *map(str, arguments)], check=True)
+
+
+def trained(folder: Path, family: Family, seed: int) -> list[dict[str, Any]]:
+    """The metrics of one run, made if they are not there yet."""
+    run = folder / f"{family.architecture}-{seed}"
+    settings = folder / f"{run.name}.yaml"
+    settings.write_text(config(family, folder / "tokens", seed).to_yaml(), encoding="utf-8")
+    if not (run / "loss.png").exists():
+        threefold("train", settings, "--run-dir", run)
+    return list(read_metrics(run / FILE))
+
+
+def validation(runs: list[list[dict[str, Any]]]) -> dict[int, list[float]]:
+    """The validation losses of all runs by step."""
+    found: dict[int, list[float]] = {}
+    for line in (line for run in runs for line in run if "valid_loss" in line):
+        found.setdefault(line["step"], []).append(line["valid_loss"])
+    return found
+
+
+def draw(curves: dict[Family, list[list[dict[str, Any]]]], sizes: dict[Family, int]) -> None:
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for family, runs in curves.items():
+        for run in runs:
+            steps = [line for line in run if line.get("loss") is not None]
+            losses = smoothed([line["loss"] for line in steps], SPAN)
+            axes.plot([line["step"] for line in steps], losses, color=family.color, alpha=0.35, linewidth=1)
+        held = validation(runs)
+        label = f"{family.name}, {sizes[family] / 1e6:.2f} M parameters: {mean(held[STEPS]):.3f} at the end"
+        axes.plot(
+            list(held),
+            [mean(each) for each in held.values()],
+            color=family.color,
+            marker="o",
+            label=label,
+            clip_on=False,
+        )
+    guess = log(VOCAB)
+    axes.axhline(
+        guess, color="#777777", linewidth=1, linestyle="--", label=f"uniform guess, ln {VOCAB:,} = {guess:.2f}"
+    )
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="The same text, tokens and order")
+    axes.set_xlim(0, STEPS)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, title=f"validation, mean of {len(SEEDS)} seeds; thin: training, mean over {SPAN} steps")
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, dpi=110)
+
+
+def main(folder: Path) -> None:
+    if not (folder / "text").exists():
+        threefold("data", "sample", folder / "text")
+    if not (folder / "tokens").exists():
+        threefold("data", "prepare", folder / "text", "--out", folder / "tokens", "--vocab-size", str(VOCAB))
+    sizes = {family: parameters(config(family, folder / "tokens", 0)) for family in FAMILIES}
+    assert all(abs(one / other - 1) < 0.02 for one, other in pairwise(sizes.values())), sizes
+    curves: dict[Family, list[list[dict[str, Any]]]] = {family: [] for family in FAMILIES}
+    for seed in SEEDS:
+        for family in FAMILIES:
+            curves[family].append(trained(folder, family, seed))
+    draw(curves, sizes)
+    for family, runs in curves.items():
+        print(f"{family.name}, {sizes[family]:,} parameters; validation loss of seeds {SEEDS}:")
+        for step, losses in validation(runs).items():
+            print(f"  step {step:3}: {mean(losses):.3f}  ({', '.join(f'{loss:.3f}' for loss in losses)})")
+    print(f"Drawn in {PICTURE}.")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

@@ -1,0 +1,52 @@
+"""What `threefold config size` prints."""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from threefold.cli.data_view import print_table
+from threefold.cli.data_view import size as bytes_text
+
+if TYPE_CHECKING:
+    from threefold.config import Config
+    from threefold.train.size import ModelSize
+
+
+def print_size(size: "ModelSize", config: "Config") -> None:
+    """Tables of a model's parameters, of its pipeline stages, and of what ranks hold."""
+    from threefold.parallel.layout import Layout
+
+    layout = Layout.of(config.parallel)
+    active = f", of which a token passes {size.active:,}" if size.active < size.parameters else ""
+    typer.echo(f"Parameters: {size.parameters:,}{active}.")
+    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
+    typer.echo(f"Layout: {layout}{zero}, {_number(layout.world_size, 'rank')}; {config.precision.dtype}.")
+    if layout.pp > 1:
+        _print_stages(size)
+    _print_ranks(size, layout.pp, layout.world_size // layout.pp)
+
+
+def _print_stages(size: "ModelSize") -> None:
+    rows = [
+        (str(number), str(stage.pp_rank), _run(stage.layers), f"{stage.parameters:,}")
+        for number, stage in enumerate(size.stages())
+    ]
+    print_table(("stage", "pp rank", "layers", "parameters"), rows)
+
+
+def _print_ranks(size: "ModelSize", pp: int, ranks: int) -> None:
+    rows = []
+    for pp_rank in range(pp):
+        held = size.largest_rank(pp_rank)
+        amounts = (held.weights, held.gradients, held.optimizer, held.bytes)
+        rows.append((str(pp_rank), str(ranks), f"{held.parameters:,}", *map(bytes_text, amounts)))
+    print_table(("pp rank", "ranks", "parameters", "weights", "gradients", "optimizer", "together"), rows)
+    typer.echo("What each of these ranks holds in a step, at most; activations and buffers come on top.")
+
+
+def _run(layers: tuple[str, ...]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+
+
+def _number(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'s' * (count != 1)}"
