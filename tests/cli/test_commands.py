@@ -13,7 +13,18 @@ def test_version(threefold) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("train",), ("generate",), ("eval",), ("data",), ("config",), ("config", "show"), ("verify",)]
+    "command",
+    [
+        (),
+        ("train",),
+        ("generate",),
+        ("eval",),
+        ("data",),
+        ("config",),
+        ("config", "show"),
+        ("config", "size"),
+        ("verify",),
+    ],
 )
 def test_every_command_has_help(threefold, command: tuple[str, ...]) -> None:
     status, output, error = threefold(*command, "--help")
@@ -38,6 +49,19 @@ def test_config_show_prints_what_loads_back_equal(threefold, config_file: Path, 
     config = load_config(tmp_path / "again.yaml")
     assert (config.parallel.tp, config.optimizer.lr, config.train.device) == (2, 3e-4, "cpu")
     assert config.model.vocab_size <= 300
+
+
+def test_config_size_needs_no_data(threefold, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "data: {path: nowhere}\nmodel: {preset: mixtral-8x7b}\nparallel: {tp: 8, pp: 2}\n"
+    )
+    status, output, error = threefold("config", "size", tmp_path / "run.yaml", "--set", "model.num_layers=3")
+    assert (status, error) == (0, "")
+    assert output.startswith(
+        "Parameters: 4,615,958,528, of which a token passes 1,445,064,704.\nLayout: dp 1 · tp 8 · pp 2, 16"
+    )
+    assert "together" in output
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_config_reference(threefold) -> None:

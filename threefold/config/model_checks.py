@@ -1,5 +1,7 @@
 """Rules of the `model` section, and of what the layout asks of it."""
 
+from math import gcd
+
 from threefold.config.model import FOR_EXPERTS, FOR_LLAMA, FOR_SCALED_ROPE
 from threefold.config.problem import nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
@@ -35,7 +37,7 @@ def check_division(config: Config) -> None:
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(model, key)
         if heads % parallel.tp:
-            rule = f"must divide model.{key} {heads}; use {nearest_divisor(parallel.tp, heads)}"
+            rule = f"must divide model.{key} {heads}; use {nearest_divisor(parallel.tp, model.num_key_value_heads)}"
             raise problem(config, "parallel.tp", rule)
     for key in ("ffn_hidden_size", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"):
         width = getattr(model, key)
@@ -53,11 +55,11 @@ def _check_expert_axis(config: Config) -> None:
         return
     if experts == 0:
         raise problem(config, "parallel.ep", "model.num_experts is 0, so there are none to share; use 1")
+    works = nearest_divisor(ep, gcd(dp, experts))
     if dp % ep:
-        raise problem(config, "parallel.ep", f"must divide parallel.dp {dp}; use {nearest_divisor(ep, dp)}")
+        raise problem(config, "parallel.ep", f"must divide parallel.dp {dp}; use {works}")
     if experts % ep:
-        rule = f"must divide model.num_experts {experts}; use {nearest_divisor(ep, experts)}"
-        raise problem(config, "parallel.ep", rule)
+        raise problem(config, "parallel.ep", f"must divide model.num_experts {experts}; use {works}")
 
 
 def _check_family(config: Config) -> None:
@@ -75,6 +77,10 @@ _WHERE_IT_MEANS = {
     FOR_EXPERTS: "model.num_experts is 0; use num_experts 8 or leave it out",
     FOR_SCALED_ROPE: "model.rope_scaling is none; use rope_scaling linear or leave it out",
 }
+
+
+_RAMPS = (("rope_low_frequency_factor", "rope_high_frequency_factor"), ("rope_beta_slow", "rope_beta_fast"))
+"""Where frequencies begin to be divided less, and where they stay: turns in the original positions."""
 
 
 def _group(name: str) -> tuple[str, ...]:
@@ -103,10 +109,10 @@ def _check_rope(config: Config) -> None:
         raise problem(config, "model.position_embedding", f"{rule}; use model.hidden_size {nearest}, or learned")
     if model.rope_scaling != "none" and model.position_embedding != "rope":
         raise problem(config, "model.rope_scaling", "model.position_embedding is learned; use none, or rope")
-    low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
-    if low >= high:
-        rule = f"must be below model.rope_high_frequency_factor {high:g}; use {high / 4:g}"
-        raise problem(config, "model.rope_low_frequency_factor", rule)
+    for low, high in _RAMPS:
+        end = getattr(model, high)
+        if getattr(model, low) >= end:
+            raise problem(config, f"model.{low}", f"must be below model.{high} {end:g}; use {end / 4:g}")
 
 
 def _check_experts(config: Config) -> None:

@@ -1,0 +1,134 @@
+"""The rules of the model's settings, each with its sentence."""
+
+from typing import Any
+
+import pytest
+
+from threefold.config import Config, resolve
+from threefold.config.model import FOR_EXPERTS, FOR_LLAMA, FOR_SCALED_ROPE
+from threefold.errors import UserError
+
+MEANINGLESS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "qkv_bias": True,
+    "qk_norm": True,
+    "sliding_window": 64,
+    "full_attention_layers": 1,
+    "num_experts": 8,
+    "experts_per_token": 1,
+    "expert_ffn_hidden_size": 96,
+    "shared_expert_ffn_hidden_size": 96,
+    "shared_expert_gate": True,
+    "normalize_expert_weights": False,
+    "expert_capacity_factor": 1.5,
+    "moe_every": 2,
+    "dense_layers": 1,
+    "router_aux_loss": 0.01,
+    "router_z_loss": 0.001,
+    "rope_factor": 2.0,
+    "rope_original_positions": 64,
+    "rope_low_frequency_factor": 2.0,
+    "rope_high_frequency_factor": 8.0,
+    "rope_beta_fast": 16.0,
+    "rope_beta_slow": 2.0,
+    "rope_attention_factor": 1.2,
+}
+"""A value of each setting that means nothing in some family."""
+
+
+def resolved(model: dict[str, Any], parallel: dict[str, int] | None = None, vocab_size: int = 1000) -> Config:
+    given = {"data": {"path": "x"}, "model": model, "parallel": parallel or {}}
+    return resolve(Config.model_validate(given), vocab_size)
+
+
+def message(model: dict[str, Any], parallel: dict[str, int] | None = None, vocab_size: int = 1000) -> str:
+    with pytest.raises(UserError) as caught:
+        resolved(model, parallel, vocab_size)
+    return str(caught.value)
+
+
+def llama(**settings: Any) -> dict[str, Any]:
+    return {"architecture": "llama", **settings}
+
+
+def mixture(**settings: Any) -> dict[str, Any]:
+    return llama(num_experts=8, **settings)
+
+
+@pytest.mark.parametrize(
+    ("base", "names", "reason"),
+    [
+        ({}, FOR_LLAMA, "model.architecture is gpt, which has no such thing; use architecture llama or leave it out"),
+        (llama(), FOR_EXPERTS, "model.num_experts is 0; use num_experts 8 or leave it out"),
+        (llama(), FOR_SCALED_ROPE, "model.rope_scaling is none; use rope_scaling linear or leave it out"),
+        ({"position_embedding": "rope"}, FOR_SCALED_ROPE, "model.rope_scaling is none; use rope_scaling linear or leave it out"),
+    ],
+    ids=["gpt", "dense", "unscaled", "gpt-unscaled"],
+)  # fmt: skip
+def test_settings_that_would_mean_nothing(base: dict[str, Any], names: tuple[str, ...], reason: str) -> None:
+    for name in names:
+        value = MEANINGLESS[name]
+        assert message({**base, name: value}) == f"model.{name} is {value} but {reason}."
+
+
+def test_settings_that_would_mean_nothing_but_are_as_they_were() -> None:
+    """So that a resolved config, which has them all, may be read again."""
+    rest = {"num_key_value_heads": 8, "head_dim": 32, "qkv_bias": False, "experts_per_token": 2, "rope_factor": 1.0}
+    assert resolved(rest) == resolved({})
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (llama(position_embedding="learned"), "model.position_embedding is learned but model.architecture llama has rotary positions; use rope."),
+        (llama(num_attention_heads=7), "model.num_attention_heads is 7 but must divide model.hidden_size 256; use 8."),
+        (llama(num_key_value_heads=3), "model.num_key_value_heads is 3 but must divide model.num_attention_heads 8; use 2."),
+        (llama(num_key_value_heads=16), "model.num_key_value_heads is 16 but must divide model.num_attention_heads 8; use 8."),
+        (llama(head_dim=5), "model.head_dim is 5 but must be even for rotary positions; use 6."),
+        ({"rope_scaling": "linear"}, "model.rope_scaling is linear but model.position_embedding is learned; use none, or rope."),
+        (llama(rope_scaling="llama3", rope_low_frequency_factor=4.0), "model.rope_low_frequency_factor is 4.0 but must be below model.rope_high_frequency_factor 4; use 1."),
+        (llama(rope_scaling="yarn", rope_beta_fast=1.0), "model.rope_beta_slow is 1.0 but must be below model.rope_beta_fast 1; use 0.25."),
+        (llama(full_attention_layers=2), "model.full_attention_layers is 2 but model.sliding_window is 0, so all attend to all; use 0."),
+        (mixture(experts_per_token=9), "model.experts_per_token is 9 but model.num_experts is 8; use at most 8."),
+        (mixture(moe_every=9), "model.moe_every is 9 but none of the 8 layers has experts then; use 8."),
+        (mixture(dense_layers=8), "model.dense_layers is 8 but none of the 8 layers has experts then; use 0."),
+        (mixture(dense_layers=6, moe_every=3), "model.dense_layers is 6 but none of the 8 layers has experts then; use 0."),
+        (mixture(shared_expert_gate=True), "model.shared_expert_gate is True but model.shared_expert_ffn_hidden_size is 0, so there is nothing to weigh; use false."),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit(model: dict[str, Any], expected: str) -> None:
+    assert message(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "expected"),
+    [
+        (llama(num_key_value_heads=2), {"tp": 4}, "parallel.tp is 4 but must divide model.num_key_value_heads 2; use 2."),
+        (llama(num_attention_heads=8, num_key_value_heads=2), {"tp": 5}, "parallel.tp is 5 but must divide model.num_attention_heads 8; use 2."),
+        (mixture(expert_ffn_hidden_size=9), {"tp": 2}, "model.expert_ffn_hidden_size is 9 but must be a multiple of parallel.tp 2; use 8."),
+        (mixture(shared_expert_ffn_hidden_size=9), {"tp": 2}, "model.shared_expert_ffn_hidden_size is 9 but must be a multiple of parallel.tp 2; use 8."),
+        (llama(), {"ep": 2, "dp": 2}, "parallel.ep is 2 but model.num_experts is 0, so there are none to share; use 1."),
+        (mixture(), {"ep": 3, "dp": 4}, "parallel.ep is 3 but must divide parallel.dp 4; use 2."),
+        (llama(num_experts=6), {"ep": 4, "dp": 4}, "parallel.ep is 4 but must divide model.num_experts 6; use 2."),
+    ],
+)  # fmt: skip
+def test_layouts_that_do_not_divide_the_model(model: dict[str, Any], parallel: dict[str, int], expected: str) -> None:
+    assert message(model, parallel) == expected
+    axis, nearest = ("ep" if "ep" in parallel else "tp"), int(expected.rstrip(".").split()[-1])
+    mended = ({**model, "expert_ffn_hidden_size": 8, "shared_expert_ffn_hidden_size": 8}, parallel)
+    resolved(*(mended if "_ffn_" in expected else (model, {**parallel, axis: nearest})))
+
+
+def test_more_tensor_ranks_than_tokens() -> None:
+    heads = {"num_attention_heads": 64}
+    expected = "parallel.tp is 64 but model.vocab_size is 5; use at most 5."
+    assert message(heads, {"tp": 64}, vocab_size=5) == expected
+
+
+def test_what_a_family_allows_beside_the_usual() -> None:
+    """Heads that do not divide the width, if theirs is given; few heads of keys; experts in some layers alone."""
+    model = resolved(llama(num_attention_heads=7, head_dim=10, num_key_value_heads=1)).model
+    assert (model.num_key_value_heads, model.head_dim) == (1, 10)
+    model = resolved(mixture(moe_every=2, dense_layers=3)).model
+    assert [layer for layer in range(8) if model.has_experts(layer)] == [3, 5, 7]

@@ -1,0 +1,71 @@
+"""The presets: as many parameters as the published weights have, counted on the meta device."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from threefold.config import Config, resolve
+from threefold.config.presets import PRESETS, PresetName
+from threefold.models.registry import make_model
+
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+
+
+def resolved(preset: str) -> Config:
+    return resolve(Config.model_validate({"model": {"preset": preset}, "data": {"path": "unused"}}), 1)
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_published_sizes(preset: str) -> None:
+    with torch.device("meta"):
+        model = make_model(resolved(preset).model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[preset]
+
+
+def test_the_names_are_those_of_the_presets() -> None:
+    assert get_args(PresetName) == tuple(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("llama-3.1-8b", {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_positions": 8192}),
+        ("mistral-7b-v0.1", {"sliding_window": 4096, "rope_theta": 10000.0, "vocab_size": 32000}),
+        ("mistral-7b-v0.3", {"sliding_window": 0, "rope_theta": 1000000.0, "vocab_size": 32768}),
+        ("qwen2-0.5b", {"qkv_bias": True, "norm_eps": 1e-6, "tie_embeddings": True, "head_dim": 64}),
+        ("qwen3-0.6b", {"qk_norm": True, "qkv_bias": False, "head_dim": 128, "max_position_embeddings": 40960}),
+        ("qwen1.5-moe-a2.7b", {"experts_per_token": 4, "normalize_expert_weights": False, "shared_expert_gate": True}),
+        ("mixtral-8x7b", {"experts_per_token": 2, "normalize_expert_weights": True, "expert_ffn_hidden_size": 14336}),
+    ],
+)
+def test_what_no_count_of_parameters_shows(preset: str, settings: dict[str, object]) -> None:
+    model = resolved(preset).model
+    assert {name: getattr(model, name) for name in settings} == settings
