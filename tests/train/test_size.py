@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.parity import Case, make_engine
-from threefold.config import Config, resolve
+from threefold.config import Config
 from threefold.errors import UserError
 from threefold.launch.pool import WorkerPool
 from threefold.parallel.layout import Layout
-from threefold.parallel.portion import Place, Shard
+from threefold.parallel.portion import Place, Shard, place_of
 from threefold.train.size import ModelSize, resolve_without_data
 
 
@@ -124,24 +124,17 @@ MIXTURE = Case(model=MOE, positions="rope", sequence=12, tie=False)
         Case(tp=4, pp=2, schedule="zbv", layers=4),
         replace(MIXTURE, dp=2, tp=2, pp=2, settings=(("parallel.ep", 2),)),
         replace(MIXTURE, dp=3, tp=2, settings=(("parallel.zero", 1),)),
+        replace(MIXTURE, dp=4, tp=2, settings=(("parallel.zero", 3), ("parallel.ep", 2))),
         Case(dp=2, cp=2, tp=2, sequence=12, settings=(("parallel.zero", 2), ("parallel.zero_shards", 1))),
     ],
-    ids=["bf16", "zbv-tp4", "ep2-tp2-pp2", "zero1-tp2", "hybrid"],
+    ids=["bf16", "zbv-tp4", "ep2-tp2-pp2", "zero1-tp2", "zero3-ep2-tp2", "hybrid"],
 )
 def test_ranks_hold_what_is_counted(pool: WorkerPool, case: Case) -> None:
     size, layout, parallel = ModelSize(case.config), Layout.of(case.config.parallel), case.config.parallel
     for rank, found in enumerate(pool.run(case.world_size, held, case)):
         at = layout.coordinates(rank)
-        replica = at.dp * parallel.cp + at.cp
-        shards = parallel.zero_shards * parallel.cp
-        place = Place(
-            Shard(at.tp, parallel.tp),
-            Shard(at.dp % parallel.ep, parallel.ep),
-            Shard(replica % shards, shards) if parallel.zero else Shard(),
-        )
-        counted = size.rank(at.pp, place)
+        counted = size.rank(at.pp, place_of(parallel, at))
         assert (found.parameters, found.optimizer) == (counted.parameters, counted.optimizer), rank
         if not parallel.zero:
             assert tuple(found) == tuple(counted), rank
         assert counted.bytes <= size.largest_rank(at.pp).bytes
-    assert resolve(case.config, case.vocab) == case.config

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from threefold.config.schema import ParallelConfig
 from threefold.parallel.collectives import shard_bounds
+from threefold.parallel.layout import Coordinates
 from threefold.parallel.split import Column, OverExperts, Row, Split, Vocab
 
 _CUTS: dict[tuple[type, str], tuple[tuple[str, int], ...]] = {
@@ -15,6 +17,8 @@ _CUTS: dict[tuple[type, str], tuple[tuple[str, int], ...]] = {
     (OverExperts, "down"): (("ep", 0), ("tp", 2)),
 }
 """Split and parameter of a module → the axes that cut it, and along which dim; others are whole everywhere."""
+_SHARED_EXPERTS = {"gate_up": 2, "down": 1}
+"""Parameter of experts that replicas share → the dim along which ZeRO cuts it."""
 
 
 class Shard(NamedTuple):
@@ -30,11 +34,33 @@ class Place(NamedTuple):
     Attributes:
         tp, ep: as the axes of the mesh.
         zero: among the ranks that share a copy.
+        zero_experts: among those of them that have the same experts.
     """
 
     tp: Shard = Shard()
     ep: Shard = Shard()
     zero: Shard = Shard()
+    zero_experts: Shard = Shard()
+
+    @property
+    def unshared(self) -> "Place":
+        """What the rank has gathered where nothing is shared out."""
+        return self._replace(zero=Shard(), zero_experts=Shard())
+
+
+def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
+    """Where a rank is.
+
+    Args:
+        parallel: resolved.
+        at: its coordinates in the mesh.
+    """
+    zero = experts = Shard()
+    if parallel.zero:
+        shards = parallel.zero_shards * parallel.cp
+        zero = Shard((at.dp * parallel.cp + at.cp) % shards, shards)
+        experts = Shard(at.dp // parallel.ep * parallel.cp + at.cp, parallel.dp // parallel.ep * parallel.cp)
+    return Place(Shard(at.tp, parallel.tp), Shard(at.dp % parallel.ep, parallel.ep), zero, experts)
 
 
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
@@ -49,7 +75,11 @@ def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place
     local = list(shape)
     for axis, dim in _CUTS.get((type(split), parameter), ()):
         local[dim] = _length(local[dim], getattr(place, axis))
-    local[0] = _length(local[0], place.zero)
+    if isinstance(split, OverExperts) and place.ep.count > 1:
+        dim = _SHARED_EXPERTS[parameter]
+        local[dim] = _length(local[dim], place.zero_experts)
+    else:
+        local[0] = _length(local[0], place.zero)
     return tuple(local)
 
 

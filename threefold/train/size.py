@@ -13,7 +13,8 @@ from threefold.config import Config, resolve
 from threefold.data.dataset import names_data, open_dataset
 from threefold.errors import UserError
 from threefold.models.registry import make_model, model_plan
-from threefold.parallel.portion import Place, Shard, local_shape
+from threefold.parallel.layout import Coordinates
+from threefold.parallel.portion import Place, local_shape, place_of
 from threefold.parallel.split import ModelPlan, OverExperts, Split
 from threefold.train.division import stage_map
 from threefold.train.engine import DTYPES
@@ -146,9 +147,10 @@ class ModelSize:
         if not zero:
             copies = held * narrow if narrow < wide else 0
             return RankSize(held, held * wide + copies, held * wide, states)
-        unshared = place._replace(zero=Shard())
-        whole = sum(weight.held(unshared) for weight in self._of_rank(pp_rank))
-        largest = max(sum(weight.held(unshared) for weight in group) for group in self._gathered_together(pp_rank))
+        whole = sum(weight.held(place.unshared) for weight in self._of_rank(pp_rank))
+        largest = max(
+            sum(weight.held(place.unshared) for weight in group) for group in self._gathered_together(pp_rank)
+        )
         gathered = (largest if zero == _WEIGHTS_TOO else whole) * narrow
         if zero == _STATE_ALONE:
             gradients = max(held * wide, whole * wide + (largest * narrow if narrow < wide else 0))
@@ -158,9 +160,7 @@ class ModelSize:
 
     def largest_rank(self, pp_rank: int) -> RankSize:
         """Of the ranks at a place of the pp axis, the one that holds the most: the first, as none has longer parts."""
-        parallel = self._config.parallel
-        shards = parallel.zero_shards * parallel.cp if parallel.zero else 1
-        return self.rank(pp_rank, Place(Shard(0, parallel.tp), Shard(0, parallel.ep), Shard(0, shards)))
+        return self.rank(pp_rank, place_of(self._config.parallel, Coordinates(0, pp_rank, 0, 0)))
 
     def _names(self, stage: int) -> tuple[str, ...]:
         first, end = self._map.layers(stage)
@@ -175,9 +175,14 @@ class ModelSize:
         return {weight for stage in stages for name in self._names(stage) for weight in self._layers[name]}
 
     def _gathered_together(self, pp_rank: int) -> Iterator[set[Weight]]:
-        """With ZeRO: the weights of each layer, and those of the layers of a stage that share any."""
+        """With ZeRO: the weights of each layer, and those of the layers of a stage that share any; experts that the
+        replicas share by themselves."""
         for stage in self._map.held_by(pp_rank):
             layers = [set(self._layers[name]) for name in self._names(stage)]
+            if self._config.parallel.ep > 1:
+                experts = [{weight for weight in layer if isinstance(weight.split, OverExperts)} for layer in layers]
+                yield from experts
+                layers = [layer - own for layer, own in zip(layers, experts, strict=True)]
             uses = Counter(weight for layer in layers for weight in layer)
             sharing = [layer for layer in layers if any(uses[weight] > 1 for weight in layer)]
             yield from (layer for layer in layers if layer not in sharing)
