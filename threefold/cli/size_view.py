@@ -27,7 +27,7 @@ def print_size(size: "ModelSize", config: "Config") -> None:
 
 
 def _print_stages(size: "ModelSize") -> None:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (str(number), str(stage.pp_rank), _run(stage.layers), f"{stage.parameters:,}")
         for number, stage in enumerate(size.stages())
     ]
@@ -35,7 +35,7 @@ def _print_stages(size: "ModelSize") -> None:
 
 
 def _print_ranks(size: "ModelSize", pp: int, ranks: int) -> None:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for pp_rank in range(pp):
         held = size.largest_rank(pp_rank)
         amounts = (held.weights, held.gradients, held.optimizer, held.bytes)

@@ -1,6 +1,7 @@
 """How much of a weight a rank holds: what `split.py` does to modules, as arithmetic on shapes, without a mesh."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from threefold.config.schema import ParallelConfig
@@ -21,7 +22,8 @@ _SHARED_EXPERTS = {"gate_up": 2, "down": 1}
 """Parameter of experts that replicas share → the dim along which ZeRO cuts it."""
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """One of `count` parts."""
 
     index: int = 0
