@@ -99,7 +99,7 @@ def test_recomputation_and_evaluation_change_nothing(pool) -> None:
 
 
 def train_noisily(config: Run, folder: Path, resume: bool = False) -> str:
-    with patch.object(run, "GPT", NoisyGPT):
+    with patch.object(run, "make_model", NoisyGPT):
         return train_rank(config, folder, resume)
 
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.config import ModelConfig
-from threefold.models.layers import Embedding, Linear, LinearCrossEntropy
+from threefold.models.decoder import Decoder, Head
+from threefold.models.layers import Embedding, Linear
 from threefold.models.rope import rotary
 from threefold.parallel.attention import CausalAttention
-from threefold.parallel.random import Dropout, name_sites
+from threefold.parallel.random import Dropout
 from threefold.parallel.samples import NOTHING, Samples
 from threefold.parallel.sequence import PositionEmbedding
 
@@ -82,22 +83,7 @@ class Block(nn.Module):
         return x + self.dropout["mlp"](self.mlp(self.mlp_norm(x)), samples.keys)
 
 
-class Head(nn.Module):
-    """Final norm, projection to the vocabulary and loss."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
-        self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss = LinearCrossEntropy()
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses of the tokens that count."""
-        x = self.norm(x)
-        return self.output(x) if labels is None else self.loss(x, self.output, labels).sum()
-
-
-class GPT(nn.Module):
+class GPT(Decoder):
     """The whole model.
 
     Args:
@@ -105,26 +91,6 @@ class GPT(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.embed = Input(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.head = Head(config)
-        if config.tie_embeddings:
-            self.head.output.weight = self.embed.tokens.weight
-        name_sites(self)
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: Samples = NOTHING) -> Tensor:
-        """Logits, or the summed loss.
-
-        Args:
-            tokens: int64 [B, S].
-            labels: int64 [B, S], -100 where a token does not count; None for logits.
-            samples: their dropout keys, if anything is to be dropped, and their documents, if attention keeps to them.
-
-        Returns:
-            logits [B, S, V], or a scalar: the sum over the tokens that count.
-        """
-        x = self.embed(tokens, samples)
-        for block in self.blocks:
-            x = block(x, samples)
-        return self.head(x, labels)
+        head = Head(nn.LayerNorm(config.hidden_size, config.norm_eps), config)
+        blocks = (Block(config) for _ in range(config.num_layers))
+        super().__init__(Input(config), blocks, head, config.tie_embeddings)

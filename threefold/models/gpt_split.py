@@ -1,7 +1,7 @@
 """How GPT's weights are cut, what its layers cost, and what its weights start from."""
 
 from threefold.config import ModelConfig
-from threefold.models.initial import initial_values
+from threefold.models.decoder import decoder_plan
 from threefold.parallel.split import (
     AttentionCore,
     Column,
@@ -23,7 +23,6 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         config: the model's sizes.
         sequence_length: tokens per sample, for what attention costs.
     """
-    layers, hidden = config.num_layers, config.hidden_size
     split: dict[str, Split] = {
         "embed.tokens": Vocab(),
         "embed.positions": OverSequence(),
@@ -41,15 +40,6 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         "head.output": Column(),
         "head.loss.cross_entropy": VocabLoss(config.vocab_size),
     }
-    # Multiply-adds per token; a look-up has none, but its gradient and its memory traffic are not free.
-    block = hidden * (4 * hidden + 2 * config.ffn_hidden_size + sequence_length)
-    costs = (config.vocab_size * hidden / 16, *[block] * layers, config.vocab_size * hidden)
-    return ModelPlan(
-        split=split,
-        layers=("embed", *(f"blocks.{number}" for number in range(layers)), "head"),
-        costs=tuple(float(cost) for cost in costs),
-        initial=lambda name: initial_values(name, config),
-        kinds=("Input", *["Block"] * layers, "Head"),
-        ties={"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
-        recompute={"selective": ("blocks.*.attn.core",), "full": ("blocks.*",)},
-    )
+    # Multiply-adds per token.
+    cost = config.hidden_size * (4 * config.hidden_size + 2 * config.ffn_hidden_size + sequence_length)
+    return decoder_plan(config, split, [cost] * config.num_layers)

@@ -8,11 +8,12 @@ the documents whose bounds attention keeps.
 from torch import Tensor, nn
 
 from threefold.config import ModelConfig
-from threefold.models.layers import Embedding, Linear, LinearCrossEntropy, SwiGLU
+from threefold.models.decoder import Decoder, Head
+from threefold.models.layers import Embedding, Linear, SwiGLU
 from threefold.models.moe import MixtureOfExperts
 from threefold.models.rope import rotary
 from threefold.parallel.attention import CausalAttention
-from threefold.parallel.random import Dropout, name_sites
+from threefold.parallel.random import Dropout
 from threefold.parallel.samples import NOTHING, Samples
 
 
@@ -76,22 +77,7 @@ class Block(nn.Module):
         return x + self.dropout["mlp"](self.mlp(self.mlp_norm(x), samples), samples.keys)
 
 
-class Head(nn.Module):
-    """Final norm, projection to the vocabulary and loss."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.norm = _norm(config.hidden_size, config)
-        self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss = LinearCrossEntropy()
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses of the tokens that count."""
-        x = self.norm(x)
-        return self.output(x) if labels is None else self.loss(x, self.output, labels).sum()
-
-
-class Llama(nn.Module):
+class Llama(Decoder):
     """The whole model.
 
     Args:
@@ -99,29 +85,9 @@ class Llama(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.embed = Input(config)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.head = Head(config)
-        if config.tie_embeddings:
-            self.head.output.weight = self.embed.tokens.weight
-        name_sites(self)
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: Samples = NOTHING) -> Tensor:
-        """Logits, or the summed loss.
-
-        Args:
-            tokens: int64 [B, S].
-            labels: int64 [B, S], -100 where a token does not count; None for logits.
-            samples: their dropout keys, if anything is to be dropped, and their documents, if attention keeps to them.
-
-        Returns:
-            logits [B, S, V], or a scalar: the sum over the tokens that count.
-        """
-        x = self.embed(tokens, samples)
-        for block in self.blocks:
-            x = block(x, samples)
-        return self.head(x, labels)
+        head = Head(_norm(config.hidden_size, config), config)
+        blocks = (Block(config, layer) for layer in range(config.num_layers))
+        super().__init__(Input(config), blocks, head, config.tie_embeddings)
 
 
 def _norm(width: int, config: ModelConfig) -> nn.RMSNorm:

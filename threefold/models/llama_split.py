@@ -1,7 +1,7 @@
 """How Llama's weights are cut, and what its layers cost."""
 
 from threefold.config import ModelConfig
-from threefold.models.initial import initial_values
+from threefold.models.decoder import decoder_plan
 from threefold.parallel.split import (
     AttentionCore,
     Column,
@@ -26,7 +26,6 @@ def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         config: the model's sizes.
         sequence_length: tokens per sample, for what attention costs.
     """
-    layers, hidden = config.num_layers, config.hidden_size
     split: dict[str, Split] = {
         "embed.tokens": Vocab(),
         "embed.dropout": OverSequence(),
@@ -51,21 +50,9 @@ def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         "head.output": Column(),
         "head.loss.cross_entropy": VocabLoss(config.vocab_size),
     }
-    # A look-up has no multiply-adds, but its gradient and its memory traffic are not free.
-    costs = (
-        config.vocab_size * hidden / 16,
-        *(_attention_cost(config, layer, sequence_length) + _mlp_cost(config, layer) for layer in range(layers)),
-        config.vocab_size * hidden,
-    )
-    return ModelPlan(
-        split=split,
-        layers=("embed", *(f"blocks.{number}" for number in range(layers)), "head"),
-        costs=tuple(float(cost) for cost in costs),
-        initial=lambda name: initial_values(name, config),
-        kinds=("Input", *["Block"] * layers, "Head"),
-        ties={"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
-        recompute={"selective": ("blocks.*.attn.core",), "full": ("blocks.*",)},
-    )
+    layers = range(config.num_layers)
+    costs = [_attention_cost(config, layer, sequence_length) + _mlp_cost(config, layer) for layer in layers]
+    return decoder_plan(config, split, costs)
 
 
 def _attention_cost(config: ModelConfig, layer: int, sequence_length: int) -> int:

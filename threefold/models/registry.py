@@ -1,18 +1,18 @@
 """Which model a config asks for."""
 
 from threefold.config import ModelConfig
+from threefold.models.decoder import Decoder
 from threefold.models.gpt import GPT
 from threefold.models.gpt_split import gpt_plan
 from threefold.models.llama import Llama
 from threefold.models.llama_split import llama_plan
 from threefold.parallel.split import ModelPlan
 
-Model = GPT | Llama
-_MODELS: dict[str, type[Model]] = {"gpt": GPT, "llama": Llama}
+_MODELS: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 _PLANS = {"gpt": gpt_plan, "llama": llama_plan}
 
 
-def make_model(config: ModelConfig) -> Model:
+def make_model(config: ModelConfig) -> Decoder:
     """The whole, single-device model.
 
     Args:

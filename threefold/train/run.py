@@ -12,7 +12,8 @@ from threefold.config import Config
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.host import keep_freed_memory
-from threefold.models.registry import Model, make_model, model_plan
+from threefold.models.decoder import Decoder
+from threefold.models.registry import make_model, model_plan
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Axis, Mesh
 from threefold.parallel.pipeline.placement import StageMap
@@ -116,7 +117,7 @@ def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
         _announce_stages(model, plan, stage_map(plan, config))
 
 
-def _announce_stages(model: Model, plan: ModelPlan, stages: StageMap) -> None:
+def _announce_stages(model: Decoder, plan: ModelPlan, stages: StageMap) -> None:
     """One line for each pipeline stage: its rank on the pp axis, its layers and their parameters.
 
     A tied weight is counted once, at the first stage that uses it.
