@@ -5,7 +5,7 @@ import os
 import sys
 from contextlib import suppress
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # <malloc.h>
 
 
 def keep_freed_memory() -> None:
@@ -14,12 +14,26 @@ def keep_freed_memory() -> None:
     Activations of some megabytes are allocated and freed hundreds of times in a step; by default each one is mapped,
     zeroed page by page and unmapped again, a sixth of the time of a small model's step. Does nothing without glibc.
     """
+    _tell_allocator({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
+
+
+def return_freed_memory() -> None:
+    """Have the C library give each freed megabyte back to the system at once.
+
+    By default it learns from the first large tensor that is freed to keep the next ones, in pieces that fit none that
+    follow, so a process that reads a model tensor by tensor grows to several times what it holds. Does nothing without
+    glibc.
+    """
+    _tell_allocator({_M_MMAP_THRESHOLD: 1 << 20})
+
+
+def _tell_allocator(options: dict[int, int]) -> None:
     if sys.platform != "linux":
         return
     with suppress(OSError, AttributeError):  # musl has no mallopt
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        for option, value in options.items():
+            mallopt(option, value)
 
 
 def usable_cores() -> int:

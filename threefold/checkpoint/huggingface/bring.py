@@ -30,6 +30,7 @@ from threefold.data.progress import Progress
 from threefold.data.staging import staged_directory
 from threefold.data.tokenizer import end_of_document
 from threefold.errors import UserError
+from threefold.host import return_freed_memory
 from threefold.models.registry import make_model
 
 _CUT_BY_COLUMNS: Final = ("proj.weight", "down.weight", "experts.down")
@@ -88,6 +89,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
             damaged, a weight that is missing, unknown or of another shape, or `out` cannot be written. Nothing is left
             at `out` then.
     """
+    return_freed_memory()
     require_free(request.source, request.out, request.overwrite)
     values = read_json(request.source / THEIR_CONFIG)
     family, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)

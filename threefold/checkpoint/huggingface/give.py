@@ -25,6 +25,7 @@ from threefold.config import Config
 from threefold.data.progress import Progress
 from threefold.data.staging import staged_directory
 from threefold.errors import UserError
+from threefold.host import return_freed_memory
 
 _AT_ONCE: Final = 64 << 20
 """Bytes that are read together where single tensors are smaller."""
@@ -85,6 +86,7 @@ def export_model(request: Export, progress: Progress) -> Exported:
         UserError: there is no checkpoint, no family has a place for the model, or `out` cannot be written. Nothing is
             left at `out` then.
     """
+    return_freed_memory()
     require_free(request.run, request.out, request.overwrite)
     checkpoint = newest(request.run)
     if checkpoint is None:
