@@ -1,5 +1,7 @@
 """Who goes where, and what the mixture makes of it: beside every token going through every expert."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -127,6 +129,26 @@ def test_what_comes_later_takes_no_place() -> None:
 def test_evaluation_mode_passes_nobody_by() -> None:
     routing = Routing(4, 2, 0.25, True, 0, 0).eval()
     assert (routing(torch.randn(2, 16, 4)).experts < 4).all()
+
+
+def trained_and_evaluated(case: Case) -> tuple[float, float, float]:
+    """The first batch's loss in training, and its sum in evaluations before and after that."""
+    engine = make_engine(case)
+    batch = shard_of(case, 0, engine.mesh.dp.index)
+    before, _ = engine.evaluate(batch)
+    loss, _ = engine.compute_gradients(batch, 0)
+    after, _ = engine.evaluate(batch)
+    return engine.mesh.world.all_reduce(loss).item(), before, after
+
+
+def test_the_held_out_loss_passes_nobody_by(pool: WorkerPool) -> None:
+    """As `threefold eval` of the checkpoint; training goes on with its capacity afterwards."""
+    scarce = over(2, 1, 1, ep=2, dropout=0.0, model=(*over(1, 1, 1).model, ("expert_capacity_factor", 0.3)))
+    ample = replace(scarce, model=(*scarce.model, ("expert_capacity_factor", 0.0)))
+    (loss, *evaluations), *_ = pool.run(2, trained_and_evaluated, scarce)
+    (dropless, *expected), *_ = pool.run(2, trained_and_evaluated, ample)
+    assert evaluations == expected
+    assert loss != pytest.approx(dropless, rel=1e-6)
 
 
 def test_no_losses_without_weights() -> None:

@@ -126,8 +126,8 @@ class ModelConfig(Section):
     normalize_expert_weights: bool = True
     """Whether the weights of a token's experts add up to 1, as in Mixtral."""
     expert_capacity_factor: float = Field(default=0.0, ge=0)
-    """Most tokens of a sequence that an expert takes, as a multiple of its even share; those that come after are passed
-    by. 0 for no limit (dropless)."""
+    """Most tokens of a sequence that an expert takes while training, as a multiple of its even share; those that come
+    after are passed by. 0 for no limit (dropless)."""
     moe_every: int = Field(default=1, ge=1)
     """With `num_experts`: every so many-th layer has experts, counted so that the last of each run does."""
     dense_layers: int = Field(default=0, ge=0)

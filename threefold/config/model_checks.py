@@ -109,6 +109,10 @@ def _check_rope(config: Config) -> None:
         raise problem(config, "model.position_embedding", f"{rule}; use model.hidden_size {nearest}, or learned")
     if model.rope_scaling != "none" and model.position_embedding != "rope":
         raise problem(config, "model.rope_scaling", "model.position_embedding is learned; use none, or rope")
+    if model.rope_scaling == "dynamic" and width == 2:
+        raise problem(config, "model.rope_scaling", "heads of width 2 turn alike whatever the base; use linear")
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1:
+        raise problem(config, "model.rope_theta", "must be above 1 for model.rope_scaling yarn; use 10000")
     for low, high in _RAMPS:
         end = getattr(model, high)
         if getattr(model, low) >= end:

@@ -1,6 +1,7 @@
 """One training step, the same for every layout: micro-batches, gradient sync, clip, update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 
@@ -216,9 +217,12 @@ class Engine:
             sum_over_shares_(shared, self.mesh.tp)
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Summed loss and number of tokens that count in a global batch; gradients and randomness stay as they are."""
+        """Summed loss and number of tokens that count in a global batch; gradients and randomness stay as they are.
+
+        As a trained model is used: experts pass no token by, whatever their capacity.
+        """
         work = self._work(batch)
-        with self.streams.preserved():
+        with self.streams.preserved(), _in_evaluation_mode(self.stages):
             loss = self.runner.evaluate(work).double()
         totals = torch.stack([loss, (work.labels != IGNORED).sum().to(loss)])
         if not (self.runner.has_loss and self.mesh.tp.is_first):
@@ -277,6 +281,17 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     pieces = [piece for tensor in tensors for piece in tensor.flatten().split(_NORM_PIECE)]
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
     return torch.stack(torch._foreach_norm(pieces, dtype=wide)).double().square().sum()
+
+
+@contextmanager
+def _in_evaluation_mode(stages: Sequence[Stage]) -> Iterator[None]:
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.train()
 
 
 def _compile(stages: Sequence[Stage]) -> None:
