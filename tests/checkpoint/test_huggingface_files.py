@@ -1,7 +1,9 @@
 """Folders of Hugging Face made by hand: what is refused and how, what is carried along, and training from one."""
 
 import json
+import os
 import shutil
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,41 @@ def test_weights_of_other_kinds(tmp_path: Path) -> None:
     assert "tie_word_embeddings true, and lm_head.weight is not model.embed_tokens.weight" in told
     plain["model.norm.weight"] = torch.ones(24, dtype=torch.int8)
     assert "model.norm.weight as I8" in refused(write_llama(tmp_path / "int", tensors=plain), tmp_path / "run3")
+
+
+def test_texts_that_go_along_are_looked_at(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "hf")
+    (source / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json cannot be read (Model missing" in refused(source, tmp_path / "run")
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer_config.json").write_bytes(b'{"bos_token": "\xe9"}')
+    assert "tokenizer_config.json cannot be read ('utf-8' codec" in refused(source, tmp_path / "run")
+    (source / "tokenizer_config.json").unlink()
+    import_model(Import(source, tmp_path / "run"), Silent())
+    ended = CliRunner().invoke(app, ["generate", str(tmp_path / "run"), "--prompt", "a"])
+    assert ended.output == ""
+    assert "was imported without a tokenizer, so there are no words for its tokens; put" in str(ended.exception)
+
+
+class Interrupted(Silent):
+    """Ctrl-C, or another end, once a tensor is under way."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def advance(self, amount: int) -> None:
+        raise self._error
+
+
+def test_ctrl_c_and_a_full_disk_end_an_import(tmp_path: Path) -> None:
+    request = Import(write_llama(tmp_path / "hf"), tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        import_model(request, Interrupted(KeyboardInterrupt()))
+    with pytest.raises(UserError, match=r"run could not be written \(No space left on device\); make room or"):
+        import_model(request, Interrupted(OSError(ENOSPC, os.strerror(ENOSPC))))
+    with pytest.raises(UserError, match=r"run could not be written \(rank 0: unexpected pos 64\); make room or"):
+        import_model(request, Interrupted(RuntimeError("unexpected pos 64")))
+    assert not list(tmp_path.glob("run*"))
 
 
 def test_what_no_family_has_is_not_exported(tmp_path: Path) -> None:

@@ -50,9 +50,7 @@ def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
         with _quiet():
             dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, UserError):
-                raise cause from None
+        _let_through(error, UserError, OSError, KeyboardInterrupt)
         raise OSError(_reason(error)) from error
 
 
@@ -94,12 +92,20 @@ def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool) -> None:
         with _quiet():
             dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
     except CheckpointException as error:
+        _let_through(error, KeyboardInterrupt)
         raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     return {name: StridedPart.of(tensor) if is_strided(tensor) else tensor for name, tensor in detached.items()}
+
+
+def _let_through(error: CheckpointException, *kinds: type[BaseException]) -> None:
+    """Raise the first of the failures of some kinds as it was: torch wraps whatever happens, even Ctrl-C."""
+    for cause, _ in error.failures.values():
+        if isinstance(cause, kinds):
+            raise cause from None
 
 
 def _reason(error: CheckpointException) -> str:

@@ -43,7 +43,7 @@ def staged_directory(final: Path, place: str = "--out") -> Iterator[Path]:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
-                f"{final} could not be written ({error.strerror}); make room or choose another {place}"
+                f"{final} could not be written ({error.strerror or error}); make room or choose another {place}"
             ) from error
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)

@@ -89,6 +89,11 @@ class Trained:
         Raises:
             UserError: the checkpoint has none that can be read.
         """
+        if not self.has_tokenizer and not self.checkpoint.facts.documents:
+            raise UserError(
+                f"{self.checkpoint.path} was imported without a tokenizer, so there are no words for its tokens; put "
+                "its tokenizer.json beside its config.json and import it again."
+            )
         if not self.has_tokenizer:
             raise UserError(
                 f"{self.checkpoint.path} was trained on {', '.join(self.config.data.corpora)} without a tokenizer, so "

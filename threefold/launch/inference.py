@@ -37,11 +37,12 @@ class Inference:
         """Check everything before a rank starts.
 
         Raises:
-            UserError: `run_dir` has no checkpoint, the model cannot be spread like that, the launcher started another
-                number of ranks, or there are fewer GPUs than ranks.
+            UserError: `run_dir` has no checkpoint, or one without a tokenizer, the model cannot be spread like that,
+                the launcher started another number of ranks, or there are fewer GPUs than ranks.
         """
         trained = Trained.find(run_dir)
         trained.check(layout)
+        trained.tokenizer()
         place = find_place()
         if place:
             layout.require_world(place.world_size)

@@ -7,8 +7,11 @@ them has them too.
 from pathlib import Path
 from typing import Any, Final
 
+from tokenizers import Tokenizer
+
 from threefold.checkpoint.folder import TOKENIZER
 from threefold.checkpoint.huggingface.files import read_json
+from threefold.errors import UserError
 
 CONFIG: Final = "config.json"
 CARRIED: Final = (
@@ -26,9 +29,26 @@ _PREFIX: Final = "huggingface-"
 
 
 def texts_of(source: Path) -> dict[str, str]:
-    """What a checkpoint of the model in `source` has beside its tensors, by file name."""
+    """What a checkpoint of the model in `source` has beside its tensors, by file name.
+
+    Raises:
+        UserError: a file cannot be read, or the tokenizer is none.
+    """
     kept = {TOKENIZER: source / TOKENIZER, **{_PREFIX + name: source / name for name in CARRIED}}
-    return {name: path.read_text(encoding="utf-8") for name, path in kept.items() if path.is_file()}
+    texts = {name: _text_of(path) for name, path in kept.items() if path.is_file()}
+    if TOKENIZER in texts:
+        try:
+            Tokenizer.from_str(texts[TOKENIZER])
+        except Exception as error:  # the library raises a bare Exception
+            raise UserError(f"{source / TOKENIZER} cannot be read ({error}); fetch it again.") from None
+    return texts
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); fetch it again.") from None
 
 
 def carried_by(checkpoint: Path) -> dict[str, str]:
