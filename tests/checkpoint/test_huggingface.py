@@ -97,7 +97,7 @@ def random_model(transformers: Any, name: str, dtype: torch.dtype = torch.float3
     return model
 
 
-SLOW = ("gpt2 untied", "llama yarn", "llama linear", "llama dynamic")
+SLOW = ("gpt2 untied", "llama yarn", "llama linear", "llama dynamic", "qwen2", "mistral", "qwen3_moe")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in MODELS])
@@ -141,7 +141,7 @@ def test_narrow_weights_stay_as_they_are(transformers: Any, tmp_path: Path) -> N
     assert same_tensors(file_tensors(tmp_path / "wide"), widened)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_the_same_tokens_are_likeliest(transformers: Any, tmp_path: Path, name: str) -> None:
     theirs = random_model(transformers, name)

@@ -182,7 +182,13 @@ def chunked(layout: dict[str, Any]) -> Case:
     return Case(**{"dtype": "fp64", "steps": 2, **layout, "settings": settings})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+SLOW = (1, 3, 4, 6)  # of which others have the parts
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=[pytest.mark.slow] if i in SLOW else [], id=str(each)) for i, each in enumerate(LAYOUTS)],
+)
 def test_layout(pool, expected, layout: dict[str, Any]) -> None:
     case = chunked(layout)
     found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,7 +135,15 @@ def test_sets_hold_every_pair_that_works() -> None:
     assert set().union(*map(pairs, SETS)) >= WANTED
 
 
-@pytest.mark.parametrize("features", SETS, ids=named)
+LARGE = 7
+"""Features of a set that the quick run takes; the small ones, each for a few pairs that are left, are for the slow."""
+
+
+def marked(features: Features) -> Any:
+    return pytest.param(features, marks=[] if len(features) >= LARGE else [pytest.mark.slow], id=named(features))
+
+
+@pytest.mark.parametrize("features", [marked(features) for features in SETS])
 def test_pairs_equal_one_process(compare, features: Features) -> None:
     check(compare(features), features)
 

@@ -31,20 +31,24 @@ def over(dp: int, tp: int, pp: int, *settings: tuple[str, Any], ep: int = 1, **c
     return MOE.with_layout(dp, tp, pp, settings=(("parallel.ep", ep), *settings), **changes)
 
 
+def slow(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "case",
     [
         over(2, 1, 1, ep=2),
         over(4, 2, 1, *SHARED, ep=2),
-        over(2, 2, 1, ep=2),
+        slow(over(2, 2, 1, ep=2)),
         over(2, 1, 2, ep=2, cp=2),
-        over(1, 2, 1, *SHARED, cp=2),
+        slow(over(1, 2, 1, *SHARED, cp=2)),
         over(2, 1, 2, ("parallel.stage_chunks", 2), ep=2, schedule="zero-bubble"),
-        over(2, 1, 1, ("train.recompute", "full"), ep=2),
+        slow(over(2, 1, 1, ("train.recompute", "full"), ep=2)),
         over(2, 2, 1, ("parallel.zero", 3)),
         over(4, 2, 1, *SHARED, ("parallel.zero", 3), ep=2),
-        over(2, 1, 1, ("parallel.zero", 1), ep=2),
-        over(2, 1, 2, ("parallel.zero", 2), ep=2, cp=2),
+        slow(over(2, 1, 1, ("parallel.zero", 1), ep=2)),
+        slow(over(2, 1, 2, ("parallel.zero", 2), ep=2, cp=2)),
         replace(over(4, 1, 1, ep=4), dtype="fp32"),
     ],
     ids=[

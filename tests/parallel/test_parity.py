@@ -44,7 +44,7 @@ def name(layout: tuple[int, int, int]) -> str:
     return "dp{}-tp{}-pp{}".format(*layout)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "fp64"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_layout(pool, expected, layout: tuple[int, int, int], dtype: str) -> None:
     """With dropout, accumulation, uneven masks, 7 layers, a vocabulary of 67."""
@@ -76,7 +76,7 @@ def test_variant(pool, expected, layout: tuple[int, int, int], changes: dict) ->
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batches", [1, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_schedule(pool, expected, schedule: str, micro_batches: int, pp: int) -> None:
     """Micro-batches fewer than, as many as and more than the stages."""
@@ -90,7 +90,7 @@ def test_every_product_of_eight_ranks_for_ten_steps(pool, expected, layout: tupl
     check(pool, expected, Case(dtype="fp64", layers=layers, steps=10, accumulation=3, dropout=0.1).with_layout(*layout))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])  # fp32 in every other layout is for the slow run
 def test_loss_curve_of_twenty_steps_in_single_precision(pool, expected, tp: int) -> None:
     case = Case(dtype="fp32", steps=20).with_layout(1, tp, 1)
     trace = pool.run(tp, in_layout, case)[0]
