@@ -161,6 +161,11 @@ class _YamlDumper(yaml.SafeDumper):
 _YamlDumper.add_representer(list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, True))
 
 
+def to_yaml(sections: dict[str, dict[str, Any]]) -> str:
+    """Settings by section as YAML."""
+    return yaml.dump(sections, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True)
+
+
 class Config(Section):
     """A whole run. Two configs are equal when all their settings are, wherever they were read from."""
 
@@ -181,7 +186,7 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The config as YAML that `load_config` reads back equal."""
-        return yaml.dump(self.sections(), Dumper=_YamlDumper, sort_keys=False, allow_unicode=True)
+        return to_yaml(self.sections())
 
     def compact(self) -> str:
         """The same on one line a section, for the console."""

@@ -1,0 +1,102 @@
+"""From a file of another system to a config of ours."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+from threefold.config.convert import colossal, fleet, megatron
+from threefold.config.convert.draft import Draft, Note
+from threefold.config.loading import config_of, known_keys
+from threefold.config.resolve import resolve
+from threefold.config.schema import Config, section_types, to_yaml
+from threefold.errors import UserError
+
+Kind = Literal["fleet", "colossal", "megatron"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+_ENDINGS: Final[dict[str, Kind]] = {".yaml": "fleet", ".yml": "fleet", ".py": "colossal"}
+_USUAL_VOCABULARY: Final = 50257
+_PLACE_OF_DATA: Final = "tokens"
+
+
+class _System(NamedTuple):
+    read: Callable[[Path], Mapping[str, Any]]
+    fill: Callable[[Draft, int | None], None]
+
+
+_SYSTEMS: Final[dict[Kind, _System]] = {
+    "fleet": _System(fleet.read, fleet.fill),
+    "colossal": _System(colossal.read, colossal.fill),
+    "megatron": _System(megatron.read, megatron.fill),
+}
+
+
+class Converted(NamedTuple):
+    """What became of a file.
+
+    Attributes:
+        kind: the system it is of.
+        sections: our settings that are not the default.
+        notes: their settings that have no counterpart, or one that is not the same.
+        refusal: why the settings cannot go together as they are, in one sentence; or nothing.
+    """
+
+    kind: Kind
+    sections: dict[str, dict[str, Any]]
+    notes: list[Note]
+    refusal: str
+
+    def to_yaml(self) -> str:
+        """Our settings as YAML that `load_config` reads."""
+        return to_yaml(self.sections)
+
+
+def convert(path: Path, kind: Kind | None = None, world_size: int | None = None) -> Converted:
+    """Our config of a file of another system.
+
+    Args:
+        path: the file.
+        kind: the system it is of; what its name says if not given.
+        world_size: ranks of the run, from which data parallelism follows where the file does not say it.
+
+    Raises:
+        UserError: it cannot be read, or a value in it is none that the setting can have.
+    """
+    kind = kind or _ENDINGS.get(path.suffix.lower(), "megatron")
+    draft = Draft(str(path), _SYSTEMS[kind].read(path))
+    _SYSTEMS[kind].fill(draft, world_size)
+    if not {"data.path", "data.mixture"} & draft.settings.keys():
+        draft.put("data.path", _PLACE_OF_DATA)
+        draft.note("data", "not given", f"data.path {_PLACE_OF_DATA} stands for the folder or the token files of yours")
+    config = _config(draft)
+    return Converted(kind, _differing(config, draft.settings), draft.notes, _refusal(config))
+
+
+def _config(draft: Draft) -> Config:
+    sections: dict[str, dict[str, Any]] = {}
+    for key in known_keys():
+        if key in draft.settings:
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = draft.settings[key]
+    try:
+        return config_of(sections)
+    except UserError as error:
+        raise UserError(f"{draft.where}: {error}") from None
+
+
+def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings whose default is another, or follows from others."""
+    differing: dict[str, dict[str, Any]] = {}
+    for name, section in section_types().items():
+        for key, value in getattr(config, name).settings().items():
+            default = section.model_fields[key].default
+            if f"{name}.{key}" in settings and value != (list(default) if isinstance(default, tuple) else default):
+                differing.setdefault(name, {})[key] = value
+    return differing
+
+
+def _refusal(config: Config) -> str:
+    try:
+        resolve(config, config.model.vocab_size or _USUAL_VOCABULARY)
+    except UserError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,170 @@
+"""What every conversion does: take their settings one by one, put ours, and tell what is left."""
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from threefold.errors import UserError
+
+NOT_KNOWN = "not known to this converter, so nothing stands for it"
+
+
+class Same(NamedTuple):
+    """A setting of theirs that is one of ours.
+
+    Attributes:
+        theirs: their key.
+        ours: `section.key`.
+        kind: makes our value of theirs; raises ValueError with what it must be.
+        default: what it is for them where nobody sets it; None where that is ours too, or where they have none.
+    """
+
+    theirs: str
+    ours: str
+    kind: Callable[[Any], Any]
+    default: Any = None
+
+
+class Note(NamedTuple):
+    """What the user is to know of one of their settings: it has no counterpart, or one that is not the same."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+class Draft:
+    """Their settings that are not yet dealt with, ours so far, and notes."""
+
+    def __init__(self, where: str, given: Mapping[str, Any]) -> None:
+        self.where = where
+        self.given = {key: value for key, value in given.items() if value is not None}
+        self.settings: dict[str, Any] = {}
+        self.notes: list[Note] = []
+
+    def take(self, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
+        """Their value of `key`, which is dealt with then, or the default.
+
+        Raises:
+            UserError: it is not what `kind` makes a value of.
+        """
+        if key not in self.given:
+            return default
+        value = self.given.pop(key)
+        if isinstance(value, str) and value.startswith("$") and kind not in (text, texts):
+            self.note(key, value, "a variable that the file does not set; taken as not given")
+            return default
+        try:
+            return kind(value)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.where}: {key} is {value!r} but must be {error}.") from None
+
+    def given_whole(self, key: str, default: int) -> int:
+        """Their whole number of `key`, which stays to be dealt with."""
+        value = self.given.get(key)
+        return int(str(value)) if str(value).isdecimal() else default
+
+    def put(self, key: str, value: Any) -> None:
+        """Set ours, unless there is nothing to set."""
+        if value is not None:
+            self.settings[key] = value
+
+    def move(self, table: Iterable[Same]) -> None:
+        """Deal with the settings that are one of ours."""
+        for theirs, ours, kind, default in table:
+            self.put(ours, self.take(theirs, kind, default))
+
+    def note(self, key: str, value: Any, reason: str) -> None:
+        """Tell the user of one of their settings."""
+        self.notes.append(Note(key, value, reason))
+
+    def leave(self, reasons: Mapping[str, str]) -> None:
+        """Tell of every setting that is left, with the reason of the first pattern that it matches."""
+        for key, value in self.given.items():
+            matching = (reason for pattern, reason in reasons.items() if fnmatchcase(key, pattern))
+            self.note(key, value, next(matching, NOT_KNOWN))
+        self.given.clear()
+
+
+def whole(value: Any) -> int:
+    """A whole number."""
+    if isinstance(value, bool) or float(_number(value, "a whole number")) % 1:
+        raise ValueError("a whole number")
+    return int(float(value)) if not isinstance(value, int) else value
+
+
+def count(value: Any) -> int:
+    """A whole number above 0."""
+    if (result := whole(value)) < 1:
+        raise ValueError("at least 1")
+    return result
+
+
+def number(value: Any) -> float:
+    """A number."""
+    return _number(value, "a number")
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        result = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(what) from None
+    if result != result or result in (float("inf"), float("-inf")):
+        raise ValueError(what)
+    return result
+
+
+def switch(value: Any) -> bool:
+    """Yes or no."""
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    raise ValueError("true or false")
+
+
+def text(value: Any) -> str:
+    """Text, or a number as text."""
+    if isinstance(value, list | dict):
+        raise ValueError("text")
+    return str(value)
+
+
+def texts(value: Any) -> list[str]:
+    """One text or several."""
+    return [str(part) for part in value] if isinstance(value, list) else [text(value)]
+
+
+def anything(value: Any) -> Any:
+    """The value as it stands."""
+    return value
+
+
+def dp_of(draft: Draft, world: int | None, others: int, where: str) -> int:
+    """Data-parallel replicas of so many ranks, told as a note where nobody says how many ranks there are.
+
+    Raises:
+        UserError: the other axes do not divide the ranks.
+    """
+    if world is None:
+        draft.note(where, "not given", "parallel.dp is 1; give --world-size, the number of ranks, for another")
+        return 1
+    if world % others:
+        rule = f"must be a multiple of {others}, the ranks of one replica"
+        raise UserError(
+            f"{draft.where}: the world size is {world} but {rule}; use {max(1, round(world / others)) * others}."
+        )
+    return world // others
+
+
+def put_zero(draft: Draft, stage: int, key: str, value: Any) -> None:
+    """Share among the replicas, if there are any to share with."""
+    if draft.settings.get("parallel.dp", 1) * draft.settings.get("parallel.cp", 1) > 1:
+        draft.put("parallel.zero", stage)
+    else:
+        draft.note(
+            key, value, f"one replica has none to share with; set parallel.zero {stage} once parallel.dp is above 1"
+        )
