@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.foreign_configs import COLOSSAL, FLEET, FLEET_BASE, LLAMA, MEGATRON
 from threefold.config import Config, load_config, resolve
 from threefold.config.convert import Converted, convert
 from threefold.errors import UserError
-from tests.support.foreign_configs import COLOSSAL, FLEET, FLEET_BASE, LLAMA, MEGATRON
 
 
 def _settings(found: Converted, folder: Path) -> dict[str, Any]:

@@ -72,7 +72,9 @@ TENSOR_PARALLEL = 2
 TENSOR_SHAPE = (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LEN, HIDDEN_SIZE)
 LOG_PATH = f"./logs_{TENSOR_PARALLEL}"
 FROBNICATE = open("x")
-zero = dict(model_config=dict(tensor_placement_policy='cpu', shard_strategy=TensorShardStrategy()), optimizer_config=dict())
+zero = dict(
+    model_config=dict(tensor_placement_policy='cpu', shard_strategy=TensorShardStrategy()), optimizer_config=dict()
+)
 fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=2 * 1024)
 optimizer = dict(type=HybridAdam, lr=0.00015, weight_decay=1e-2)
 model = dict(type=GPT2_small_pipeline_hybrid, checkpoint=True, num_chunks=1, dtype=torch.half)
