@@ -31,7 +31,7 @@ REASONS: Final = {
     "num-workers": "tokens are memory-mapped, so there are no workers",
     "dataloader-type": "samples of a step follow from train.seed and the step",
     "rampup-batch-size": "train.global_batch_size is the same from first to last step",
-    "exit-*": "train.max_steps ends the run; Ctrl-C or SIGTERM end it early with a checkpoint",
+    "exit-*": "train.max_steps ends the run; one that is ended early goes on from its last checkpoint with --resume",
     "recompute-method": "train.recompute full keeps the inputs of every train.recompute_every-th block",
     "recompute-num-layers": "train.recompute full keeps the inputs of every train.recompute_every-th block",
     "recompute-modules": "train.recompute selective is the attention core",

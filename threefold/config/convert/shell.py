@@ -54,7 +54,7 @@ def _flags(words: list[str], variables: dict[str, str]) -> tuple[dict[str, Any],
     world = flags.pop("world-size", None) or _product(local, nodes)
     if world is None and "WORLD_SIZE" in variables:
         world = " ".join(_expanded([variables["WORLD_SIZE"]], variables))
-    return flags, int(world) if str(world).isdecimal() and int(str(world)) > 0 else None
+    return flags, int(str(world)) if str(world).isdecimal() and int(str(world)) > 0 else None
 
 
 def _product(local: Any, nodes: Any) -> str | None:
