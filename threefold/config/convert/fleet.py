@@ -177,8 +177,13 @@ def _layout(draft: Draft, world: int | None) -> None:
     chunks = draft.take("Distributed.virtual_pp_degree", whole, draft.take("Model.virtual_pp_degree", whole, 1))
     if chunks > 1 and pp > 1:
         draft.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
-    if draft.take("Model.sequence_parallel", switch, False) and tp > 1:
-        draft.put("parallel.sequence_parallel", True)
+    elif chunks > 1:
+        draft.note("virtual_pp_degree", chunks, "without a pipeline there are no stages")
+    if draft.take("Model.sequence_parallel", switch, False):
+        if tp > 1:
+            draft.put("parallel.sequence_parallel", True)
+        else:
+            draft.note("Model.sequence_parallel", True, "without tensor parallelism there is nothing to share")
 
 
 def _batch(draft: Draft) -> None:

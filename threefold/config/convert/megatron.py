@@ -101,6 +101,8 @@ def _layout(draft: Draft, world: int | None) -> None:
         chunks = max(1, draft.given_whole("num-layers", 1) // pp // layers)
     if chunks > 1 and pp > 1:
         draft.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
+    elif chunks > 1:
+        draft.note("virtual pipeline stages", chunks, "without a pipeline there are no stages")
 
 
 def _batch(draft: Draft) -> None:
@@ -192,7 +194,6 @@ def _recompute(draft: Draft) -> None:
         granularity = granularity or "selective"
     if draft.take("checkpoint-activations", switch, False):
         granularity = "full"
-    draft.take("checkpoint-num-layers", whole)
     if granularity not in (None, "full", "selective"):
         raise UserError(f"{draft.where}: --recompute-granularity is {granularity!r} but must be full or selective.")
     draft.put("train.recompute", granularity)

@@ -32,6 +32,7 @@ REASONS: Final = {
     "dataloader-type": "samples of a step follow from train.seed and the step",
     "rampup-batch-size": "train.global_batch_size is the same from first to last step",
     "exit-*": "train.max_steps ends the run; one that is ended early goes on from its last checkpoint with --resume",
+    "checkpoint-num-layers": "train.recompute full keeps the inputs of every train.recompute_every-th block",
     "recompute-method": "train.recompute full keeps the inputs of every train.recompute_every-th block",
     "recompute-num-layers": "train.recompute full keeps the inputs of every train.recompute_every-th block",
     "recompute-modules": "train.recompute selective is the attention core",
