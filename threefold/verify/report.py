@@ -95,7 +95,7 @@ class Result:
         layout = self.variant.layout
         return {
             "layout": str(self.variant),
-            "axes": {axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp")},
+            "axes": {axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp", "ep")},
             "settings": dict(self.variant.settings),
             "verdict": self.verdict,
             "seconds": round(self.seconds, 3),
