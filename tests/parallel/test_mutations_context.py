@@ -30,11 +30,11 @@ def labels_shifted_after_the_split() -> list[Patch]:
     """The last token of each chunk is asked for the first of the rank's next chunk, which is not what follows it."""
     work = engine.Engine._work
 
-    def shifted(self: engine.Engine, batch: Batch, keys: Tensor | None) -> Work:
+    def shifted(self: engine.Engine, batch: Batch, *facts: Tensor | None) -> Work:
         cut = self.division.region.cut.across_context
         held = cut.indices(batch.tokens.shape[1] // cut.shares, torch.device("cpu"))
         follow = torch.cat([batch.labels[:, held[1:] - 1], torch.full((len(batch.labels), 1), IGNORED)], 1)
-        right = work(self, batch, keys)
+        right = work(self, batch, *facts)
         return Work(right.tokens, follow, right.samples)
 
     return [replace(engine.Engine, "_work", shifted)]
