@@ -29,8 +29,8 @@ FOLDER = Path("families")
 VOCAB, STEPS, SEEDS, SPAN = 4096, 200, (1,), 9  # further seeds tell differences from those between two runs
 SHAPE = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "tie_embeddings": True}
 COMMON: dict[str, dict[str, Any]] = {
-    "data": {"sequence_length": 128, "split": "90,10"},
-    "train": {"max_steps": STEPS, "global_batch_size": 16, "eval_every": 25, "eval_batches": 4, "device": "cpu"},
+    "data": {"sequence_length": 64, "split": "90,10"},
+    "train": {"max_steps": STEPS, "global_batch_size": 16, "eval_every": 50, "eval_batches": 4, "device": "cpu"},
     "optimizer": {"lr": 3e-3},
     "log": {"every": 50},
 }
