@@ -25,6 +25,8 @@ from threefold.parallel.sequence import PositionEmbedding
 from threefold.parallel.split import OverContext, OverSequence
 from threefold.train import engine
 
+pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
+
 
 def labels_shifted_after_the_split() -> list[Patch]:
     """The last token of each chunk is asked for the first of the rank's next chunk, which is not what follows it."""

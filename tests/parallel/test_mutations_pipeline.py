@@ -15,6 +15,9 @@ from threefold.parallel import apply, data, split
 from threefold.parallel.pipeline import deferred, pipe, placement, runner
 from threefold.train import division
 
+pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
+
+
 Store = deferred.DeferredGradients
 
 

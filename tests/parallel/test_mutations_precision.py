@@ -17,6 +17,9 @@ from tests.train.test_precision import FP16, check_skipped_by_all, overflowing
 from threefold.parallel import compression, data, random
 from threefold.train import engine, loss_scale
 
+pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
+
+
 Mistake = Callable[[], list[Patch]]
 
 

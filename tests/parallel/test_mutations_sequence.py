@@ -17,6 +17,8 @@ from threefold.parallel.sequence import Region
 from threefold.parallel.split import OverSequence
 from threefold.train import engine
 
+pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
+
 
 def _summed_only(matches: Callable[[str], bool]) -> list[Patch]:
     """Only the gradients of the weights that match are summed over the shares."""

@@ -14,6 +14,8 @@ from tests.support.parity import Case, departures
 from threefold.parallel import apply, zero
 from threefold.parallel.axis import Axis
 
+pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
+
 
 def average_over_replicas_taken_twice() -> list[Patch]:
     set_up = zero._set_up
