@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from threefold.launch.process import die_with_parent, signal_name
 from threefold.launch.worker import wait_for_all
+from threefold.parallel.pickled import dumps
 
 GRACE = 0.3
 """Seconds in which the other ranks may still report after the first failure."""
@@ -97,7 +98,7 @@ class WorkerPool:
         workers = self._workers[:world_size]
         with tempfile.TemporaryDirectory(prefix="threefold-pool-") as folder:
             store = os.path.join(folder, "store")
-            call = pickle.dumps((fn, args))
+            call = dumps((fn, args))
             for rank, worker in enumerate(workers):
                 job = _Job(sys.path, call, rank, world_size, store, self._timeout)
                 with suppress(BrokenPipeError):  # it died since the last run: collecting says so
@@ -229,7 +230,7 @@ def _serve(connection: Connection) -> None:
             return
         answer = _answer(raw)
         try:
-            data = pickle.dumps(answer)
+            data = dumps(answer)
         except Exception as error:
             data = pickle.dumps(_Failure(f"its result cannot be pickled: {error}", None))
         connection.send_bytes(data)

@@ -1,5 +1,6 @@
 """One axis of the mesh: the ranks along it, what they can do together, and a record of what they did."""
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from threefold.parallel.pickled import dumps
 from threefold.parallel.shared_memory import SharedMemoryGroup
 
 
@@ -238,8 +240,8 @@ class Axis:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        dist.all_gather_object(found, dumps(value), group=self.group)
+        return [pickle.loads(each) for each in found]
 
     def barrier(self) -> None:
         """Wait until every rank of the axis is here."""

@@ -1,0 +1,36 @@
+"""Pickling of values with many tensors in them.
+
+A tensor that is pickled as torch has it becomes a file of its own, with a header and a record for each part, which
+costs about a millisecond. Here it is its bytes, its dtype and its shape: some ten microseconds.
+"""
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def dumps(value: Any) -> bytes:
+    """A value as bytes that `pickle.loads` reads. Tensors go by value, also where they share memory."""
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or not _is_plain(value):
+            return NotImplemented
+        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return tensor.device.type == "cpu" and dense and not tensor.requires_grad
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
