@@ -46,13 +46,13 @@ def share(group: dist.ProcessGroup, capacity: int) -> Shared | None:
 
     Returns None when the ranks are not all on one host, or the host has no room for the memory.
     """
-    if len(set(_everybodys(_host(), group))) > 1:
-        return None
     ranks, index = dist.get_process_group_ranks(group), dist.get_rank(group)
     folder = _make_folder(len(ranks), capacity) if index == 0 else None
     try:
-        shared = _everybodys(folder, group)[0]
-        return _join(group, shared, ranks, index) if shared else None
+        hosts, folders = zip(*_everybodys((_host(), folder), group), strict=True)
+        if len(set(hosts)) > 1 or folders[0] is None:
+            return None
+        return _join(group, folders[0], ranks, index)
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)  # what is open stays; nothing is left if all of us are killed now
@@ -70,12 +70,15 @@ def _join(group: dist.ProcessGroup, folder: Path, ranks: list[int], index: int) 
                 os.set_blocking(descriptors[peer], True)
             return descriptors
 
-        memory = _together(group, lambda: _map_memory(folder))
-        inboxes = _together(group, lambda: open_pipes({p: folder / f"{p}-{index}" for p in peers}, os.O_RDONLY))
+        def open_inboxes() -> tuple[mmap.mmap, dict[int, int]]:
+            return _map_memory(folder), open_pipes({p: folder / f"{p}-{index}" for p in peers}, os.O_RDONLY)
+
+        begun = _together(group, open_inboxes)
         # A pipe can be opened for writing once its reader is there, and all readers are after the line above.
         outboxes = _together(group, lambda: open_pipes({p: folder / f"{index}-{p}" for p in peers}, os.O_WRONLY))
-        if memory is None or inboxes is None or outboxes is None:
+        if begun is None or outboxes is None:
             return None
+        memory, inboxes = begun
         opened.pop_all()
         # What the group's own collectives wait at most.
         timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
@@ -118,7 +121,7 @@ def _reserve(descriptor: int, length: int) -> None:
 
 def _map_memory(folder: Path) -> mmap.mmap:
     with open(folder / "memory", "r+b") as file:
-        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        return mmap.mmap(file.fileno(), 0)
 
 
 def _together(group: dist.ProcessGroup, action: Callable[[], T]) -> T | None:
