@@ -5,7 +5,7 @@ forward pass computes with a plain leaf that shares its memory: no operation is 
 per operation is many times that of a small layer's own on a CPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
         dim: the dimension to split; its size need not be divisible.
     """
     # A dense copy, so that nothing keeps the whole tensor alive.
-    return _as_parameter(local_part(whole.detach(), axis, dim).clone(), whole.shape, axis, dim)
+    return _as_parameter(local_part(whole.detach(), axis, dim).clone(), whole.shape, axis, [dim])
 
 
 def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[int, int]) -> nn.Parameter:
@@ -39,28 +39,24 @@ def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[in
     part = whole.detach()
     for axis, dim in zip(axes, dims, strict=True):
         part = local_part(part, axis, dim)
-    mesh = axes[0].device_mesh
-    assert mesh is not None
-    placements = [Shard(dim) for dim in dims]
-    shard = DTensor.from_local(
-        part.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
-    )
-    return nn.Parameter(shard)
+    return _as_parameter(part.clone(), whole.shape, axes[0], dims)
 
 
 def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.device | None = None) -> nn.Parameter:
     """A parameter of the whole shape `shape`, of which this rank stores an uninitialised shard along `dim`."""
     start, end = shard_bounds(shape[dim], axis.size, axis.index)
     local = torch.empty(*shape[:dim], end - start, *shape[dim + 1 :], device=device)
-    return _as_parameter(local, torch.Size(shape), axis, dim)
+    return _as_parameter(local, torch.Size(shape), axis, [dim])
 
 
-def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dim: int) -> nn.Parameter:
+def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dims: Sequence[int]) -> nn.Parameter:
+    """A rank's part of a parameter, as one of the whole shape whose `dims` the axes of `axis.device_mesh` cut."""
     if axis.device_mesh is None:
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
+    placements = [Shard(dim) for dim in dims]
     stride = torch.empty(shape, device="meta").stride()
     return nn.Parameter(
-        DTensor.from_local(local, axis.device_mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+        DTensor.from_local(local, axis.device_mesh, placements, run_check=False, shape=shape, stride=stride)
     )
 
 
