@@ -97,10 +97,7 @@ def random_model(transformers: Any, name: str, dtype: torch.dtype = torch.float3
     return model
 
 
-SLOW = ("gpt2 untied", "llama yarn", "llama linear", "llama dynamic", "qwen2", "mistral", "qwen3_moe")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_same_logits_and_bits_both_ways(transformers: Any, tmp_path: Path, name: str) -> None:
     theirs = random_model(transformers, name)
@@ -141,17 +138,17 @@ def test_narrow_weights_stay_as_they_are(transformers: Any, tmp_path: Path) -> N
     assert same_tensors(file_tensors(tmp_path / "wide"), widened)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_the_same_tokens_are_likeliest(transformers: Any, tmp_path: Path, name: str) -> None:
     theirs = random_model(transformers, name)
+    theirs.config.eos_token_id = theirs.generation_config.eos_token_id = None  # a random model would end at once
     theirs.save_pretrained(tmp_path / "hf")
     import_model(Import(tmp_path / "hf", tmp_path / "run"), Silent())
     prompts = torch.randint(97, (50, 6), generator=torch.Generator().manual_seed(1))
-    theirs.generation_config.eos_token_id = None
     seen = torch.ones_like(prompts)  # else token 0 would be taken for padding
     expected = theirs.generate(prompts, attention_mask=seen, max_new_tokens=12, do_sample=False, pad_token_id=0)[:, 6:]
-    assert len({tuple(row) for row in expected.tolist()}) > 40
+    assert len({tuple(row) for row in expected.tolist()}) > 20
     request = Request(max_new_tokens=12, sampling=Sampling(temperature=0), batch_size=50)
     got = complete(Trained.find(tmp_path / "run").load(), prompts.tolist(), request)
     assert got == expected.tolist()
