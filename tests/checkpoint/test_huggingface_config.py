@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from threefold.checkpoint.huggingface.config_in import read_model
-from threefold.checkpoint.huggingface.config_out import choose_family, write_model
+from threefold.checkpoint.huggingface.config_out import choose_family, left_out, write_model
+from threefold.checkpoint.huggingface.families import FAMILIES
 from threefold.config import ModelConfig
 from threefold.errors import UserError
 
@@ -210,3 +211,13 @@ def test_layers_with_experts(step: int, dense: list[int], expected: tuple[int, i
     model = ModelConfig(**settings)
     theirs = [layer not in dense and (layer + 1) % step == 0 for layer in range(6)]
     assert [model.has_experts(layer) for layer in range(6)] == theirs
+
+
+def test_what_a_config_json_has_no_key_for_is_named() -> None:
+    mixture = ModelConfig(architecture="llama", hidden_dropout=0.1, router_z_loss=0.001, expert_capacity_factor=1.25)
+    assert left_out(mixture, FAMILIES["mixtral"]) == (
+        "model.router_z_loss 0.001",
+        "model.expert_capacity_factor 1.25",
+        "model.hidden_dropout 0.1",
+    )
+    assert left_out(ModelConfig(hidden_dropout=0.1), FAMILIES["gpt2"]) == ()

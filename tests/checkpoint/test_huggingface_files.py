@@ -49,7 +49,7 @@ def refused(source: Path, out: Path, **options: Any) -> str:
             "Threefold has one kind of rotary positions for all layers",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, which Threefold does not know"),
+        ({"quantization_config": {"bits": 4}}, "says that the weights are quantised; take a copy that is not"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
             "layer_types is ['sliding_attention', 'full_attention']; Threefold has full attention in the first",
@@ -60,6 +60,7 @@ def refused(source: Path, out: Path, **options: Any) -> str:
         ({"tie_word_embeddings": False}, "lacks lm_head.weight, which"),
         ({"num_key_value_heads": 3}, "model.num_key_value_heads is 3 but must divide model.num_attention_heads 4"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', which is no number"),
+        ({"hidden_size": float("inf")}, "hidden_size is inf, which is no whole number"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, change: dict[str, Any], expected: str) -> None:

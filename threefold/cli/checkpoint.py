@@ -76,6 +76,7 @@ def export(
             ("weights", f"{made.dtype}, {size(made.bytes)}"),
             ("files", f"{made.files[0]}" + (f" and {len(made.files) - 1} more" if len(made.files) > 1 else "")),
             ("beside them", ", ".join(made.texts)),
+            *((("left out", f"{', '.join(made.left_out)}: of training alone"),) if made.left_out else ()),
         ],
     )
 

@@ -31,6 +31,8 @@ def read_model(values: Mapping[str, Any], where: str, ignored: Collection[str] =
     family = FAMILIES[name]
     keys = Keys(values, COMMON_DEFAULTS | dict(family.defaults), where)
     keys.take("model_type")
+    if keys.take("quantization_config"):
+        raise keys.problem("quantization_config says that the weights are quantised", "take a copy that is not")
     settings = _gpt(keys) if family.architecture == "gpt" else _llama(keys, family)
     keys.finish(ignored)
     return family, {"architecture": family.architecture, **settings}

@@ -69,6 +69,13 @@ def write_model(
     }
 
 
+def left_out(model: ModelConfig, family: Family) -> tuple[str, ...]:
+    """Settings of training, with their values, that a config.json of the family has no key for."""
+    dropout = () if family.architecture == "gpt" else ("hidden_dropout",)
+    settings = ("router_z_loss", "expert_capacity_factor", *dropout)
+    return tuple(f"model.{name} {getattr(model, name):g}" for name in settings if getattr(model, name))
+
+
 def _gpt(model: ModelConfig) -> dict[str, Any]:
     return {
         "n_layer": model.num_layers,

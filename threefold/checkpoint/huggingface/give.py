@@ -14,7 +14,7 @@ from threefold.checkpoint.folder import Checkpoint, newest, stored_config
 from threefold.checkpoint.huggingface.bring import PRECISIONS, require_free
 from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
 from threefold.checkpoint.huggingface.carried import imported_config, write_texts
-from threefold.checkpoint.huggingface.config_out import choose_family, write_model
+from threefold.checkpoint.huggingface.config_out import choose_family, left_out, write_model
 from threefold.checkpoint.huggingface.families import Family
 from threefold.checkpoint.huggingface.shards import Planned, Shards
 from threefold.checkpoint.huggingface.tables import weights_of
@@ -67,6 +67,7 @@ class Exported:
         bytes: of the weights.
         files: names of the weights' files.
         texts: names of the files beside them.
+        left_out: settings of training that the files have no place for, with their values.
     """
 
     family: str
@@ -77,6 +78,7 @@ class Exported:
     bytes: int
     files: tuple[str, ...]
     texts: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 def export_model(request: Export, progress: Progress) -> Exported:
@@ -121,7 +123,7 @@ def export_model(request: Export, progress: Progress) -> Exported:
             )
             shards.finish()
     parameters = sum(prod(each.shape) for each in planned)
-    names = (tuple(shards.names), (THEIR_CONFIG, *texts))
+    names = (tuple(shards.names), (THEIR_CONFIG, *texts), left_out(config.model, family))
     return Exported(family.name, config, checkpoint.step, parameters, dtype, total, *names)
 
 

@@ -127,7 +127,7 @@ class Keys:
             UserError: it is missing, or something else.
         """
         value = self.number(key, default)
-        if int(value) != value:
+        if value % 1 != 0:  # also of what JSON calls Infinity or NaN
             raise self.problem(f"{key} is {value!r}, which is no whole number", "fetch the file again")
         return int(value)
 

@@ -56,6 +56,9 @@ _QWEN: Final = ("mlp.gate.weight", "mlp.experts.{}.", ("gate_proj", "up_proj", "
 """Names of the router, of an expert, and of its gate, up and down projections."""
 _STACKED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """How transformers 5 has all experts in memory, gates before ups, and how some tools store them."""
+_GPT: Final = (_GPT_PLAIN, _GPT_BLOCK, "transformer.h.{}.")
+_LLAMA: Final = (_LLAMA_PLAIN, _LLAMA_BLOCK, "model.layers.{}.")
+"""Names of what is held as ours is: outside the blocks, and in them; and what the latter begin with."""
 
 
 def weights_of(family: Family, model: ModelConfig, shapes: Shapes, present: Collection[str] = ()) -> list[Weight]:
@@ -67,45 +70,44 @@ def weights_of(family: Family, model: ModelConfig, shapes: Shapes, present: Coll
         shapes: of our parameters, by name.
         present: names in the files, which tell how experts are stored; one by one where it is empty.
     """
-    make = _gpt if family.architecture == "gpt" else _llama
-    return [weight for name in shapes for weight in make(name, family, model, shapes, present)]
+    plain, in_block, blocks = _GPT if family.architecture == "gpt" else _LLAMA
+    weights: list[Weight] = []
+    for name in shapes:
+        if name in plain:
+            weights.append(_plain(name, plain[name], shapes))
+            continue
+        _, layer, ours = name.split(".", 2)
+        block = blocks.format(layer)
+        if ours in in_block:
+            weights.append(_plain(name, block + in_block[ours], shapes))
+        elif family.architecture == "gpt":
+            weights.append(_gpt(name, ours, block, model, shapes))
+        else:
+            weights += _llama(name, ours, block, family, model, shapes, present)
+    return weights
 
 
-def _gpt(name: str, family: Family, model: ModelConfig, shapes: Shapes, present: Collection[str]) -> Iterator[Weight]:
-    if name in _GPT_PLAIN:
-        yield _plain(name, _GPT_PLAIN[name], shapes)
-        return
-    ours, layer = _in_block(name)
-    block = f"transformer.h.{layer}."
-    if ours in _GPT_BLOCK:
-        yield _plain(name, block + _GPT_BLOCK[ours], shapes)
-    elif ours in _GPT_TRANSPOSED:
-        yield Weight(name, shapes[name], (Part(block + _GPT_TRANSPOSED[ours]),), transposed=True)
-    else:
-        theirs = block + ours.replace("attn.qkv", "attn.c_attn")
-        width = model.hidden_size // model.num_attention_heads
-        parts = tuple(Part(theirs, width, start * model.hidden_size) for start in range(3))
-        yield Weight(name, shapes[name], parts, transposed=ours.endswith("weight"))
+def _gpt(name: str, ours: str, block: str, model: ModelConfig, shapes: Shapes) -> Weight:
+    if ours in _GPT_TRANSPOSED:
+        return Weight(name, shapes[name], (Part(block + _GPT_TRANSPOSED[ours]),), transposed=True)
+    theirs = block + ours.replace("attn.qkv", "attn.c_attn")
+    width = model.hidden_size // model.num_attention_heads
+    parts = tuple(Part(theirs, width, start * model.hidden_size) for start in range(3))
+    return Weight(name, shapes[name], parts, transposed=ours.endswith("weight"))
 
 
-def _llama(name: str, family: Family, model: ModelConfig, shapes: Shapes, present: Collection[str]) -> Iterator[Weight]:
-    if name in _LLAMA_PLAIN:
-        yield _plain(name, _LLAMA_PLAIN[name], shapes)
-        return
-    ours, layer = _in_block(name)
-    block = f"model.layers.{layer}."
-    if ours in _LLAMA_BLOCK:
-        yield _plain(name, block + _LLAMA_BLOCK[ours], shapes)
-    elif ours in _GATE_UP:
-        yield dealt(name, shapes[name], [Part(block + theirs) for theirs in _GATE_UP[ours]])
-    elif ours.startswith("attn.qkv."):
-        kind = ours.rpartition(".")[2]
-        shared, width = model.num_attention_heads // model.num_key_value_heads, model.head_dim
-        rows = {"q": shared * width, "k": width, "v": width}
-        parts = [Part(f"{block}self_attn.{each}_proj.{kind}", count) for each, count in rows.items()]
-        yield dealt(name, shapes[name], parts)
-    else:
-        yield from _experts(name, ours, block, family, shapes, present)
+def _llama(
+    name: str, ours: str, block: str, family: Family, model: ModelConfig, shapes: Shapes, present: Collection[str]
+) -> list[Weight]:
+    if ours in _GATE_UP:
+        return [dealt(name, shapes[name], [Part(block + theirs) for theirs in _GATE_UP[ours]])]
+    if not ours.startswith("attn.qkv."):
+        return list(_experts(name, ours, block, family, shapes, present))
+    kind = ours.rpartition(".")[2]
+    shared, width = model.num_attention_heads // model.num_key_value_heads, model.head_dim
+    rows = {"q": shared * width, "k": width, "v": width}
+    parts = [Part(f"{block}self_attn.{each}_proj.{kind}", count) for each, count in rows.items()]
+    return [dealt(name, shapes[name], parts)]
 
 
 def _experts(
@@ -134,9 +136,3 @@ def _experts(
 
 def _plain(name: str, theirs: str, shapes: Shapes) -> Weight:
     return Weight(name, shapes[name], (Part(theirs),))
-
-
-def _in_block(name: str) -> tuple[str, str]:
-    """A parameter's name inside its block, and the block's number."""
-    _, layer, ours = name.split(".", 2)
-    return ours, layer
