@@ -22,7 +22,7 @@ class Oracle:
         """[S, V], of one sequence."""
         return self.model(torch.tensor([tokens]))[0]
 
-    def greedy(self, tokens: list[int], new_tokens: int, known: int, eod: int) -> list[int]:
+    def greedy(self, tokens: list[int], new_tokens: int, known: int, ends: frozenset[int]) -> list[int]:
         """The likeliest of the first `known` tokens, again and again.
 
         Where the context is full, the older half is let go.
@@ -32,7 +32,7 @@ class Oracle:
             if len(tokens) > self.context:
                 tokens = tokens[-((self.context + 1) // 2) :]
             token = int(self.logits(tokens)[-1, :known].argmax())
-            if token == eod:
+            if token in ends:
                 break
             added.append(token)
             tokens.append(token)

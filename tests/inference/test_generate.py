@@ -42,7 +42,7 @@ def model(learned: Trained) -> Model:
 def test_greedy_is_the_likeliest_again_and_again(trained: Trained) -> None:
     """Also past the context, where the older half is let go."""
     oracle, model = Oracle(trained), trained.load(dtype="fp64")
-    expected = [oracle.greedy(prompt, 25, model.tokens, model.eod) for prompt in PROMPTS]
+    expected = [oracle.greedy(prompt, 25, model.tokens, model.ends) for prompt in PROMPTS]
     assert complete(model, PROMPTS, GREEDY) == expected
 
 

@@ -57,7 +57,7 @@ def evaluate(
         raise typer.BadParameter(f"{json.parent} is no folder", param_hint="--json")
     texts = read_texts(data, key)
     with _progress("reading", len(texts)) as advance:
-        work = chosen.prepare(inference.trained.tokenizer(), texts, lambda: advance(1))
+        work = chosen.prepare(inference.trained.words(), texts, lambda: advance(1))
     about = {
         "run": str(run),
         "step": inference.trained.checkpoint.step,

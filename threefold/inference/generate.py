@@ -109,7 +109,7 @@ def generate_tokens(model: Model, prompts: Sequence[Sequence[int]], request: Req
             chosen = _choose(model, active, _next_logits(model, cache, active), request)
             for sequence, token in zip(active, chosen, strict=True):
                 sequence.left -= 1
-                if token == model.eod:
+                if token in model.ends:
                     sequence.left = 0
                 else:
                     sequence.tokens.append(token)
@@ -142,7 +142,7 @@ def generate_text(model: Model, prompts: Sequence[str], request: Request) -> Ite
         UserError: a prompt is empty.
     """
     require_text(prompts)
-    begun = [model.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    begun = [model.words.encode(prompt) for prompt in prompts]
     texts = [_Text(model, tokens) for tokens in begun]
     for number, token in generate_tokens(model, begun, request):
         if piece := texts[number].end() if token is None else texts[number].add(token):

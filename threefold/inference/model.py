@@ -13,12 +13,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint, newest, stored_config
+from threefold.checkpoint.huggingface.carried import carried_by, end_tokens
 from threefold.checkpoint.naming import MODEL
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
 from threefold.config import Config
 from threefold.config.problem import nearest_divisor
 from threefold.data.tokenizer import id_count
 from threefold.errors import UserError
+from threefold.inference.words import Words
 from threefold.models.registry import make_model, model_plan
 from threefold.parallel.apply import Division, parallelize
 from threefold.parallel.layout import Layout
@@ -83,13 +85,31 @@ class Trained:
     def has_tokenizer(self) -> bool:
         return self.checkpoint.facts.tokenizer_sha256 is not None
 
+    @property
+    def is_import(self) -> bool:
+        """Whether it is as it came from Hugging Face, and has seen no data here."""
+        return not self.checkpoint.facts.documents
+
+    def words(self) -> Words:
+        """How it reads texts: an import as its tokenizer has it, others without special tokens, as our data is.
+
+        Raises:
+            UserError: as for `tokenizer`.
+        """
+        return Words.of_import(self.tokenizer()) if self.is_import else Words(self.tokenizer())
+
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text: that of the data, and those that the files of an import name."""
+        eod = self.checkpoint.facts.eod
+        return frozenset(end_tokens(carried_by(self.checkpoint.path))) | ({eod} if eod is not None else set())
+
     def tokenizer(self) -> Tokenizer:
         """Of the data that the model was trained on.
 
         Raises:
             UserError: the checkpoint has none that can be read.
         """
-        if not self.has_tokenizer and not self.checkpoint.facts.documents:
+        if not self.has_tokenizer and self.is_import:
             raise UserError(
                 f"{self.checkpoint.path} was imported without a tokenizer, so there are no words for its tokens; put "
                 "its tokenizer.json beside its config.json and import it again."
@@ -144,8 +164,12 @@ class Model:
     dtype: torch.dtype
 
     @cached_property
+    def words(self) -> Words:
+        return self.trained.words()
+
+    @property
     def tokenizer(self) -> Tokenizer:
-        return self.trained.tokenizer()
+        return self.words.tokenizer
 
     @cached_property
     def tokens(self) -> int:
@@ -153,10 +177,10 @@ class Model:
         rows = self.trained.config.model.vocab_size
         return min(id_count(self.tokenizer), rows) if self.trained.has_tokenizer else rows
 
-    @property
-    def eod(self) -> int | None:
-        """The token that ends a document; None where the data had none."""
-        return self.trained.checkpoint.facts.eod
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text; none where the data had none."""
+        return self.trained.ends()
 
     @property
     def context(self) -> int:

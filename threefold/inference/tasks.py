@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import exp, inf
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from threefold.errors import UserError
 from threefold.inference.scoring import Scores, Window
+from threefold.inference.words import Words
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Task(ABC):
         return dict(vars(self))
 
     @abstractmethod
-    def prepare(self, tokenizer: Tokenizer, texts: Sequence[str], advance: Callable[[], None]) -> Work:
+    def prepare(self, words: Words, texts: Sequence[str], advance: Callable[[], None]) -> Work:
         """Which tokens count.
 
         Args:
-            tokenizer: the model's.
+            words: the model's.
             texts: none is empty.
             advance: told of each text that is done.
 
@@ -71,6 +71,8 @@ class Task(ABC):
 @dataclass(frozen=True)
 class Perplexity(Task):
     """Perplexity by strided windows: each token of a text but its first counts exactly once.
+
+    Where each text begins with a token of its own (an imported Llama's), that is the one that does not count.
 
     A window is `context` tokens that the model reads; windows start every `stride` tokens. All predictions of a text's
     first window count, and of the others those that no window before them made. So a token is predicted from all that
@@ -98,10 +100,10 @@ class Perplexity(Task):
                 f"windows would not count; use {nearest}."
             )
 
-    def prepare(self, tokenizer: Tokenizer, texts: Sequence[str], advance: Callable[[], None]) -> Work:
+    def prepare(self, words: Words, texts: Sequence[str], advance: Callable[[], None]) -> Work:
         encoded = []
         for text in texts:
-            encoded.append(np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64))
+            encoded.append(np.array(words.encode(text), np.int64))
             advance()
         windows = [window for number, tokens in enumerate(encoded) for window in self.windows(number, len(tokens))]
         if not windows:
@@ -145,10 +147,10 @@ class LastWord(Task):
 
     context: int
 
-    def prepare(self, tokenizer: Tokenizer, texts: Sequence[str], advance: Callable[[], None]) -> Work:
+    def prepare(self, words: Words, texts: Sequence[str], advance: Callable[[], None]) -> Work:
         encoded, windows = [], []
         for number, text in enumerate(texts):
-            tokens, first = self._split(tokenizer, text, number)
+            tokens, first = self._split(words, text, number)
             encoded.append(np.array(tokens, np.int64))
             windows.append(Window(number, max(0, len(tokens) - 1 - self.context), len(tokens) - 1, first))
             advance()
@@ -156,13 +158,12 @@ class LastWord(Task):
             raise UserError("--data holds no text, so there is no last word to predict; give one text a line.")
         return Work(encoded, windows)
 
-    def _split(self, tokenizer: Tokenizer, text: str, number: int) -> tuple[list[int], int]:
+    def _split(self, words: Words, text: str, number: int) -> tuple[list[int], int]:
         """Tokens of the whole text, and the place of the first of its last word."""
         before = text.rstrip().rpartition(text.split()[-1])[0].rstrip()
         if not before:
             raise UserError(f"Text {number + 1} of --data is one word, with nothing before it; give longer texts.")
-        tokens: list[int] = tokenizer.encode(text.rstrip(), add_special_tokens=False).ids
-        first = len(tokenizer.encode(before, add_special_tokens=False).ids)
+        tokens, first = words.encode(text.rstrip()), len(words.encode(before))
         if not 0 < len(tokens) - first <= self.context:
             raise UserError(
                 f"The last word of text {number + 1} of --data is {len(tokens) - first} tokens but must be between 1 "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Facts, path_of, write_durably, write_manifest
 from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
-from threefold.checkpoint.huggingface.carried import texts_of
+from threefold.checkpoint.huggingface.carried import end_tokens, texts_of
 from threefold.checkpoint.huggingface.config_in import read_model
 from threefold.checkpoint.huggingface.families import Family
 from threefold.checkpoint.huggingface.files import TensorFiles, read_json
@@ -109,7 +109,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
         save_tensors_alone(tensors, folder)
         for name, text in {**texts, CONFIG: config.to_yaml()}.items():
             write_durably(folder / name, text)
-        write_manifest(folder, _facts(config, _end_token(values, texts), texts))
+        write_manifest(folder, _facts(config, _end_token(texts), texts))
         write_durably(partial / CONFIG, yaml.safe_dump(template, sort_keys=False))
         if TOKENIZER in texts:
             write_durably(partial / TOKENIZER, texts[TOKENIZER])
@@ -226,12 +226,10 @@ def _piece(weight: Weight, box: Box, dtype: torch.dtype, files: TensorFiles, pro
     return Piece((weight.expert, *offsets), (1, *sizes), read)
 
 
-def _end_token(values: Mapping[str, Any], texts: Mapping[str, str]) -> int | None:
-    """The token that ends a document: the config's, else a usual one of the tokenizer, else none."""
-    named = values.get("eos_token_id")
-    named = named[0] if isinstance(named, list) and named else named
-    if isinstance(named, int):
-        return named
+def _end_token(texts: Mapping[str, str]) -> int | None:
+    """The token that ends a document: the first that the files name, else a usual one of the tokenizer, else none."""
+    if named := end_tokens(texts):
+        return named[0]
     if TOKENIZER not in texts:
         return None
     try:

@@ -4,6 +4,8 @@ They lie in a checkpoint beside its tensors as `huggingface-NAME`, and each late
 them has them too.
 """
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,9 +16,10 @@ from threefold.checkpoint.huggingface.files import read_json
 from threefold.errors import UserError
 
 CONFIG: Final = "config.json"
+GENERATION: Final = "generation_config.json"
 CARRIED: Final = (
     CONFIG,
-    "generation_config.json",
+    GENERATION,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -36,6 +39,9 @@ def texts_of(source: Path) -> dict[str, str]:
     """
     kept = {TOKENIZER: source / TOKENIZER, **{_PREFIX + name: source / name for name in CARRIED}}
     texts = {name: _text_of(path) for name, path in kept.items() if path.is_file()}
+    for name in (CONFIG, GENERATION):
+        if _PREFIX + name in texts:
+            read_json(source / name)
     if TOKENIZER in texts:
         try:
             Tokenizer.from_str(texts[TOKENIZER])
@@ -49,6 +55,15 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); fetch it again.") from None
+
+
+def end_tokens(texts: Mapping[str, str]) -> list[int]:
+    """The tokens that end a text, as the files among `texts` say (by their names in a checkpoint), each once."""
+    found: list[Any] = []
+    for name in (CONFIG, GENERATION):
+        named = json.loads(texts.get(_PREFIX + name, "{}")).get("eos_token_id")
+        found += named if isinstance(named, list) else [named]
+    return list(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 def carried_by(checkpoint: Path) -> dict[str, str]:

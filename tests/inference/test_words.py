@@ -1,0 +1,121 @@
+"""An imported model reads and ends texts as transformers has it."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from tests.checkpoint.support import Silent, write_llama
+from threefold.checkpoint.huggingface.bring import Import, import_model
+from threefold.errors import UserError
+from threefold.inference.generate import Request, generate
+from threefold.inference.model import Trained
+from threefold.inference.sampling import Sampling
+from threefold.inference.scoring import score
+from threefold.inference.tasks import LastWord, Perplexity
+from threefold.inference.words import Words
+
+PROMPTS = ["If the file", "x", "The quick brown fox jumps over it", "a b c"]
+ENDS = list(range(2, 301, 5))
+"""So many that some text ends early."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose texts begin with <s>, and end with any of several tokens."""
+    from pydoc_data.topics import topics
+
+    folder = write_llama(tmp_path_factory.mktemp("words") / "hf", {"eos_token_id": ENDS[0], "bos_token_id": 1})
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=301, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(topics.values(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS, "bos_token_id": 1}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    run = tmp_path_factory.mktemp("imported") / "run"
+    import_model(Import(source, run), Silent())
+    return Trained.find(run)
+
+
+@pytest.fixture(scope="module")
+def theirs(source: Path) -> tuple[Any, Any]:
+    """Their tokenizer and their model."""
+    import transformers
+
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"))
+    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+
+
+def test_greedy_text_is_theirs(trained: Trained, theirs: tuple[Any, Any]) -> None:
+    tokenizer, model = theirs
+    expected, lengths = [], []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        assert trained.words().encode(prompt) == ids[0].tolist()
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=25, do_sample=False, pad_token_id=0
+        )
+        lengths.append(whole.shape[1] - ids.shape[1])
+        ended = int(whole[0, -1]) in ENDS
+        expected.append(tokenizer.decode(whole[0, : -1 if ended else None], skip_special_tokens=True))
+    assert 1 < max(lengths) > min(lengths) < 25
+    run = trained.checkpoint.path.parent.parent
+    assert generate(run, PROMPTS, Request(25, Sampling(temperature=0))) == expected
+
+
+def test_perplexity_is_theirs(trained: Trained, theirs: tuple[Any, Any]) -> None:
+    tokenizer, model = theirs
+    losses = []
+    for text in PROMPTS:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        losses += [model(ids, labels=ids).loss.item()] * (ids.shape[1] - 1)
+    work = Perplexity(64, 32).prepare(trained.words(), PROMPTS, lambda: None)
+    found = {
+        figure.name: figure.value
+        for figure in Perplexity(64, 32).figures(work, score(trained.load(), work.texts, work.windows, 4))
+    }
+    assert found["tokens"] == len(losses)
+    assert math.isclose(found["loss"], sum(losses) / len(losses), rel_tol=1e-5)
+
+
+def test_a_last_word_is_counted_from_where_it_is(trained: Trained) -> None:
+    work = LastWord(64).prepare(trained.words(), ["The fox"], lambda: None)
+    (window,), (tokens,) = work.windows, work.texts
+    assert trained.tokenizer().decode(tokens[window.first :].tolist()) == " fox"
+
+
+def test_data_prepared_here_has_no_such_beginning(trained: Trained) -> None:
+    facts = replace(trained.checkpoint.facts, documents=3)
+    words = Trained(replace(trained.checkpoint, facts=facts), trained.config).words()
+    assert words.beginning == ()
+    assert trained.words().beginning == (1,)
+    assert words.encode("If") == trained.words().encode("If")[1:]
+
+
+def test_what_comes_after_a_text_is_no_beginning(source: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    for template, beginning in (("$A </s>", ()), ("<s> <s> $A </s>", (1, 1)), ("$A", ())):
+        tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=[("<s>", 1), ("</s>", 2)])
+        assert Words.of_import(tokenizer).beginning == beginning
+
+
+def test_files_that_say_no_json_are_refused(source: Path, tmp_path: Path) -> None:
+    copy = write_llama(tmp_path / "hf")
+    (copy / "generation_config.json").write_text('{"eos_token_id": ')
+    with pytest.raises(UserError, match=r"generation_config.json cannot be read"):
+        import_model(Import(copy, tmp_path / "run"), Silent())
+    assert not (tmp_path / "run").exists()
