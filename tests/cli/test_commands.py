@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.foreign_configs import FLEET, FLEET_BASE
 from threefold import __version__
 from threefold.config import load_config
 
@@ -62,6 +63,28 @@ def test_config_size_needs_no_data(threefold, tmp_path: Path) -> None:
     )
     assert "together" in output
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_config_convert(threefold, tmp_path: Path) -> None:
+    """What goes to stdout is a config and nothing else; what has no counterpart is told beside it."""
+    (tmp_path / "base.yaml").write_text(FLEET_BASE)
+    (tmp_path / "gpt.yaml").write_text(FLEET)
+    status, output, error = threefold("config", "convert", tmp_path / "gpt.yaml")
+    assert status == 0
+    (tmp_path / "converted.yaml").write_text(output)
+    assert load_config(tmp_path / "converted.yaml").model.hidden_size == 4096
+    assert "Model.frobnicate = 7: not known to this converter" in error
+    assert "Traceback" not in error
+
+    (tmp_path / "flags.txt").write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 7")
+    status, output, error = threefold("config", "convert", "--from", "megatron", tmp_path / "flags.txt")
+    assert status == 2
+    assert "num_attention_heads: 7" in output
+    assert "Error: This config cannot run before it is mended: model.num_attention_heads is 7" in error
+
+    status, output, error = threefold("config", "convert", tmp_path / "nowhere.sh")
+    assert (status, output) == (2, "")
+    assert error.count("\n") == 1
 
 
 def test_config_reference(threefold) -> None:
