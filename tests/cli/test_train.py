@@ -9,6 +9,7 @@ from pathlib import Path
 
 from threefold.config import load_config
 from threefold.launch.output import log_file
+from threefold.launch.training import resolve_run
 
 THREEFOLD = [sys.executable, "-m", "threefold"]
 ENDLESS = ("--set", "train.max_steps=1000000", "--set", "log.every=1", "--set", "train.eval_every=0")
@@ -45,7 +46,7 @@ def test_run_and_resume_in_another_layout(config_file: Path, tmp_path: Path) -> 
     run = tmp_path / "run"
     ended = train(config_file, run, "--set", "parallel.pp=2")
     assert (ended.returncode, ended.stderr) == (0, "")
-    stored = load_config(run / "config.yaml")
+    stored = resolve_run(load_config(run / "config.yaml"))
     assert ended.stdout.startswith(stored.compact())
     assert (stored.parallel.pp, stored.train.device) == (2, "cpu")
     assert [path.name for path in sorted((run / "logs").iterdir())] == ["rank_00000.log", "rank_00001.log"]
@@ -55,9 +56,10 @@ def test_run_and_resume_in_another_layout(config_file: Path, tmp_path: Path) -> 
     again = train(config_file, run)
     assert again.returncode == 2
     assert again.stderr == f"Error: {run} already has checkpoints; go on with --resume, or choose another --run-dir.\n"
-    assert load_config(run / "config.yaml") == stored
+    assert resolve_run(load_config(run / "config.yaml")) == stored
 
-    resumed = train(config_file, run, "--resume", "--set", "train.max_steps=6", "--set", "parallel.tp=2")
+    changes = ("--set", "train.max_steps=6", "--set", "parallel.pp=1", "--set", "parallel.dp=4")
+    resumed = train(run / "config.yaml", run, "--resume", *changes)
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert len(losses(run)) == 6
 

@@ -1,12 +1,13 @@
 """Filling and checking a config: derived settings, batch arithmetic, rules between settings."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.config import Config, resolve
+from threefold.config import Config, load_config, resolve
 from threefold.config.presets import PRESETS
 from threefold.errors import UserError
 
@@ -44,6 +45,39 @@ def test_stable_steps_of_wsd() -> None:
 def test_resolving_twice_changes_nothing() -> None:
     config = resolved(parallel={"dp": 2, "pp": 4}, optimizer={"decay": "wsd"})
     assert resolve(config, 1000) == config
+
+
+LAYOUTS = [
+    {},
+    {"dp": 4},
+    {"dp": 2, "zero": 2},
+    {"pp": 2, "schedule": "interleaved"},
+    {"pp": 4, "schedule": "zbv", "dp": 2, "tp": 2, "cp": 2},
+]
+
+
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_what_followed_from_a_layout_follows_anew_from_another(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """The config that a run stores is one for every layout, also after it was resolved and stored again."""
+    (tmp_path / "stored.yaml").write_text(resolved(parallel=before).to_yaml_for_any_layout())
+    stored = resolve(load_config(tmp_path / "stored.yaml"), 1000)
+    assert stored == resolved(parallel=before)
+    (tmp_path / "again.yaml").write_text(resolve(stored, 1000).to_yaml_for_any_layout())
+    changes = {"dp": 1, "zero": 0, "pp": 1, "tp": 1, "cp": 1, "schedule": "1f1b", **after}
+    moved = load_config(tmp_path / "again.yaml", [f"parallel.{key}={value}" for key, value in changes.items()])
+    assert resolve(moved, 1000) == resolved(parallel=after)
+
+
+def test_what_was_given_stays_whatever_the_layout(tmp_path: Path) -> None:
+    given = resolved(parallel={"dp": 2, "zero": 1, "zero_shards": 2}, train={"micro_batch_size": 2})
+    text = given.to_yaml_for_any_layout()
+    assert "  # From the layout: gradient_accumulation_steps: 8, loss_chunk_size: 0\n" in text
+    (tmp_path / "stored.yaml").write_text(text)
+    kept = resolve(load_config(tmp_path / "stored.yaml", ["parallel.dp=4"]), 1000)
+    assert (kept.parallel.zero_shards, kept.train.micro_batch_size, kept.train.gradient_accumulation_steps) == (2, 2, 4)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def show(config: ConfigFile, overrides: Overrides = None) -> None:
     from threefold.config import load_config
     from threefold.launch.training import resolve_run
 
-    typer.echo(resolve_run(load_config(config, overrides or ())).to_yaml(), nl=False)
+    typer.echo(resolve_run(load_config(config, overrides or ())).to_yaml_for_any_layout(), nl=False)
 
 
 @app.command()

@@ -10,6 +10,16 @@ DEFAULT_SEQUENCE_LENGTH = 256
 LONGEST_DEFAULT_WARMUP = 100
 LARGEST_LOGITS = 128 << 20
 """Bytes of fp32 logits that a micro-batch may take on a rank before they are computed in chunks."""
+FROM_LAYOUT = frozenset(
+    (
+        "parallel.stage_chunks",
+        "parallel.zero_shards",
+        "train.micro_batch_size",
+        "train.gradient_accumulation_steps",
+        "train.loss_chunk_size",
+    )
+)
+"""Settings that follow from the layout and change no result."""
 
 
 def resolve(config: Config, vocab_size: int) -> Config:
@@ -30,6 +40,8 @@ def resolve(config: Config, vocab_size: int) -> Config:
     filled["train"].setdefault("loss_chunk_size", loss_chunk_size(Config.model_validate(filled)))
     resolved = Config.model_validate(filled)
     resolved._origins = config._origins
+    given = {f"{section}.{key}" for section, values in config.sections().items() for key in values}
+    resolved._from_layout = (FROM_LAYOUT - given) | config._from_layout
     check(resolved, vocab_size)
     return resolved
 

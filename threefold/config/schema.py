@@ -179,6 +179,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _from_layout: frozenset[str] = PrivateAttr(default=frozenset())
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Every setting that has a value, as plain YAML values by section."""
@@ -187,6 +188,17 @@ class Config(Section):
     def to_yaml(self) -> str:
         """The config as YAML that `load_config` reads back equal."""
         return to_yaml(self.sections())
+
+    def to_yaml_for_any_layout(self) -> str:
+        """The same, but what `resolve` took from the layout is told in comments, and follows anew from another one."""
+        text = ""
+        for name, values in self.sections().items():
+            following = {key: values.pop(key) for key in list(values) if f"{name}.{key}" in self._from_layout}
+            text += to_yaml({name: values})
+            if following:
+                told = ", ".join(f"{key}: {value}" for key, value in following.items())
+                text += f"  # From the layout: {told}\n"
+        return text
 
     def compact(self) -> str:
         """The same on one line a section, for the console."""

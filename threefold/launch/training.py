@@ -107,7 +107,7 @@ def prepare_training(
 def _store(config: Config, run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
+        (run_dir / CONFIG_FILE).write_text(config.to_yaml_for_any_layout(), encoding="utf-8")
     except OSError as error:
         raise UserError(f"Cannot write to --run-dir {run_dir}: {error.strerror}.") from error
 
