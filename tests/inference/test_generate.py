@@ -105,7 +105,7 @@ def test_what_has_ended_costs_nothing(model: Model, monkeypatch: pytest.MonkeyPa
     request = Request(8, Sampling(1.0))
     full = complete(model, PROMPTS[1:3], request)
     monkeypatch.setattr(Model, "hidden", counting)
-    monkeypatch.setattr(Model, "eod", full[0][2])  # the first prompt ends with its third token
+    monkeypatch.setitem(vars(model), "ends", frozenset([full[0][2]]))  # the first prompt ends with its third token
     assert full[0][2] not in full[0][:2] + full[1], "choose other prompts"
     assert complete(model, PROMPTS[1:3], request) == [full[0][:2], full[1]]
     assert rows == [2] * 3 + [1] * 5
