@@ -42,19 +42,31 @@ def parse_value(text: str, where: str) -> Any:
     return _parse(text, where)[0]
 
 
+def read_text(path: Path, called: str = "") -> str:
+    """The text of a file.
+
+    Args:
+        path: the file.
+        called: what stands before its name in a sentence, with a space after it.
+
+    Raises:
+        UserError: it cannot be read, or is not text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Cannot read {called}{path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{called[:1].upper()}{called[1:]}{path} is not UTF-8 text (byte {error.start}).") from error
+
+
 def read_document(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Values of a YAML file, and the line (from 1) of each key by its path of names.
 
     Raises:
         UserError: the file cannot be read, is not YAML, or sets a key twice.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"Cannot read the config {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"The config {path} is not UTF-8 text (byte {error.start}).") from error
-    value, node = _parse(text, str(path))
+    value, node = _parse(read_text(path, "the config "), str(path))
     lines: dict[tuple[str, ...], int] = {}
     for name, line in _keys(node, ()):
         if name in lines:

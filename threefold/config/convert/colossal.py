@@ -6,8 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from threefold.config.convert.arithmetic import constant
-from threefold.config.convert.draft import Draft, Same, count, dp_of, number, put_zero, switch, text, whole
-from threefold.config.convert.megatron import read_text
+from threefold.config.convert.draft import (
+    Draft,
+    Same,
+    count,
+    dp_of,
+    flat,
+    number,
+    put_chunks,
+    put_zero,
+    switch,
+    text,
+    whole,
+)
+from threefold.config.document import read_text
 from threefold.config.presets import PRESETS
 from threefold.errors import UserError
 
@@ -93,7 +105,7 @@ def read(path: Path) -> dict[str, Any]:
         _run(statement, values, used)
     if not values:
         raise UserError(f"{path} sets nothing such as BATCH_SIZE = 8, so it is no Colossal-AI config.")
-    return {**_flat(values, ""), USED: sorted(used)}
+    return {**flat(values), USED: sorted(used)}
 
 
 def _run(statement: ast.stmt, values: dict[str, Any], used: set[str]) -> None:
@@ -111,14 +123,6 @@ def _run(statement: ast.stmt, values: dict[str, Any], used: set[str]) -> None:
     for target in statement.targets:
         if isinstance(target, ast.Name):
             values[target.id] = value
-
-
-def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat.update(_flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value})
-    return flat
 
 
 def fill(draft: Draft, world: int | None) -> None:
@@ -177,11 +181,7 @@ def _layout(draft: Draft, world: int | None) -> None:
     elif mode not in ("1d", "None") and tp > 1:
         draft.note("parallel.tensor.mode", mode, f"parallel.tp {tp} splits weights along one dim")
     draft.put("parallel.dp", dp_of(draft, world, tp * pp, "world size"))
-    chunks = draft.take("model.num_chunks", whole, 1)
-    if chunks > 1 and pp > 1:
-        draft.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
-    elif chunks > 1:
-        draft.note("model.num_chunks", chunks, "without a pipeline there are no stages")
+    put_chunks(draft, draft.take("model.num_chunks", whole, 1), "model.num_chunks")
     if any(key == "zero" or key.startswith("zero.") for key in draft.given):
         put_zero(draft, 3, "zero", draft.given.pop("zero", "given"))
 

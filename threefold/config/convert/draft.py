@@ -168,3 +168,29 @@ def put_zero(draft: Draft, stage: int, key: str, value: Any) -> None:
         draft.note(
             key, value, f"one replica has none to share with; set parallel.zero {stage} once parallel.dp is above 1"
         )
+
+
+def put_chunks(draft: Draft, chunks: int, key: str) -> None:
+    """Give each rank several stages, if there is a pipeline."""
+    if chunks > 1 and draft.settings["parallel.pp"] > 1:
+        draft.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
+    elif chunks > 1:
+        draft.note(key, chunks, "without a pipeline there are no stages")
+
+
+def take_sequence_parallel(draft: Draft, key: str) -> None:
+    """Split the sequence too where their `key` says so, if there is tensor parallelism."""
+    if draft.take(key, switch, False):
+        if draft.settings["parallel.tp"] > 1:
+            draft.put("parallel.sequence_parallel", True)
+        else:
+            draft.note(key, True, "without tensor parallelism there is nothing to share")
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their keys with dots between; an empty section is a value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        found.update(flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value})
+    return found

@@ -3,7 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-from threefold.config.convert.draft import Draft, Same, anything, count, dp_of, number, put_zero, switch, text, whole
+from threefold.config.convert.draft import (
+    Draft,
+    Same,
+    anything,
+    count,
+    dp_of,
+    flat,
+    number,
+    put_chunks,
+    put_zero,
+    switch,
+    take_sequence_parallel,
+    text,
+    whole,
+)
 from threefold.config.document import read_document
 from threefold.errors import UserError
 
@@ -96,7 +110,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         UserError: not YAML, no mapping, or a base that is not there or goes in a circle.
     """
-    return _flat(_merged(path, ()), "")
+    return {key: value for key, value in flat(_merged(path, ())).items() if value != {}}
 
 
 def _merged(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
@@ -119,14 +133,6 @@ def _over(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         merged[key] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
-
-
-def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat.update(_flat(value, f"{name}.") if isinstance(value, dict) else {name: value})
-    return flat
 
 
 def fill(draft: Draft, world: int | None) -> None:
@@ -175,15 +181,8 @@ def _layout(draft: Draft, world: int | None) -> None:
         draft.put("parallel.zero_shards", shards)
         put_zero(draft, stage, "Distributed.sharding.sharding_stage", stage)
     chunks = draft.take("Distributed.virtual_pp_degree", whole, draft.take("Model.virtual_pp_degree", whole, 1))
-    if chunks > 1 and pp > 1:
-        draft.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
-    elif chunks > 1:
-        draft.note("virtual_pp_degree", chunks, "without a pipeline there are no stages")
-    if draft.take("Model.sequence_parallel", switch, False):
-        if tp > 1:
-            draft.put("parallel.sequence_parallel", True)
-        else:
-            draft.note("Model.sequence_parallel", True, "without tensor parallelism there is nothing to share")
+    put_chunks(draft, chunks, "virtual_pp_degree")
+    take_sequence_parallel(draft, "Model.sequence_parallel")
 
 
 def _batch(draft: Draft) -> None:

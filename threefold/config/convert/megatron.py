@@ -3,10 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-from threefold.config.convert.draft import Draft, Same, count, dp_of, number, put_zero, switch, text, texts, whole
+from threefold.config.convert.draft import (
+    Draft,
+    Same,
+    count,
+    dp_of,
+    number,
+    put_chunks,
+    put_zero,
+    switch,
+    take_sequence_parallel,
+    text,
+    texts,
+    whole,
+)
 from threefold.config.convert.megatron_model import fill_model
 from threefold.config.convert.megatron_reasons import REASONS
 from threefold.config.convert.shell import flags_of
+from threefold.config.document import read_text
 from threefold.errors import UserError
 
 GPT2_TOKENS = 50257
@@ -47,20 +61,6 @@ def read(path: Path) -> dict[str, Any]:
     return flags if world is None else {**flags, "world-size": world}
 
 
-def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        UserError: it cannot be read, or is not text.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}).") from error
-
-
 def fill(draft: Draft, world: int | None) -> None:
     """Make ours of the flags."""
     for old, new in OLD_NAMES.items():
@@ -84,14 +84,11 @@ def fill(draft: Draft, world: int | None) -> None:
 
 def _layout(draft: Draft, world: int | None) -> None:
     tp, pp, cp = (draft.settings.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp"))
+    draft.settings |= {"parallel.tp": tp, "parallel.pp": pp}
     draft.put("parallel.dp", dp_of(draft, world, tp * pp * cp, "world size"))
     if cp > 1 and "cp-comm-type" not in draft.given:
         draft.put("parallel.cp_method", "ring")
-    if draft.take("sequence-parallel", switch, False):
-        if tp > 1:
-            draft.put("parallel.sequence_parallel", True)
-        else:
-            draft.note("sequence-parallel", True, "without tensor parallelism there is nothing to share")
+    take_sequence_parallel(draft, "sequence-parallel")
     for flag, stage in (("use-distributed-optimizer", 1), ("use-torch-fsdp2", 3), ("use-megatron-fsdp", 3)):
         if draft.take(flag, switch, False):
             put_zero(draft, stage, flag, True)
@@ -99,10 +96,7 @@ def _layout(draft: Draft, world: int | None) -> None:
     chunks = draft.take("num-virtual-stages-per-pipeline-rank", count, 1)
     if layers:
         chunks = max(1, draft.given_whole("num-layers", 1) // pp // layers)
-    if chunks > 1 and pp > 1:
-        draft.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
-    elif chunks > 1:
-        draft.note("virtual pipeline stages", chunks, "without a pipeline there are no stages")
+    put_chunks(draft, chunks, "virtual pipeline stages")
 
 
 def _batch(draft: Draft) -> None:
