@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint, newest, stored_config
-from threefold.checkpoint.huggingface.carried import carried_by, end_tokens
+from threefold.checkpoint.huggingface.carried import PREFIX, end_tokens
 from threefold.checkpoint.naming import MODEL
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
 from threefold.config import Config
@@ -101,7 +101,7 @@ class Trained:
     def ends(self) -> frozenset[int]:
         """The tokens that end a text: that of the data, and those that the files of an import name."""
         eod = self.checkpoint.facts.eod
-        return frozenset(end_tokens(carried_by(self.checkpoint.path))) | ({eod} if eod is not None else set())
+        return frozenset(end_tokens(self.checkpoint.path, PREFIX)) | ({eod} if eod is not None else set())
 
     def tokenizer(self) -> Tokenizer:
         """Of the data that the model was trained on.

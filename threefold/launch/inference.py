@@ -42,7 +42,7 @@ class Inference:
         """
         trained = Trained.find(run_dir)
         trained.check(layout)
-        trained.words()
+        trained.tokenizer()
         place = find_place()
         if place:
             layout.require_world(place.world_size)

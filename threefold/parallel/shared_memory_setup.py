@@ -70,10 +70,10 @@ def _join(group: dist.ProcessGroup, folder: Path, ranks: list[int], index: int) 
                 os.set_blocking(descriptors[peer], True)
             return descriptors
 
-        def open_inboxes() -> tuple[mmap.mmap, dict[int, int]]:
+        def map_and_open_inboxes() -> tuple[mmap.mmap, dict[int, int]]:
             return _map_memory(folder), open_pipes({p: folder / f"{p}-{index}" for p in peers}, os.O_RDONLY)
 
-        begun = _together(group, open_inboxes)
+        begun = _together(group, map_and_open_inboxes)
         # A pipe can be opened for writing once its reader is there, and all readers are after the line above.
         outboxes = _together(group, lambda: open_pipes({p: folder / f"{index}-{p}" for p in peers}, os.O_WRONLY))
         if begun is None or outboxes is None:

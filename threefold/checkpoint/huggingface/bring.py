@@ -100,6 +100,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     config = resolve(config_of(_of_checkpoint(template)), 1)
     weights = _checked_weights(family, config, files)
     texts = texts_of(request.source)
+    eod = _end_token(request.source, texts)
     tensors = _streamed(weights, files, progress)
     total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     progress.phase("Importing", total)
@@ -109,7 +110,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
         save_tensors_alone(tensors, folder)
         for name, text in {**texts, CONFIG: config.to_yaml()}.items():
             write_durably(folder / name, text)
-        write_manifest(folder, _facts(config, _end_token(texts), texts))
+        write_manifest(folder, _facts(config, eod, texts))
         write_durably(partial / CONFIG, yaml.safe_dump(template, sort_keys=False))
         if TOKENIZER in texts:
             write_durably(partial / TOKENIZER, texts[TOKENIZER])
@@ -226,9 +227,9 @@ def _piece(weight: Weight, box: Box, dtype: torch.dtype, files: TensorFiles, pro
     return Piece((weight.expert, *offsets), (1, *sizes), read)
 
 
-def _end_token(texts: Mapping[str, str]) -> int | None:
+def _end_token(source: Path, texts: Mapping[str, str]) -> int | None:
     """The token that ends a document: the first that the files name, else a usual one of the tokenizer, else none."""
-    if named := end_tokens(texts):
+    if named := end_tokens(source):
         return named[0]
     if TOKENIZER not in texts:
         return None

@@ -4,8 +4,6 @@ They lie in a checkpoint beside its tensors as `huggingface-NAME`, and each late
 them has them too.
 """
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +26,7 @@ CARRIED: Final = (
     "vocab.json",
     "merges.txt",
 )
-_PREFIX: Final = "huggingface-"
+PREFIX: Final = "huggingface-"
 
 
 def texts_of(source: Path) -> dict[str, str]:
@@ -37,11 +35,8 @@ def texts_of(source: Path) -> dict[str, str]:
     Raises:
         UserError: a file cannot be read, or the tokenizer is none.
     """
-    kept = {TOKENIZER: source / TOKENIZER, **{_PREFIX + name: source / name for name in CARRIED}}
+    kept = {TOKENIZER: source / TOKENIZER, **{PREFIX + name: source / name for name in CARRIED}}
     texts = {name: _text_of(path) for name, path in kept.items() if path.is_file()}
-    for name in (CONFIG, GENERATION):
-        if _PREFIX + name in texts:
-            read_json(source / name)
     if TOKENIZER in texts:
         try:
             Tokenizer.from_str(texts[TOKENIZER])
@@ -57,24 +52,32 @@ def _text_of(path: Path) -> str:
         raise UserError(f"{path} cannot be read ({error}); fetch it again.") from None
 
 
-def end_tokens(texts: Mapping[str, str]) -> list[int]:
-    """The tokens that end a text, as the files among `texts` say (by their names in a checkpoint), each once."""
+def end_tokens(folder: Path, prefix: str = "") -> list[int]:
+    """The tokens that end a text, each once, as a model's config.json and generation_config.json say.
+
+    Args:
+        folder: of Hugging Face; or a checkpoint.
+        prefix: before the files' names; `PREFIX` in a checkpoint.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
     found: list[Any] = []
-    for name in (CONFIG, GENERATION):
-        named = json.loads(texts.get(_PREFIX + name, "{}")).get("eos_token_id")
+    for path in (folder / f"{prefix}{name}" for name in (CONFIG, GENERATION)):
+        named = read_json(path).get("eos_token_id") if path.is_file() else None
         found += named if isinstance(named, list) else [named]
     return list(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 def carried_by(checkpoint: Path) -> dict[str, str]:
     """The tokenizer and those of a checkpoint's files, by their names in it."""
-    paths = [*checkpoint.glob(TOKENIZER), *sorted(checkpoint.glob(f"{_PREFIX}*"))]
+    paths = [*checkpoint.glob(TOKENIZER), *sorted(checkpoint.glob(f"{PREFIX}*"))]
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
 def write_texts(checkpoint: Path, folder: Path) -> list[str]:
     """Write a checkpoint's tokenizer and what it carries, but for config.json, to a folder, and return the names."""
-    texts = {name.removeprefix(_PREFIX): text for name, text in carried_by(checkpoint).items()}
+    texts = {name.removeprefix(PREFIX): text for name, text in carried_by(checkpoint).items()}
     texts.pop(CONFIG, None)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -83,5 +86,5 @@ def write_texts(checkpoint: Path, folder: Path) -> list[str]:
 
 def imported_config(checkpoint: Path) -> dict[str, Any]:
     """The config.json that a checkpoint's model came from; empty if from none."""
-    path = checkpoint / (_PREFIX + CONFIG)
+    path = checkpoint / (PREFIX + CONFIG)
     return read_json(path) if path.is_file() else {}

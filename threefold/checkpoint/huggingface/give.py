@@ -123,8 +123,9 @@ def export_model(request: Export, progress: Progress) -> Exported:
             )
             shards.finish()
     parameters = sum(prod(each.shape) for each in planned)
-    names = (tuple(shards.names), (THEIR_CONFIG, *texts), left_out(config.model, family))
-    return Exported(family.name, config, checkpoint.step, parameters, dtype, total, *names)
+    lost = left_out(config.model, family)
+    names = (tuple(shards.names), (THEIR_CONFIG, *texts))
+    return Exported(family.name, config, checkpoint.step, parameters, dtype, total, *names, lost)
 
 
 def _by_tensor(family: Family, config: Config, stored: Stored) -> dict[str, list[Weight]]:
