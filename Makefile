@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint benchmark docs clean
+.PHONY: demo test test-slow test-sweep lint benchmark docs clean
 
 # Train a small GPT on real English on 8 processes of this machine and let it write.
 demo: .venv/ready
@@ -15,10 +15,14 @@ demo: .venv/ready
 	@echo "The loss curve: $$(ls demo/run/*.png)"
 
 test: .venv/ready
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not sweep"
 
 test-slow: .venv/ready
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not sweep"
+
+# What takes too long for CI: many kills, long fuzzing.
+test-sweep: .venv/ready
+	$(BIN)/pytest -m sweep
 
 lint: .venv/ready
 	$(BIN)/ruff check
