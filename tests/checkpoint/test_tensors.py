@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.train.support import Run, train_rank
-from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, save_tensors
+from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, save_tensors, stored_tensors
 from threefold.errors import UserError
 from threefold.launch.pool import WorkerPool
 from threefold.models.gpt import GPT
@@ -20,8 +19,7 @@ from threefold.parallel.parameter import local, split_parameter
 
 def stored(folder: Path) -> dict[str, Tensor]:
     """Everything in a checkpoint, read without knowing what should be there."""
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(folder).items()}
     load_tensors_alone(tensors, folder)
     return tensors
 

@@ -33,7 +33,7 @@ def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None
 @pytest.mark.parametrize(
     ("event", "place", "rank"),
     [
-        ("open", "step_00000004.partial/__1_0.distcp", 1),  # before its tensors
+        ("open", "step_00000004.partial/tensors-00001.bin", 1),  # before its tensors
         ("open", "step_00000004.partial/checkpoint.json", 0),  # after all tensors
         ("os.rename", "step_00000004.partial", 0),  # at the last moment
         ("shutil.rmtree", "step_00000002.partial", 0),  # while the old one is deleted
@@ -82,6 +82,7 @@ def test_a_full_disk_leaves_the_one_before(pool: WorkerPool, small_run: Run, tmp
         assert errors[0] == errors[1]
         assert "step_00000004 cannot be written" in errors[0]
         assert found.step == 2
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def steps(run_dir: Path) -> list[int]:
     return [checkpoint.step for checkpoint in complete(run_dir)]
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", ".metadata", "__0_0.distcp", "tokenizer.json", "config.yaml"])
+@pytest.mark.parametrize("name", ["checkpoint.json", "tensors.json", "tensors-00000.bin", "tokenizer.json", "config.yaml"])
 def test_one_that_lost_a_file_is_not_whole(two: Path, name: str) -> None:
     assert steps(two) == [2, 4]
     (path_of(two, 4) / name).unlink()
@@ -103,7 +104,7 @@ def test_one_that_lost_a_file_is_not_whole(two: Path, name: str) -> None:
 
 
 def test_one_that_was_cut_short_is_not_whole(two: Path) -> None:
-    file = path_of(two, 4) / "__0_0.distcp"
+    file = path_of(two, 4) / "tensors-00000.bin"
     os.truncate(file, file.stat().st_size - 1)
     assert steps(two) == [2]
 
@@ -114,7 +115,7 @@ def test_a_partial_one_is_not_whole(two: Path) -> None:
 
 
 def test_a_damaged_one_is_replaced(pool: WorkerPool, small_run: Run, two: Path) -> None:
-    (path_of(two, 4) / ".metadata").unlink()
+    (path_of(two, 4) / "tensors.json").unlink()
     pool.run(1, train_rank, small_run, two, True)
     assert steps(two) == [2, 4]
 

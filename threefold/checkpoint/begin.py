@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from threefold.checkpoint.folder import TOKENIZER, Checkpoint, newest, stored_config
+from threefold.checkpoint.choose import Damaged, choose
+from threefold.checkpoint.folder import TOKENIZER, Checkpoint
 from threefold.checkpoint.resume import SHAPES
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
@@ -20,18 +21,19 @@ class Beginning:
 
     Attributes:
         checkpoint: where they are.
-        warnings: a sentence for each setting that makes another function of them.
+        warnings: a sentence for each setting that makes another function of them, and one for damaged checkpoints.
     """
 
     checkpoint: Checkpoint
     warnings: tuple[str, ...]
 
 
-def find_beginning(config: Config) -> Beginning | None:
-    """The newest whole checkpoint of the run that `train.init_from` names, checked against what the run is to be.
+def find_beginning(config: Config, damaged: Damaged | None = None) -> Beginning | None:
+    """The newest good checkpoint of the run that `train.init_from` names, checked against what the run is to be.
 
     Args:
         config: resolved; its data is looked at.
+        damaged: checkpoints that loading found damaged.
 
     Returns:
         None where the setting is empty.
@@ -42,10 +44,11 @@ def find_beginning(config: Config) -> Beginning | None:
     if not config.train.init_from:
         return None
     where = f"{config.origin('train.init_from')}train.init_from is {config.train.init_from}"
-    checkpoint = newest(Path(config.train.init_from))
-    if checkpoint is None:
-        raise UserError(f"{where}, which has no complete checkpoint; give the folder of a run.")
-    before, now = stored_config(checkpoint.path).model.settings(), config.model.settings()
+    choice = choose(
+        Path(config.train.init_from), lambda none: f"{where}, which has {none}; give the folder of a run.", damaged
+    )
+    checkpoint = choice.checkpoint
+    before, now = choice.config.model.settings(), config.model.settings()
     changes = {
         key: (before.get(key), now.get(key))
         for key in {**before, **now}
@@ -59,10 +62,8 @@ def find_beginning(config: Config) -> Beginning | None:
                 f"names, has {old!r}, whose weights do not fit another model; set it to {old!r}."
             )
     _check_tokenizer(checkpoint, config)
-    return Beginning(
-        checkpoint,
-        tuple(f"model.{key} is {new!r}; {checkpoint.path} had {old!r}." for key, (old, new) in changes.items()),
-    )
+    changed = (f"model.{key} is {new!r}; {checkpoint.path} had {old!r}." for key, (old, new) in changes.items())
+    return Beginning(checkpoint, (*choice.warnings, *changed))
 
 
 def _check_tokenizer(checkpoint: Checkpoint, config: Config) -> None:

@@ -1,10 +1,13 @@
 """Where a run's checkpoints lie, and which of them are whole.
 
 RUN/checkpoints/step_00000100/
-    *.distcp, .metadata   the tensors, as torch.distributed.checkpoint stores them
+    tensors-00000.bin, …  the tensors' bytes, a file for each rank that wrote
+    tensors.json          their index
     config.yaml           the resolved config of the run
     tokenizer.json        the tokenizer of its data, if that is known
-    checkpoint.json       the manifest, written last: the `Facts` below and every other file's size
+    checkpoint.json       the manifest, written last: the `Facts` below and every other file's size and checksum
+
+Version 1 had `*.distcp` and `.metadata`, as torch.distributed.checkpoint stores tensors, and no checksums.
 
 A checkpoint is written as `step_00000100.partial` and renamed when it is whole, so a folder without that ending and
 with a manifest that fits its files is good whatever happened to the process that wrote it.
@@ -15,13 +18,20 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.index import is_plain_name, read_data_files, whole
+from threefold.checkpoint.sealed import is_intact, seal
+from threefold.checksums import checksum
 from threefold.config import Config, load_config, resolve
 from threefold.data.staging import sync
 from threefold.errors import UserError
+from threefold.files import parse_json, read_text, require_file, shown
 
 FOLDER: Final = "checkpoints"
 MANIFEST: Final = "checkpoint.json"
@@ -30,7 +40,7 @@ TOKENIZER: Final = "tokenizer.json"
 PARTIAL: Final = ".partial"
 
 FORMAT: Final = "threefold-checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -76,18 +86,42 @@ class Checkpoint:
     def step(self) -> int:
         return self.facts.step
 
+    @property
+    def run_dir(self) -> Path:
+        return self.path.parent.parent
+
 
 def path_of(run_dir: Path, step: int) -> Path:
     """The folder of the checkpoint after `step` updates."""
     return run_dir / FOLDER / f"step_{step:08d}"
 
 
-def complete(run_dir: Path) -> list[Checkpoint]:
-    """The whole checkpoints of a run, oldest first; what is half-written or has lost a file is not among them."""
+def folders(run_dir: Path) -> list[Path]:
+    """Everything in a run that has the name of a checkpoint, oldest first; good or not."""
     parent = run_dir / FOLDER
-    folders = [path for path in parent.iterdir() if _NAME.fullmatch(path.name)] if parent.is_dir() else []
-    found = [Checkpoint(path, facts) for path in folders if (facts := _read_if_whole(path)) is not None]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    found = (
+        {int(name[1]): path for path in parent.iterdir() if (name := _NAME.fullmatch(path.name))}
+        if (parent.is_dir())
+        else {}
+    )
+    return [found[step] for step in sorted(found)]
+
+
+def complete(run_dir: Path) -> list[Checkpoint]:
+    """The checkpoints of a run that have all their files, oldest first; what is half-written is not among them.
+
+    Raises:
+        UserError: a later version of Threefold wrote one.
+    """
+    found = []
+    for path in folders(run_dir):
+        try:
+            manifest = read_manifest(path)
+            manifest.check_sizes()
+        except DamagedCheckpoint:
+            continue
+        found.append(Checkpoint(path, manifest.facts))
+    return found
 
 
 def stored_config(path: Path) -> Config:
@@ -100,25 +134,135 @@ def stored_config(path: Path) -> Config:
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """The whole checkpoint with most steps; None if there is none."""
+    """The checkpoint with most steps that has all its files; None if there is none. Nothing is compared with its
+    checksum: `choose` does that."""
     found = complete(run_dir)
     return found[-1] if found else None
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Delete all but the `keep` newest whole checkpoints (0: none is deleted), and what interrupted saving left."""
+def remove_partial(run_dir: Path) -> None:
+    """Delete what interrupted saving left."""
     for path in (run_dir / FOLDER).glob(f"step_*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
-    for checkpoint in complete(run_dir)[:-keep] if keep else []:
+
+
+def prune(run_dir: Path, keep: int, step: int | None = None) -> None:
+    """Delete all but the `keep` newest whole checkpoints (0: none is deleted), and what interrupted saving left.
+
+    Args:
+        run_dir: the run's folder.
+        keep: how many stay.
+        step: of the checkpoint that was just written. Those after it were passed over when the run was resumed, so they
+            are neither deleted nor counted; None counts all.
+    """
+    remove_partial(run_dir)
+    counted = [each for each in complete(run_dir) if step is None or each.step <= step]
+    for checkpoint in counted[:-keep] if keep else []:
         # Under the name of a partial one, so that it is taken for nothing else should deleting it be interrupted.
         shutil.rmtree(checkpoint.path.rename(checkpoint.path.with_name(checkpoint.path.name + PARTIAL)))
 
 
+@dataclass(frozen=True)
+class File:
+    """What a manifest says of a file: its bytes and its checksum, which version 1 did not have."""
+
+    bytes: int
+    checksum: str | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What checkpoint.json says."""
+
+    folder: Path
+    facts: Facts
+    files: Mapping[str, File]
+
+    def check_sizes(self) -> None:
+        """Check that all files are there, each with as many bytes as were written.
+
+        Raises:
+            DamagedCheckpoint: one is not.
+        """
+        for name, file in self.files.items():
+            try:
+                size = require_file(self.folder / name)
+            except UserError:
+                raise DamagedCheckpoint(self.folder, f"its {shown(name)} is missing or no file") from None
+            if size != file.bytes:
+                raise DamagedCheckpoint(
+                    self.folder, f"its {shown(name)} has {size:,} bytes and was written with {file.bytes:,}"
+                )
+
+    def check_content(self, name: str) -> None:
+        """Compare a file with its checksum, if there is one.
+
+        Raises:
+            DamagedCheckpoint: it has another.
+        """
+        written = self.files[name].checksum
+        try:
+            if written is not None and checksum(self.folder / name) != written:
+                raise DamagedCheckpoint(
+                    self.folder, f"its {shown(name)} does not have the checksum that it was written with"
+                )
+        except OSError as error:
+            raise DamagedCheckpoint(self.folder, f"its {shown(name)} cannot be read ({error.strerror})") from None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What checkpoint.json says; nothing else is looked at.
+
+    Raises:
+        DamagedCheckpoint: it is missing, is not as it was written, or has values that it cannot have.
+        UserError: a later version of Threefold wrote it.
+    """
+    try:
+        text = read_text(folder / MANIFEST)
+        document = parse_json(text, MANIFEST)
+    except UserError as error:
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} cannot be read ({str(error).removesuffix('.')})") from None
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} is not that of a checkpoint")
+    version = document.pop("version", None)
+    if version != 1 and not is_intact(text):
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} does not have the checksum that it was written with")
+    if type(version) is int and version > VERSION:
+        raise UserError(
+            f"{folder} has version {version} of the format and this Threefold reads versions 1 to {VERSION}; use a "
+            "later Threefold."
+        )
+    try:
+        if version not in (1, VERSION) or type(version) is not int:
+            raise ValueError("version")
+        if version == VERSION:
+            document.pop("checksum")
+        files = {name: _file(name, held, version) for name, held in document.pop("files").items()}
+        facts = _facts(document)
+        if folder.name.removesuffix(PARTIAL) != f"step_{facts.step:08d}":
+            raise ValueError("step")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable {_first_word(error)}") from None
+    return Manifest(folder, facts, files)
+
+
 def write_manifest(folder: Path, facts: Facts) -> None:
-    """Declare the files in `folder` to be a whole checkpoint, durably."""
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    manifest = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(facts), "files": sizes}
-    write_durably(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    """Declare the files in `folder` to be a whole checkpoint, durably.
+
+    Raises:
+        DamagedCheckpoint: the index of its tensors, which was just written, is damaged.
+    """
+    known = read_data_files(folder)
+    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+    files = {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "checksum": known[path.name].checksum if path.name in known else checksum(path),
+        }
+        for path in paths
+    }
+    manifest = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(facts), "files": files}
+    write_durably(folder / MANIFEST, seal(json.dumps(manifest, indent=2)))
     sync(folder)
 
 
@@ -130,21 +274,70 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _read_if_whole(path: Path) -> Facts | None:
-    """The facts of a checkpoint whose files are all there; None otherwise.
+def _file(name: str, held: Any, version: int) -> File:
+    if not is_plain_name(name) or name == MANIFEST:
+        raise ValueError("files")
+    if version == 1:
+        return File(_checked("files", held, _is_whole), None)
+    return File(
+        _checked("files", held["bytes"], _is_whole),
+        _checked("files", held["checksum"], lambda value: isinstance(value, str)),
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        return whole(value) == value
+    except ValueError:
+        return False
+
+
+def _is_scale(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and isfinite(value) and value > 0)
+
+
+def _is_pairs(value: Any) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    return pairs and all(_is_whole(number) for pair in value for number in pair)
+
+
+_RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("step", "consumed_samples", "seed", "tokens", "documents", "good_steps"), _is_whole),
+    "eod": lambda value: value is None or _is_whole(value),
+    "tokenizer_sha256": lambda value: value is None or isinstance(value, str),
+    "loss_scale": _is_scale,
+    "corpora": _is_pairs,
+}
+"""What each of the facts can be in JSON."""
+
+
+def _facts(document: dict[str, Any]) -> Facts:
+    """The facts in a manifest.
 
     Raises:
-        UserError: another version wrote it.
+        ValueError: with the name of the first that cannot be.
     """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest.pop("format") != FORMAT:
-            return None
-        if (version := manifest.pop("version")) != VERSION:
-            raise UserError(f"{path} has version {version} of the format and this Threefold reads version {VERSION}.")
-        files: dict[str, int] = manifest.pop("files")
-        whole = all((path / name).stat().st_size == size for name, size in files.items())
-        corpora = tuple((tokens, documents) for tokens, documents in manifest.pop("corpora", ()))
-        return Facts(**manifest, corpora=corpora) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    if unknown := document.keys() - _RULES.keys():
+        raise ValueError(min(unknown))
+    values = {name: _checked(name, value, _RULES[name]) for name, value in document.items()}
+    if "corpora" in values:
+        values["corpora"] = tuple((tokens, documents) for tokens, documents in values["corpora"])
+    if missing := [
+        field.name
+        for field in dataclasses.fields(Facts)
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]:
+        raise ValueError(missing[0])
+    return Facts(**values)
+
+
+def _checked(name: str, value: Any, rule: Callable[[Any], bool]) -> Any:
+    if not rule(value):
+        raise ValueError(name)
+    return value
+
+
+def _first_word(error: Exception) -> str:
+    """What was at fault: the name that a check or a look-up told, else the list of files."""
+    told = str(error).strip("'")
+    return shown(told) if isinstance(error, (ValueError, KeyError)) and told else "files"

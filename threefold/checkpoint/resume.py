@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.folder import Checkpoint, newest, stored_config
+from threefold.checkpoint.choose import Damaged, choose
+from threefold.checkpoint.folder import Checkpoint
 from threefold.checkpoint.tensors import stored_names
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
@@ -71,15 +72,16 @@ class Resumption:
 
     Attributes:
         checkpoint: where and at which step.
-        warnings: a sentence for each setting that makes the losses differ from those of the unbroken run.
+        warnings: a sentence for each setting that makes the losses differ from those of the unbroken run, and one for
+            damaged checkpoints.
     """
 
     checkpoint: Checkpoint
     warnings: tuple[str, ...]
 
 
-def find_resumption(run_dir: Path, config: Config) -> Resumption:
-    """The newest whole checkpoint of a run, checked against what the run is to be now.
+def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> Resumption:
+    """The newest good checkpoint of a run, checked against what the run is to be now.
 
     The layout may differ, as may everything else that changes no result; what changes it later, such as the learning
     rate, is warned of; another model, another optimizer or another order of the samples is an error.
@@ -87,22 +89,21 @@ def find_resumption(run_dir: Path, config: Config) -> Resumption:
     Args:
         run_dir: the run's folder.
         config: resolved; its data is looked at.
+        damaged: checkpoints that loading found damaged.
 
     Raises:
         UserError: there is no checkpoint, it is of another run, or nothing is left to do.
     """
-    checkpoint = newest(run_dir)
-    if checkpoint is None:
-        raise UserError(
-            f"{run_dir} has no complete checkpoint to go on from; start without --resume in an empty folder."
-        )
+    choice = choose(
+        run_dir, lambda none: f"{run_dir} has {none} to go on from; start without --resume in an empty folder.", damaged
+    )
+    checkpoint = choice.checkpoint
     if checkpoint.step == 0:
         raise UserError(
             f"{checkpoint.path} has a model and no optimizer's state to go on with; start a run in another folder with "
             f"train.init_from {run_dir}."
         )
-    stored = stored_config(checkpoint.path)
-    changes = list(_changes(stored, config))
+    changes = list(_changes(choice.config, config))
     for key, before, now in changes:
         if reason := _forbidden(key):
             raise UserError(
@@ -116,7 +117,7 @@ def find_resumption(run_dir: Path, config: Config) -> Resumption:
             f"set it to {checkpoint.step + 1} at least to go on."
         )
     warnings = [f"{key} is {now!r} from here on; up to now it was {before!r}." for key, before, now in changes]
-    return Resumption(checkpoint, (*warnings, *_restarted_streams(checkpoint, config)))
+    return Resumption(checkpoint, (*choice.warnings, *warnings, *_restarted_streams(checkpoint, config)))
 
 
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:

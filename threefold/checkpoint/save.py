@@ -6,7 +6,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from threefold.checkpoint.folder import PARTIAL, Facts, path_of, prune, write_durably, write_manifest
+from threefold.checkpoint.folder import (
+    PARTIAL,
+    Facts,
+    path_of,
+    prune,
+    remove_partial,
+    write_durably,
+    write_manifest,
+)
 from threefold.checkpoint.tensors import save_tensors
 from threefold.data.staging import sync
 from threefold.errors import UserError
@@ -19,7 +27,7 @@ def save_checkpoint(
     """Write a checkpoint, and then delete those that are too old. Collective over the world.
 
     Until its last moment the checkpoint has another name, so a full disk or a killed process leaves the ones before it
-    as they are, and nothing that could be taken for a new one.
+    as they are, and nothing that could be taken for a new one. What a failure left is deleted.
 
     Args:
         run_dir: the run's folder, which all ranks see.
@@ -39,7 +47,7 @@ def save_checkpoint(
     partial = path.with_name(path.name + PARTIAL)
 
     def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_partial(run_dir)
         partial.mkdir(parents=True)
 
     def finish() -> None:
@@ -55,13 +63,17 @@ def save_checkpoint(
         _on_first(world, begin)
         save_tensors(tensors, partial)
         _on_first(world, finish)
-    except OSError as error:
+    except BaseException as error:
+        if world.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise UserError(
             f"The checkpoint {path} cannot be written ({error}); {_free(path):.1f} GB of its disk are free, and "
             "those before it are as they were."
         ) from error
     try:
-        _on_first(world, lambda: prune(run_dir, keep))
+        _on_first(world, lambda: prune(run_dir, keep, facts.step))
     except OSError as error:
         raise UserError(
             f"An old checkpoint beside {path} cannot be deleted ({error}); set checkpoint.keep to 0."

@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.storage import Reader, Writer, stored_index
 from threefold.checkpoint.strided import StridedPart, is_strided
 from threefold.errors import UserError
 
@@ -31,10 +32,9 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     Raises:
         OSError: on every rank, when a rank cannot write.
     """
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
     try:
         with _quiet():
-            dcp.save(_detached(tensors), storage_writer=writer)
+            dcp.save(_detached(tensors), storage_writer=Writer(folder))
     except CheckpointException as error:
         raise OSError(_reason(error)) from error
 
@@ -48,7 +48,7 @@ def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """
     try:
         with _quiet():
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+            dcp.save(dict(tensors), storage_writer=Writer(folder), no_dist=True)
     except CheckpointException as error:
         _let_through(error, UserError, OSError, KeyboardInterrupt)
         raise OSError(_reason(error)) from error
@@ -62,24 +62,29 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
         folder: a whole checkpoint.
 
     Raises:
-        UserError: on every rank, when a rank cannot read, or the checkpoint lacks a name or has another shape.
+        DamagedCheckpoint: on every rank, when what a rank reads is not as it was written; tensors may be filled in
+            part then.
+        UserError: on every rank, when the checkpoint lacks a name or has another shape.
     """
     _load(tensors, folder, alone=False)
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors that a whole checkpoint has."""
-    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    """Names of the tensors that a whole checkpoint has.
+
+    Raises:
+        DamagedCheckpoint: its index cannot be read.
+    """
+    return set(stored_index(folder))
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each tensor that a whole checkpoint has, by name."""
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    """Shape and dtype of each tensor that a whole checkpoint has, by name.
+
+    Raises:
+        DamagedCheckpoint: its index cannot be read.
+    """
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in stored_index(folder).items()}
 
 
 def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -90,9 +95,9 @@ def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
 def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool) -> None:
     try:
         with _quiet():
-            dcp.load(_detached(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
+            dcp.load(_detached(tensors), storage_reader=Reader(folder), no_dist=alone)
     except CheckpointException as error:
-        _let_through(error, KeyboardInterrupt)
+        _let_through(error, KeyboardInterrupt, DamagedCheckpoint)
         raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error
 
 

@@ -66,6 +66,8 @@ def export(
 
     with Bars() as bars:
         made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite), bars)
+    for warning in made.warnings:
+        typer.echo(f"Warning: {warning}", err=True)
     print_table(
         (str(out), ""),
         [

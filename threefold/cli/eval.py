@@ -60,7 +60,7 @@ def evaluate(
         work = chosen.prepare(inference.trained.words(), texts, lambda: advance(1))
     about = {
         "run": str(run),
-        "step": inference.trained.checkpoint.step,
+        "step": inference.trained.checkpoint.step,  # unless loading finds it damaged
         "data": str(data),
         "task": task,
         "dtype": dtype,
@@ -98,6 +98,10 @@ def measure(
     """Measure, and have one rank tell."""
     from threefold.inference.scoring import score
 
+    if model.speaks:
+        for warning in model.trained.warnings:
+            typer.echo(f"Warning: {warning}", err=True)
+    about["step"] = model.trained.checkpoint.step
     started = time.perf_counter()
     with _progress("measuring", len(work.windows), model.speaks) as advance:
         scores = score(model, work.texts, work.windows, batch_size, advance)

@@ -58,6 +58,8 @@ def write(model: "Model", prompts: list[str], request: "Request") -> None:
     shown, told = 0, dict(enumerate(prompts))
     ended: set[int] = set()
     if model.speaks:
+        for warning in model.trained.warnings:
+            typer.echo(f"Warning: {warning}", err=True)
         typer.echo(told.pop(0), nl=False)
     for number, text in generate_text(model, prompts, request):
         if not model.speaks:

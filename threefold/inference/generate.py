@@ -4,6 +4,7 @@ Every rank runs the same loop over the same sequences. One rank chooses the toke
 know which sequence has ended and what is worked on next.
 """
 
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -159,6 +160,8 @@ def generate(run: Path, prompts: Sequence[str], request: Request | None = None) 
     """
     require_text(prompts)
     texts, model = list(prompts), Trained.find(run).load()
+    for warning in model.trained.warnings:
+        warnings.warn(warning, stacklevel=2)
     with model.few_threads():
         for number, piece in generate_text(model, prompts, request or Request()):
             texts[number] += piece or ""

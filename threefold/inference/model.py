@@ -12,7 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from threefold.checkpoint.folder import TOKENIZER, Checkpoint, newest, stored_config
+from threefold.checkpoint.choose import Damaged, choose, from_first
+from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.folder import TOKENIZER, Checkpoint
 from threefold.checkpoint.huggingface.carried import PREFIX, end_tokens
 from threefold.checkpoint.naming import MODEL
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
@@ -45,22 +47,31 @@ seconds)."""
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model on the disk: where its newest checkpoint is, and what that says of it."""
+    """A trained model on the disk: where its newest good checkpoint is, and what that says of it.
+
+    Attributes:
+        checkpoint: where it is.
+        config: its own.
+        warnings: a sentence that names the damaged checkpoints that were passed over, if any were.
+    """
 
     checkpoint: Checkpoint
     config: Config
+    warnings: tuple[str, ...] = ()
 
     @classmethod
-    def find(cls, run: Path) -> Self:
-        """The newest whole checkpoint of a run.
+    def find(cls, run: Path, damaged: Damaged | None = None) -> Self:
+        """The newest good checkpoint of a run.
+
+        Args:
+            run: its folder.
+            damaged: checkpoints that loading found damaged.
 
         Raises:
             UserError: there is none.
         """
-        checkpoint = newest(run)
-        if checkpoint is None:
-            raise UserError(f"{run} has no complete checkpoint; give the run folder of `threefold train`.")
-        return cls(checkpoint, stored_config(checkpoint.path))
+        choice = choose(run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged)
+        return cls(choice.checkpoint, choice.config, choice.warnings)
 
     def check(self, layout: Layout) -> None:
         """Check that the model can be spread over a layout.
@@ -128,16 +139,29 @@ class Trained:
     def load(self, mesh: Mesh | None = None, dtype: str = "fp32") -> "Model":
         """Read this rank's part of the weights, and no more, whatever layout and dtype wrote them.
 
-        Collective over the mesh.
+        What is read is compared with its checksums; where any rank finds damage, all take the newest good checkpoint
+        before. Collective over the mesh.
 
         Args:
             mesh: the ranks; None for this process alone, on the CPU.
             dtype: what to compute in: fp32, bf16, fp16 or fp64.
 
+        Returns:
+            the model, whose `trained` says which checkpoint it has.
+
         Raises:
-            UserError: the checkpoint cannot be read.
+            UserError: no checkpoint can be read.
         """
         mesh = mesh or Mesh.alone()
+        trained, damaged = self, {}
+        while True:
+            try:
+                return trained._load(mesh, dtype)
+            except DamagedCheckpoint as damage:
+                damaged[damage.path] = damage.reason
+                trained = from_first(mesh.world, lambda: type(self).find(self.checkpoint.run_dir, damaged))
+
+    def _load(self, mesh: Mesh, dtype: str) -> "Model":
         config = self.config.model
         plan = model_plan(config, self.config.data.sequence_length)
         stages = StageMap(tuple(plan.stage_bounds(mesh.pp.size)), tuple(range(mesh.pp.size)))

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-from threefold.checkpoint.begin import find_beginning
-from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
@@ -25,6 +23,7 @@ from threefold.train.division import stage_map
 from threefold.train.engine import Engine
 from threefold.train.hooks import Hook
 from threefold.train.loop import Trainer
+from threefold.train.start import Start
 from threefold.train.state import Checkpoints
 
 
@@ -41,26 +40,20 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
     """
     keep_freed_memory()
     mesh = Mesh(Layout.of(config.parallel), _device(config))
-    resumption = find_resumption(run_dir, config) if resume else None
-    beginning = None if resume else find_beginning(config)
-    mesh.world.barrier()  # all have looked before any changes what is there
+    start = Start(config, run_dir, resume, mesh.world)  # finds what is there before any rank changes it
     dataset = open_dataset(config)
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
         plan = model_plan(config.model, config.data.sequence_length)
         engine = Engine(partial(make_model, config.model), plan, mesh, config)
         checkpoints = Checkpoints(run_dir, engine, config, dataset)
-        start = checkpoints.restore(resumption.checkpoint) if resumption else 0
-        if beginning:
-            checkpoints.start_from(beginning.checkpoint)
+        step, lines = start.load(checkpoints)
         hooks: list[Hook] = [DataAgreement(mesh, config.log.every)]
         if mesh.rank == 0:
             _announce(config, mesh, loader)
-            for line in (f"Going on from {resumption.checkpoint.path}.", *resumption.warnings) if resumption else ():
-                say(line)
-            for line in (f"Starting from {beginning.checkpoint.path}.", *beginning.warnings) if beginning else ():
+            for line in lines:
                 say(line)
             hooks += reporting_hooks(config, run_dir, mesh.layout.world_size)
-        Trainer(engine, loader, config, hooks, checkpoints.save).fit(start)
+        Trainer(engine, loader, config, hooks, checkpoints.save).fit(step)
 
 
 def check_division(config: Config) -> None:

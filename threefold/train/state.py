@@ -68,6 +68,7 @@ class Checkpoints:
         """Put the engine into the state of a checkpoint, and return the updates made for it.
 
         Raises:
+            DamagedCheckpoint: on every rank, when it is not as it was written; the engine is in no usable state then.
             UserError: on every rank, when it cannot be read.
         """
         load_tensors(engine_tensors(self.engine), checkpoint.path)
@@ -83,6 +84,7 @@ class Checkpoints:
         """Give the engine the weights of another run's checkpoint, of which it reads its own parts alone.
 
         Raises:
+            DamagedCheckpoint: on every rank, when it is not as it was written; the engine is in no usable state then.
             UserError: on every rank, when it cannot be read.
         """
         load_tensors(model_tensors(self.engine), checkpoint.path)

@@ -10,7 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.folder import Checkpoint, newest, stored_config
+from threefold.checkpoint.choose import Choice, choose
+from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.folder import Checkpoint
 from threefold.checkpoint.huggingface.bring import PRECISIONS, require_free
 from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
 from threefold.checkpoint.huggingface.carried import imported_config, write_texts
@@ -24,7 +26,6 @@ from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config
 from threefold.data.progress import Progress
 from threefold.data.staging import staged_directory
-from threefold.errors import UserError
 from threefold.host import return_freed_memory
 
 _AT_ONCE: Final = 64 << 20
@@ -68,6 +69,7 @@ class Exported:
         files: names of the weights' files.
         texts: names of the files beside them.
         left_out: settings of training that the files have no place for, with their values.
+        warnings: a sentence that names the damaged checkpoints that were passed over, if any were.
     """
 
     family: str
@@ -79,10 +81,13 @@ class Exported:
     files: tuple[str, ...]
     texts: tuple[str, ...]
     left_out: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def export_model(request: Export, progress: Progress) -> Exported:
-    """Write the newest checkpoint of a run as Hugging Face's transformers reads it, tensor by tensor.
+    """Write the newest good checkpoint of a run as Hugging Face's transformers reads it, tensor by tensor.
+
+    One that turns out to be damaged while it is read is passed over as one that was seen to be.
 
     Raises:
         UserError: there is no checkpoint, no family has a place for the model, or `out` cannot be written. Nothing is
@@ -90,10 +95,17 @@ def export_model(request: Export, progress: Progress) -> Exported:
     """
     return_freed_memory()
     require_free(request.run, request.out, request.overwrite)
-    checkpoint = newest(request.run)
-    if checkpoint is None:
-        raise UserError(f"{request.run} has no complete checkpoint; give the folder of a run.")
-    config = stored_config(checkpoint.path)
+    damaged: dict[Path, str] = {}
+    while True:
+        choice = choose(request.run, lambda none: f"{request.run} has {none}; give the folder of a run.", damaged)
+        try:
+            return _export(request, choice, progress)
+        except DamagedCheckpoint as damage:
+            damaged[damage.path] = damage.reason
+
+
+def _export(request: Export, choice: Choice, progress: Progress) -> Exported:
+    checkpoint, config = choice.checkpoint, choice.config
     imported = imported_config(checkpoint.path)
     family = choose_family(config.model, imported.get("model_type"))
     stored = {
@@ -125,7 +137,7 @@ def export_model(request: Export, progress: Progress) -> Exported:
     parameters = sum(prod(each.shape) for each in planned)
     lost = left_out(config.model, family)
     names = (tuple(shards.names), (THEIR_CONFIG, *texts))
-    return Exported(family.name, config, checkpoint.step, parameters, dtype, total, *names, lost)
+    return Exported(family.name, config, checkpoint.step, parameters, dtype, total, *names, lost, choice.warnings)
 
 
 def _by_tensor(family: Family, config: Config, stored: Stored) -> dict[str, list[Weight]]:
