@@ -34,9 +34,12 @@ from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.index import DTYPES, INDEX, Chunk, DataFile, StoredTensor, index_text, read_index
 from threefold.checkpoint.version1 import METADATA, read_version1_chunk, read_version1_index
 from threefold.checksums import ALGORITHM
+from threefold.host import begin_writing
 
 _BLOCK: Final = 4 << 20
 """Bytes that are hashed and moved at a time: they are still in the processor's cache for the second."""
+_AHEAD: Final = 32 << 20
+"""Bytes after which the system is told to begin writing: a process that leaves it to the end has to wait for it."""
 
 
 def stored_index(folder: Path) -> dict[str, StoredTensor]:
@@ -220,7 +223,7 @@ class Reader(StorageReader):
 def _write_file(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Chunk], DataFile]:
     """Write parts one after the other, each let go before the next is asked for."""
     chunks: list[Chunk] = []
-    whole, position = xxhash.xxh3_128(), 0
+    whole, position, begun = xxhash.xxh3_128(), 0, 0
     with path.open("wb") as file:
         for item in items:
             content = _bytes_of(cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous())
@@ -230,6 +233,10 @@ def _write_file(path: Path, items: Sequence[WriteItem], planner: SavePlanner) ->
                 part.update(block)
                 whole.update(block)
                 file.write(block)
+                if (end := position + start + len(block)) - begun >= _AHEAD:
+                    file.flush()
+                    begin_writing(file.fileno(), begun, end - begun)
+                    begun = end
             box, checksum = _box(item), f"{ALGORITHM}:{part.hexdigest()}"
             chunks.append(Chunk(tuple(box.offsets), tuple(box.sizes), path.name, position, len(content), checksum))
             position += len(content)
