@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.folder import Checkpoint, newest, stored_config
-from threefold.checkpoint.tensors import stored_names
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
 from threefold.data.mixture import whole_shares
 from threefold.errors import UserError
 from threefold.parallel.layout import Layout
-from threefold.parallel.streams import STREAMS, stored_as
 
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
 """Settings that change no result, by their beginning."""
@@ -122,6 +120,11 @@ def find_resumption(run_dir: Path, config: Config) -> Resumption:
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """A sentence if the model draws from its ranks' streams, which go on in the same layout alone."""
     layout = Layout.of(config.parallel)
+    from threefold.checkpoint.tensors import (
+        stored_names,  # these import torch, which errors in a config do not wait for
+    )
+    from threefold.parallel.streams import STREAMS, stored_as
+
     stored = [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]
     if stored and not any(name.startswith(stored_as(layout)) for name in stored):
         yield "The random streams that the model draws from belong to another layout; they start anew from here on."

@@ -7,10 +7,11 @@ from threefold.checkpoint.begin import find_beginning
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, resolve
+from threefold.config.resolve import check_settings
 from threefold.data.dataset import open_dataset
 from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
-from threefold.launch.device import choose_device
+from threefold.launch.device import choose_device, require_gpus
 from threefold.launch.environment import find_place
 from threefold.launch.run import run
 from threefold.launch.worker import Device, RankInfo
@@ -29,14 +30,17 @@ def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
     Raises:
         UserError: settings that cannot go together, no data or too little, or fewer GPUs than ranks.
     """
+    check_settings(config)
+    layout, place = Layout.of(config.parallel), find_place()
+    if place:
+        layout.require_world(place.world_size)
+    local_world_size = place.local_world_size if place else layout.world_size
+    if config.train.device == "cuda":
+        require_gpus(local_world_size)
     dataset = open_dataset(config)
     resolved = resolve(config, dataset.vocab_size)
     for part in ("train", "valid") if resolved.train.eval_every else ("train",):
         dataset.samples(part, resolved.data, progress)
-    layout, place = Layout.of(resolved.parallel), find_place()
-    if place:
-        layout.require_world(place.world_size)
-    local_world_size = place.local_world_size if place else layout.world_size
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size)
     return resolved.model_copy(update={"train": resolved.train.model_copy(update={"device": device})})
 
