@@ -1,11 +1,16 @@
 """Errors in a config: told before torch is imported, whatever command is given it."""
 
 import json
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
+
+from tests.support.damaged_configs import damaged_config
 
 _SCRIPT = """\
 import contextlib, io, json, sys
@@ -92,3 +97,34 @@ def test_names_of_the_parallel_package_are_imported_when_used() -> None:
         "assert not hasattr(package, 'RowParallelLinea')\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def _limited() -> None:
+    """Bounds that no command comes near which answers at once: 30 s of CPU, 8 GiB."""
+    resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+
+
+@pytest.mark.slow
+def test_hostile_configs_through_the_command(tmp_path: Path) -> None:
+    """Each is a process of its own, as a user would start it: the config is shown, or refused in one line."""
+    source = Random(21)
+    os.mkfifo(tmp_path / "fifo")
+    files: list[str | Path] = ["/dev/zero", "/dev/stdin", tmp_path, tmp_path / "fifo", "x" * 5000]
+    for number in range(24):
+        files.append(tmp_path / f"{number}.yaml")
+        Path(files[-1]).write_bytes(damaged_config(source))
+    (tmp_path / "deep.yaml").write_text("[" * 100_000)
+    for file in (*files, tmp_path / "deep.yaml"):
+        ran = subprocess.run(
+            [sys.executable, "-m", "threefold", "config", "show", file],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            preexec_fn=_limited,
+        )
+        assert ran.returncode == 2, (file, ran)  # no data is there
+        assert ran.stdout == ""
+        assert ran.stderr.startswith("Error: ")
+        assert ran.stderr.count("\n") == 1

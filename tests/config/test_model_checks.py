@@ -69,7 +69,8 @@ def mixture(**settings: Any) -> dict[str, Any]:
 def test_settings_that_would_mean_nothing(base: dict[str, Any], names: tuple[str, ...], reason: str) -> None:
     for name in names:
         value = MEANINGLESS[name]
-        assert message({**base, name: value}) == f"model.{name} is {value} but {reason}."
+        shown = "true" if value is True else value
+        assert message({**base, name: value}) == f"model.{name} is {shown} but {reason}."
 
 
 def test_settings_that_would_mean_nothing_but_are_as_they_were() -> None:

@@ -17,6 +17,8 @@ LARGEST_DOCUMENT: Final = 256 << 10
 """Bytes of the largest config that is read; one of every setting has less than 10 KiB."""
 MOST_VALUES: Final = 20_000
 """Keys and values of a document, each alias counted as what it stands for."""
+_TOO_MANY: Final = f"it holds more than {MOST_VALUES:,} values, with those that aliases (*) stand for"
+_DEEPEST: Final = 20
 _LONGEST_NUMBER: Final = 400
 """Characters of a number; the largest double has 309 digits."""
 _PREFIX: Final = "tag:yaml.org,2002:"
@@ -24,6 +26,19 @@ _PREFIX: Final = "tag:yaml.org,2002:"
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 but for numbers: 1e-3 is a number, and nothing is a date or counted in sixties; `=` is text."""
+
+    _depth = _count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As in every loader, but bounded, so that neither the stack nor the time runs out."""
+        if self._depth > _DEEPEST:
+            raise RecursionError
+        if self._count > MOST_VALUES:
+            raise yaml.composer.ComposerError(None, None, _TOO_MANY, parent.start_mark if parent else None)
+        self._depth, self._count = self._depth + 1, self._count + 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 _FLOAT = r"^[-+]?(?:(?:[0-9][0-9_]*)?\.?[0-9][0-9_]*\.?(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"
@@ -116,7 +131,7 @@ def _require_plain(loader: _Loader, node: yaml.Node, where: str) -> None:
         else:
             total = 1 + (sum(map(size, node.value)) if isinstance(node, yaml.SequenceNode) else 0)
         if total > MOST_VALUES:
-            raise UserError(f"{at}: it holds more than {MOST_VALUES:,} values, with those that aliases (*) stand for.")
+            raise UserError(f"{at}: {_TOO_MANY}.")
         sizes[node] = total
         return total
 

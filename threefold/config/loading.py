@@ -51,7 +51,7 @@ def _named(values: Any) -> Any:
     """A mapping with its keys as they are written; anything else as it is."""
     if not isinstance(values, dict):
         return values
-    return {key if isinstance(key, str) else _shown(key): value for key, value in values.items()}
+    return {shown(key) if isinstance(key, str) else _shown(key): value for key, value in values.items()}
 
 
 def _keys(sections: dict[str, dict[str, Any]]) -> list[str]:
@@ -63,6 +63,8 @@ def _apply(override: str, values: dict[Any, Any], origins: dict[str, str]) -> No
     key, where = key.strip(), f"--set {shown(override)}"
     if not equals or not key:
         raise UserError(f"{where}: write it as section.key=value.")
+    if key in section_types():
+        raise UserError(f"{where}: {key} is a section; name a setting of it, such as {_first(key)}.")
     if key not in known_keys():
         raise UserError(f"{where}: {_unknown(key)}")
     section, name = key.split(".")
@@ -98,11 +100,16 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{where}{key} is {_shown(first['input'])} but must be a section with settings below it."
     given = first["input"] if len(first["loc"]) < 3 else values[first["loc"][0]][first["loc"][1]]
-    return f"{where}{key} is {_shown(given)} but must be {_expected(first)}."
+    expected = _OF_SEVERAL_KINDS.get(key) or _expected(first)
+    return f"{where}{key} is {_shown(given)} but must be {expected}."
 
 
 def _unknown(key: str) -> str:
     return f"{shown(key)} is not a setting; the nearest is {_nearest(key[:_LONGEST_NAME])}."
+
+
+def _first(section: str) -> str:
+    return next(key for key in known_keys() if key.startswith(f"{section}."))
 
 
 def _nearest(key: str) -> str:
@@ -131,6 +138,10 @@ def _shown(value: Any) -> str:
 _LONGEST_NAME = 100
 """Characters that are compared with the names there are."""
 _MIXTURE = "each above 0, such as {books: 3, code: 1}"
+_OF_SEVERAL_KINDS = {
+    "optimizer.betas": "a list of two numbers",
+    "parallel.partition": "cost, uniform, class: and the name of a class, or a list of layers such as [3, 6]",
+}
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -156,13 +167,18 @@ def _expected(problem: Any) -> str:
     }
     if kind in limits:
         words, name = limits[kind]
-        return f"{words} {context[name] if isinstance(context[name], int) else format(context[name], 'g')}"
+        return f"{words} {_number(context[name])}"
     if kind == "string_too_short":
         return "the name of a folder"
     return _EXPECTED.get(kind.split("_")[0], problem["msg"])
 
 
+def _number(limit: float) -> str:
+    """A limit, so that what is written is exactly it."""
+    return short if not isinstance(limit, int) and float(short := f"{limit:g}") == limit else str(limit)
+
+
 def _choice(given: Any, expected: str) -> str:
     names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
-    close = get_close_matches(str(given)[:_LONGEST_NAME], names, n=1, cutoff=0)
+    close = get_close_matches(str(given)[:_LONGEST_NAME].lower(), names, n=1, cutoff=0)
     return f"one of {', '.join(names)}; the nearest is {close[0]}"
