@@ -22,7 +22,9 @@ def verify(
         list[str] | None, typer.Option("--layouts", "--layout", metavar="LAYOUT", help="The same; `;` between several.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every layout of --ranks ranks that composes.")] = False,
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks of the layouts of the selection and of --all.")] = 8,
+    ranks: Annotated[
+        int, typer.Option(min=2, max=1024, help="Ranks of the layouts of the selection and of --all.")
+    ] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[Literal["fp64", "fp32"], typer.Option(help="Precision: equal to 1e-12 or to 1e-5.")] = "fp64",
     full: Annotated[
@@ -44,6 +46,7 @@ def verify(
     """
     from threefold.config import load_config
     from threefold.data.vocabulary import vocabulary
+    from threefold.launch.process import require_room
     from threefold.verify.select import possible
     from threefold.verify.shrink import UNKNOWN_VOCABULARY, prepare, shrink
     from threefold.verify.variant import parse_layouts
@@ -52,6 +55,7 @@ def verify(
     variants = parse_layouts([*(layouts or ()), *(named or ())])
     if variants and every:
         raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
+    require_room(max((variant.world_size for variant in variants), default=ranks))
     base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
     small = base if full else shrink(base, variants or possible(ranks, given.model.num_experts))
     selection = _select(small, variants, ranks, every)

@@ -13,6 +13,7 @@ from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
 from threefold.launch.device import choose_device, require_gpus
 from threefold.launch.environment import find_place
+from threefold.launch.process import require_room
 from threefold.launch.run import run
 from threefold.launch.worker import Device, RankInfo
 from threefold.parallel.layout import Layout
@@ -98,7 +99,10 @@ def prepare_training(
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir is {run_dir}, which is a file; name a folder.")
-    resolved, place = resolve_run(config, progress), find_place()
+    place = find_place()
+    if place is None:
+        require_room(Layout.of(config.parallel).world_size)
+    resolved = resolve_run(config, progress)
     if resume:
         find_resumption(run_dir, resolved)
     elif newest(run_dir):
