@@ -96,7 +96,9 @@ def steps(run_dir: Path) -> list[int]:
     return [checkpoint.step for checkpoint in complete(run_dir)]
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", "tensors.json", "tensors-00000.bin", "tokenizer.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["checkpoint.json", "tensors.json", "tensors-00000.bin", "tokenizer.json", "config.yaml"]
+)
 def test_one_that_lost_a_file_is_not_whole(two: Path, name: str) -> None:
     assert steps(two) == [2, 4]
     (path_of(two, 4) / name).unlink()

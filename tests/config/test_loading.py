@@ -139,7 +139,7 @@ def test_wrong_override(tmp_path: Path, override: str, expected: str) -> None:
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         load_config(tmp_path / "none.yaml")
-    with pytest.raises(UserError, match="Is a directory"):
+    with pytest.raises(UserError, match="it is a folder"):
         load_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"data: {path: \xe9}")
     with pytest.raises(UserError, match=r"not UTF-8 text \(byte 13\)"):

@@ -69,7 +69,8 @@ def mixture(**settings: Any) -> dict[str, Any]:
 def test_settings_that_would_mean_nothing(base: dict[str, Any], names: tuple[str, ...], reason: str) -> None:
     for name in names:
         value = MEANINGLESS[name]
-        assert message({**base, name: value}) == f"model.{name} is {value} but {reason}."
+        shown = "true" if value is True else value
+        assert message({**base, name: value}) == f"model.{name} is {shown} but {reason}."
 
 
 def test_settings_that_would_mean_nothing_but_are_as_they_were() -> None:
@@ -96,7 +97,7 @@ def test_settings_that_would_mean_nothing_but_are_as_they_were() -> None:
         (mixture(moe_every=9), "model.moe_every is 9 but none of the 8 layers has experts then; use 8."),
         (mixture(dense_layers=8), "model.dense_layers is 8 but none of the 8 layers has experts then; use 0."),
         (mixture(dense_layers=6, moe_every=3), "model.dense_layers is 6 but none of the 8 layers has experts then; use 0."),
-        (mixture(shared_expert_gate=True), "model.shared_expert_gate is True but model.shared_expert_ffn_hidden_size is 0, so there is nothing to weigh; use false."),
+        (mixture(shared_expert_gate=True), "model.shared_expert_gate is true but model.shared_expert_ffn_hidden_size is 0, so there is nothing to weigh; use false."),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit(model: dict[str, Any], expected: str) -> None:

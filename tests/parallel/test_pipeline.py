@@ -65,6 +65,13 @@ def test_bounds_by_cost_are_the_best_there_are() -> None:
         assert peak(partition_by_cost(costs, pp)) == min(peak(way) for way in ways)
 
 
+def test_bounds_by_cost_of_a_thousand_layers_on_as_many_stages() -> None:
+    """In the time of layers · stages; a third factor would take minutes."""
+    assert partition_by_cost([5.0, *[1.1] * 1022, 9.0], 1024) == list(range(1025))
+    bounds = partition_by_cost([1.0] * 1024, 256)
+    assert bounds == list(range(0, 1025, 4))
+
+
 def test_bounds_by_class_share_that_class_evenly() -> None:
     kinds = ["Embedding", *["Block"] * 7, "Norm", "Head"]
     assert partition_by_class(kinds, "Block", 2) == [0, 4, 10]

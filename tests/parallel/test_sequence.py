@@ -203,8 +203,8 @@ def test_layers_of_their_own(pool, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [
-        (shared(tp=1), "parallel.sequence_parallel is True but .* parallel.tp is 1; use false or tp 2."),
-        (shared(tp=4, sequence=11), "parallel.sequence_parallel is True but .* use data.sequence_length 12 instead of"),
+        (shared(tp=1), "parallel.sequence_parallel is true but .* parallel.tp is 1; use false or tp 2."),
+        (shared(tp=4, sequence=11), "parallel.sequence_parallel is true but .* use data.sequence_length 12 instead of"),
     ],
     ids=["tp 1", "length"],
 )

@@ -190,8 +190,8 @@ def test_pure_bf16_keeps_nothing_wide(pool) -> None:
 @pytest.mark.parametrize(
     ("precision", "sentence"),
     [
-        ({"master_weights": False}, "precision.master_weights is False but precision.dtype is fp32 and only bf16"),
-        ({"master_weights": False, "dtype": "fp16"}, "master_weights is False but precision.dtype is fp16"),
+        ({"master_weights": False}, "precision.master_weights is false but precision.dtype is fp32 and only bf16"),
+        ({"master_weights": False, "dtype": "fp16"}, "master_weights is false but precision.dtype is fp16"),
         ({"dtype": "fp16", "loss_scale": 1000.0}, "loss_scale is 1000.0 but must be a power of two; use 1024"),
     ],
 )

@@ -7,11 +7,12 @@ import pytest
 
 from tests.support.parity import Case, make_engine
 from threefold.config import Config
+from threefold.data.vocabulary import resolve_without_data
 from threefold.errors import UserError
 from threefold.launch.pool import WorkerPool
 from threefold.parallel.layout import Layout
 from threefold.parallel.portion import Place, Shard, place_of
-from threefold.train.size import ModelSize, resolve_without_data
+from threefold.train.size import ModelSize
 
 
 def sized(model: dict[str, Any], **sections: dict[str, Any]) -> ModelSize:

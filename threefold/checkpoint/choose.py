@@ -10,15 +10,16 @@ caller chooses again, with that checkpoint among the damaged ones.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from threefold.checkpoint.damage import DamagedCheckpoint
-from threefold.checkpoint.fit import Shapes, misfit
 from threefold.checkpoint.folder import CONFIG, Checkpoint, Manifest, folders, read_manifest, stored_config
-from threefold.checkpoint.storage import stored_index
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.parallel.mesh import Axis
+
+if TYPE_CHECKING:
+    from threefold.checkpoint.fit import Shapes
+    from threefold.parallel.mesh import Axis
 
 Damaged = Mapping[Path, str]
 """What is wrong with the checkpoints that could not be loaded, by folder."""
@@ -68,7 +69,7 @@ def choose(run_dir: Path, missing: Callable[[str], str], damaged: Damaged | None
     )
 
 
-def from_first(world: Axis, find: Callable[[], T]) -> T:
+def from_first(world: "Axis", find: Callable[[], T]) -> T:
     """What `find` gives on the first rank, on all ranks, so that no two choose differently. Collective.
 
     Raises:
@@ -94,6 +95,10 @@ def _inspect(path: Path) -> tuple[Checkpoint, Config]:
     """
     manifest = read_manifest(path)
     manifest.check_sizes()
+    # These import torch, which a run without checkpoints does not wait for.
+    from threefold.checkpoint.fit import misfit
+    from threefold.checkpoint.storage import stored_index
+
     index = stored_index(path)
     data = {chunk.file for tensor in index.values() for chunk in tensor.chunks}
     if unknown := data - manifest.files.keys():
@@ -106,7 +111,7 @@ def _inspect(path: Path) -> tuple[Checkpoint, Config]:
     return Checkpoint(path, manifest.facts), config
 
 
-def _check_small(manifest: Manifest, data: set[str], shapes: Shapes) -> None:
+def _check_small(manifest: Manifest, data: set[str], shapes: "Shapes") -> None:
     """Compare all files but those of tensors with their checksums.
 
     A config that was changed is told by what it says, where that is a model of other sizes.
@@ -121,7 +126,9 @@ def _check_small(manifest: Manifest, data: set[str], shapes: Shapes) -> None:
         raise _more_exactly(damage, shapes) from None
 
 
-def _more_exactly(damage: DamagedCheckpoint, shapes: Shapes) -> DamagedCheckpoint:
+def _more_exactly(damage: DamagedCheckpoint, shapes: "Shapes") -> DamagedCheckpoint:
+    from threefold.checkpoint.fit import misfit
+
     try:
         reason = misfit(_config(damage.path).model, shapes)
     except UserError:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.checkpoint.damage import DamagedCheckpoint
-from threefold.checkpoint.index import is_plain_name, read_data_files, whole
+from threefold.checkpoint.fields import is_plain_name, whole
 from threefold.checkpoint.sealed import is_intact, seal
 from threefold.checksums import checksum
 from threefold.config import Config, load_config, resolve
@@ -252,6 +252,8 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     Raises:
         DamagedCheckpoint: the index of its tensors, which was just written, is damaged.
     """
+    from threefold.checkpoint.index import read_data_files  # imports torch, which errors in a config do not wait for
+
     known = read_data_files(folder)
     paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
     files = {

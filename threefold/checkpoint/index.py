@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.fields import is_plain_name, whole
 from threefold.checkpoint.sealed import is_intact, seal
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file, shown
@@ -148,22 +149,6 @@ def check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
             raise DamagedCheckpoint(folder, f"the file of its tensor {shown(name)} ends before the tensor does")
         if not _covers(tensor):
             raise DamagedCheckpoint(folder, f"the parts of its tensor {shown(name)} do not make up the whole")
-
-
-def is_plain_name(name: Any) -> bool:
-    """Whether a name is that of a file in a folder itself: none of another folder, none that is absolute."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
-
-
-def whole(value: Any) -> int:
-    """A whole number from 0 on.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is no whole number")
-    return value
 
 
 def _document(folder: Path) -> dict[str, Any]:

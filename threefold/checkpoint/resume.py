@@ -7,13 +7,11 @@ from typing import Any
 
 from threefold.checkpoint.choose import Damaged, choose
 from threefold.checkpoint.folder import Checkpoint
-from threefold.checkpoint.tensors import stored_names
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
 from threefold.data.mixture import whole_shares
 from threefold.errors import UserError
 from threefold.parallel.layout import Layout
-from threefold.parallel.streams import STREAMS, stored_as
 
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
 """Settings that change no result, by their beginning."""
@@ -122,6 +120,10 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
 
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """A sentence if the model draws from its ranks' streams, which go on in the same layout alone."""
+    # These import torch, which errors that need no tensor do not wait for.
+    from threefold.checkpoint.tensors import stored_names
+    from threefold.parallel.streams import STREAMS, stored_as
+
     layout = Layout.of(config.parallel)
     stored = [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]
     if stored and not any(name.startswith(stored_as(layout)) for name in stored):

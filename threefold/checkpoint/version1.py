@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from threefold.checkpoint.damage import DamagedCheckpoint
-from threefold.checkpoint.index import DTYPES, Chunk, StoredTensor, check_index, is_plain_name, whole
+from threefold.checkpoint.fields import is_plain_name, whole
+from threefold.checkpoint.index import DTYPES, Chunk, StoredTensor, check_index
 from threefold.errors import UserError
 from threefold.files import read_bytes, shown
 

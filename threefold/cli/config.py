@@ -15,9 +15,11 @@ app = typer.Typer(help="Look into configs.", no_args_is_help=True)
 def show(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check CONFIG against its data and this machine and print it with every setting filled."""
     from threefold.config import load_config
+
+    given = load_config(config, overrides or ())
     from threefold.launch.training import resolve_run
 
-    typer.echo(resolve_run(load_config(config, overrides or ())).to_yaml_for_any_layout(), nl=False)
+    typer.echo(resolve_run(given).to_yaml_for_any_layout(), nl=False)
 
 
 @app.command()
@@ -25,9 +27,15 @@ def size(config: ConfigFile, overrides: Overrides = None) -> None:
     """Count the parameters of CONFIG's model, and what each rank of its layout holds; nothing is started."""
     from threefold.cli.size_view import print_size
     from threefold.config import load_config
-    from threefold.train.size import ModelSize, resolve_without_data
+    from threefold.config.resolve import check_settings
 
-    resolved = resolve_without_data(load_config(config, overrides or ()))
+    given = load_config(config, overrides or ())
+    check_settings(given)
+    from threefold.data.vocabulary import resolve_without_data
+
+    resolved = resolve_without_data(given)
+    from threefold.train.size import ModelSize  # imports torch, which errors do not wait for
+
     print_size(ModelSize(resolved), resolved)
 
 

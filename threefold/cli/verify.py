@@ -22,7 +22,9 @@ def verify(
         list[str] | None, typer.Option("--layouts", "--layout", metavar="LAYOUT", help="The same; `;` between several.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every layout of --ranks ranks that composes.")] = False,
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks of the layouts of the selection and of --all.")] = 8,
+    ranks: Annotated[
+        int, typer.Option(min=2, max=1024, help="Ranks of the layouts of the selection and of --all.")
+    ] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[Literal["fp64", "fp32"], typer.Option(help="Precision: equal to 1e-12 or to 1e-5.")] = "fp64",
     full: Annotated[
@@ -42,21 +44,25 @@ def verify(
     Initial weights, each step's loss and gradient norm, each parameter's gradient and the weights at the end must be
     equal up to rounding. Ends with status 1 if a layout departs or fails.
     """
-    from threefold.cli.verify_view import JsonView, TableView
     from threefold.config import load_config
-    from threefold.verify.run import Task, choose_rows, verifier, vocabulary
+    from threefold.data.vocabulary import vocabulary
+    from threefold.launch.process import require_room
     from threefold.verify.select import possible
-    from threefold.verify.shrink import prepare, shrink
-    from threefold.verify.source import ConfigSource, FileSource
+    from threefold.verify.shrink import UNKNOWN_VOCABULARY, prepare, shrink
     from threefold.verify.variant import parse_layouts
 
     given = load_config(config, overrides or ())
     variants = parse_layouts([*(layouts or ()), *(named or ())])
     if variants and every:
         raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
-    base = prepare(given, dtype, vocabulary(given))
+    require_room(max((variant.world_size for variant in variants), default=ranks))
+    base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
     small = base if full else shrink(base, variants or possible(ranks, given.model.num_experts))
     selection = _select(small, variants, ranks, every)
+    from threefold.cli.verify_view import JsonView, TableView  # these import torch, which errors do not wait for
+    from threefold.verify.run import Task, choose_rows, verifier
+    from threefold.verify.source import ConfigSource, FileSource
+
     task = Task(small, steps, choose_rows(given), FileSource.parse(model) if model else ConfigSource(), full)
     view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)
     with verifier(task, selection) as check, view:  # workers are forked before the live line has its thread

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from threefold.config.pipeline_checks import accepts
-from threefold.config.problem import nearest_divisor, nearest_multiple, problem
+from threefold.config.problem import divisors, nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
@@ -75,7 +75,7 @@ def _default_micro_batch(config: Config, share: int) -> int:
     """Largest divisor of a replica's share that is small and keeps a pipeline busy, by a number its schedule takes."""
     parallel = config.parallel
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1
-    counts = [count for count in range(1, share + 1) if share % count == 0]
+    counts = divisors(share)
     taken = [count for count in counts if accepts(parallel.schedule, parallel.pp, count)] or counts
     sizes = [share // count for count in taken]
     busy = [size for size in sizes if size <= LARGEST_DEFAULT_MICRO_BATCH and share // size >= wanted]

@@ -5,32 +5,32 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from threefold.config.section import Section, derived
+from threefold.config.section import MOST_IDS, MOST_TOKENS, PathText, Section, derived
 
 
 class DataConfig(Section):
     """What is read."""
 
-    path: str = derived(min_length=1)
+    path: PathText = derived(min_length=1)
     """Folder that `threefold data prepare` wrote, or token files of Megatron-LM (`PREFIX.bin`, `PREFIX.idx`) or Fleet
     (`PREFIX_ids.npy`, `PREFIX_idx.npz`; `PREFIX_ids.npz`): their folder, their prefix or one of them; or a file of JSON
     lines (`.jsonl`, `.json`, also as `.gz` or `.zst`), each of them a sample. Default: must be given, or `mixture`."""
-    mixture: dict[str, Annotated[float, Field(gt=0)]] = derived(min_length=1)
+    mixture: dict[PathText, Annotated[float, Field(gt=0)]] = derived(min_length=1)
     """Several corpora in place of `path`: the path of each and its share of the samples, of which only the ratios
     count, such as `{books: 3, code: 1}`; they must have one tokenizer. Default: none."""
-    tokenizer: str = derived(min_length=1)
+    tokenizer: PathText = derived(min_length=1)
     """The `tokenizer.json` of JSON lines, and of token files of other systems, which have none of their own; without it
     these need `model.vocab_size`. Default: none."""
-    eod: int = derived(ge=0)
+    eod: int = derived(ge=0, le=MOST_IDS)
     """Id of the token that ends a document in token files of other systems, after which nothing is predicted, and that
     is put after each JSON line. Default: that of the tokenizer, if documents end with it; else none, and no document's
     first token is predicted."""
     key: str = Field(default="text", min_length=1)
     """Which key of a JSON line has its text."""
-    cache: str = derived(min_length=1)
+    cache: PathText = derived(min_length=1)
     """Folder for the tokens of JSON lines, which are encoded once. Default: `FILE.cache` beside the file, or
     `~/.cache/threefold` where that cannot be written."""
-    sequence_length: int = derived(ge=1)
+    sequence_length: int = derived(ge=1, le=MOST_TOKENS)
     """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
     split: str = "949,50,1"
     """Weights of the training, validation and test parts, over documents; a part that is left out has 0."""

@@ -10,26 +10,27 @@ from pydantic import ValidationError
 from threefold.config.document import parse_value, read_document
 from threefold.config.schema import Config, section_types
 from threefold.errors import UserError
+from threefold.files import shown
 
 
-def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     """Read a YAML file and apply overrides such as `parallel.tp=2` in their order.
 
     Raises:
         UserError: unreadable file, bad YAML, unknown key, wrong type or impossible value.
     """
-    values, lines = read_document(path)
-    values = {} if values is None else values
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: a config is a mapping of sections such as data: and model:.")
-    values = {name: {} if section is None else section for name, section in values.items()}
-    origins = {".".join(key): f"{path}, line {line}: " for key, line in lines.items()}
+    read, lines = read_document(Path(path))
+    read = {} if read is None else read
+    if not isinstance(read, dict):
+        raise UserError(f"{shown(path)}: a config is a mapping of sections such as data: and model:.")
+    values = {name: {} if section is None else _named(section) for name, section in _named(read).items()}
+    origins = {".".join(key): f"{shown(path)}, line {line}: " for key, line in lines.items()}
     for override in overrides:
         _apply(override, values, origins)
     try:
-        config = Config(**{str(name): section for name, section in values.items()})
+        config = Config.model_validate(values)
     except ValidationError as error:
-        raise UserError(_sentence(error, values, origins, path)) from None
+        raise UserError(_sentence(error, values, origins, shown(path))) from None
     config._origins = origins
     return config
 
@@ -43,7 +44,14 @@ def config_of(sections: dict[str, dict[str, Any]]) -> Config:
     try:
         return Config.model_validate(sections)
     except ValidationError as error:
-        raise UserError(_sentence(error, sections, dict.fromkeys(_keys(sections), ""), Path("config"))) from None
+        raise UserError(_sentence(error, sections, dict.fromkeys(_keys(sections), ""), "config")) from None
+
+
+def _named(values: Any) -> Any:
+    """A mapping with its keys as they are written; anything else as it is."""
+    if not isinstance(values, dict):
+        return values
+    return {shown(key) if isinstance(key, str) else _shown(key): value for key, value in values.items()}
 
 
 def _keys(sections: dict[str, dict[str, Any]]) -> list[str]:
@@ -52,9 +60,11 @@ def _keys(sections: dict[str, dict[str, Any]]) -> list[str]:
 
 def _apply(override: str, values: dict[Any, Any], origins: dict[str, str]) -> None:
     key, equals, text = override.partition("=")
-    key, where = key.strip(), f"--set {override}"
-    if not equals:
+    key, where = key.strip(), f"--set {shown(override)}"
+    if not equals or not key:
         raise UserError(f"{where}: write it as section.key=value.")
+    if key in section_types():
+        raise UserError(f"{where}: {key} is a section; name a setting of it, such as {_first(key)}.")
     if key not in known_keys():
         raise UserError(f"{where}: {_unknown(key)}")
     section, name = key.split(".")
@@ -69,12 +79,12 @@ def known_keys() -> list[str]:
     return [f"{section}.{key}" for section, kind in section_types().items() for key in kind.model_fields]
 
 
-def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str, str], path: Path) -> str:
+def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str, str], file: str) -> str:
     """The first problem in the file, unknown keys before all (a misspelt key explains a missing one)."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first: Any = problems[0]
     key = ".".join(str(part) for part in first["loc"][:2])
-    where = origins.get(key, f"{path}: ")
+    where = origins.get(key, f"{file}: ")
     if first["type"] == "extra_forbidden":
         return where + _unknown(key)
     if first["type"] == "missing" and key in ("data", "data.path"):
@@ -82,19 +92,24 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
     if first["type"] == "given_twice":
         given = values["data"]
         return (
-            f"{origins.get('data.mixture', where)}data.mixture is {given['mixture']} but data.path is "
-            f"{given['path']!r} too; leave one of them out (--set data.path=null or --set data.mixture=null)."
+            f"{origins.get('data.mixture', where)}data.mixture is {_shown(given['mixture'])} but data.path is "
+            f"{_shown(given['path'])} too; leave one of them out (--set data.path=null or --set data.mixture=null)."
         )
     if key == "data.mixture":
-        return f"{where}{key} is {values['data']['mixture']} but must be paths and their weights, {_MIXTURE}."
+        return f"{where}{key} is {_shown(values['data']['mixture'])} but must be paths and their weights, {_MIXTURE}."
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{where}{key} is {first['input']!r} but must be a section with settings below it."
+        return f"{where}{key} is {_shown(first['input'])} but must be a section with settings below it."
     given = first["input"] if len(first["loc"]) < 3 else values[first["loc"][0]][first["loc"][1]]
-    return f"{where}{key} is {_shown(given)} but must be {_expected(first)}."
+    expected = _OF_SEVERAL_KINDS.get(key) or _expected(first)
+    return f"{where}{key} is {_shown(given)} but must be {expected}."
 
 
 def _unknown(key: str) -> str:
-    return f"{key} is not a setting; the nearest is {_nearest(key)}."
+    return f"{shown(key)} is not a setting; the nearest is {_nearest(key[:_LONGEST_NAME])}."
+
+
+def _first(section: str) -> str:
+    return next(key for key in known_keys() if key.startswith(f"{section}."))
 
 
 def _nearest(key: str) -> str:
@@ -114,11 +129,19 @@ def _nearest(key: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as it is written in YAML."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    """A value as it is written in YAML, cut where it is long."""
+    if value is None:
+        return "null"
+    return shown(str(value).lower() if isinstance(value, bool) else repr(value))
 
 
+_LONGEST_NAME = 100
+"""Characters that are compared with the names there are."""
 _MIXTURE = "each above 0, such as {books: 3, code: 1}"
+_OF_SEVERAL_KINDS = {
+    "optimizer.betas": "a list of two numbers",
+    "parallel.partition": "cost, uniform, class: and the name of a class, or a list of layers such as [3, 6]",
+}
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -144,13 +167,18 @@ def _expected(problem: Any) -> str:
     }
     if kind in limits:
         words, name = limits[kind]
-        return f"{words} {context[name]:g}"
+        return f"{words} {_number(context[name])}"
     if kind == "string_too_short":
         return "the name of a folder"
     return _EXPECTED.get(kind.split("_")[0], problem["msg"])
 
 
+def _number(limit: float) -> str:
+    """A limit, so that what is written is exactly it."""
+    return short if not isinstance(limit, int) and float(short := f"{limit:g}") == limit else str(limit)
+
+
 def _choice(given: Any, expected: str) -> str:
     names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
-    close = get_close_matches(str(given), names, n=1)
-    return f"one of {', '.join(names)}" + (f"; the nearest is {close[0]}" if close else "")
+    close = get_close_matches(str(given)[:_LONGEST_NAME].lower(), names, n=1, cutoff=0)
+    return f"one of {', '.join(names)}; the nearest is {close[0]}"

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 from pydantic import Field, model_validator
 
 from threefold.config.presets import PRESETS, PresetName
-from threefold.config.section import Section, derived
+from threefold.config.section import MOST_IDS, MOST_TOKENS, Section, derived
 
 Architecture = Literal["gpt", "llama"]
 RopeMethod = Literal["none", "linear", "dynamic", "llama3", "yarn"]
@@ -45,6 +45,11 @@ FOR_SCALED_ROPE: Final = (
     "rope_attention_factor",
 )
 """Settings that mean nothing without `rope_scaling`."""
+MOST_LAYERS: Final = 1024
+_MOST_HEADS: Final = 2**16
+_WIDEST: Final = 2**20
+_WIDEST_FFN: Final = 2**24
+_MOST_EXPERTS: Final = 2**14
 _ROUND: Final = 16  # of the default width inside a SwiGLU
 
 
@@ -56,24 +61,24 @@ class ModelConfig(Section):
     architecture: Architecture = "gpt"
     """The family: `gpt` (layer norms, biases, GELU), or `llama` (root-mean-square norms, rotary positions, SwiGLU), of
     which Qwen, Mistral and, with `num_experts`, Mixtral are kinds."""
-    num_layers: int = Field(default=8, ge=1)
+    num_layers: int = Field(default=8, ge=1, le=MOST_LAYERS)
     """Transformer blocks."""
-    hidden_size: int = Field(default=256, ge=1)
+    hidden_size: int = Field(default=256, ge=1, le=_WIDEST)
     """Width of the residual stream; for `gpt` a multiple of `num_attention_heads`."""
-    num_attention_heads: int = Field(default=8, ge=1)
+    num_attention_heads: int = Field(default=8, ge=1, le=_MOST_HEADS)
     """Attention heads in each block; a multiple of `parallel.tp`."""
-    num_key_value_heads: int = derived(ge=1)
+    num_key_value_heads: int = derived(ge=1, le=_MOST_HEADS)
     """For `llama`: heads of keys and values, each shared by as many query heads; a divisor of `num_attention_heads` and
     a multiple of `parallel.tp`. Default: `num_attention_heads`."""
-    head_dim: int = derived(ge=1)
+    head_dim: int = derived(ge=1, le=_WIDEST)
     """For `llama`: width of a head, even. Default: `hidden_size` / `num_attention_heads`."""
-    ffn_hidden_size: int = derived(ge=1)
+    ffn_hidden_size: int = derived(ge=1, le=_WIDEST_FFN)
     """Width inside the feed-forward network; a multiple of `parallel.tp`. Default: 4 · `hidden_size` for `gpt`; 8/3 of
     it, up to a multiple of 16, for `llama`."""
-    vocab_size: int = derived(ge=1)
+    vocab_size: int = derived(ge=1, le=MOST_IDS)
     """Rows of the embedding; at least the tokenizer's vocabulary, divisible by `parallel.tp` or not. Default: the
     tokenizer's vocabulary (a preset's: the published one)."""
-    max_position_embeddings: int = derived(ge=1)
+    max_position_embeddings: int = derived(ge=1, le=MOST_TOKENS)
     """Longest sequence the model can read. Default: `data.sequence_length`."""
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an element of the embeddings and of what each block adds to the residual stream."""
@@ -91,7 +96,7 @@ class ModelConfig(Section):
     `yarn` (low frequencies divided, and attention sharpened)."""
     rope_factor: float = Field(default=1.0, ge=1)
     """By how much `rope_scaling` stretches."""
-    rope_original_positions: int = derived(ge=1)
+    rope_original_positions: int = derived(ge=1, le=MOST_TOKENS)
     """Longest sequence before `rope_scaling`. Default: `max_position_embeddings`."""
     rope_low_frequency_factor: float = Field(default=1.0, gt=0)
     """For `llama3`: frequencies that turn fewer times than this in `rope_original_positions` are divided fully."""
@@ -109,17 +114,17 @@ class ModelConfig(Section):
     """For `llama`: whether queries, keys and values have biases, as in Qwen2."""
     qk_norm: bool = False
     """For `llama`: whether each head's queries and keys are normalised, as in Qwen3."""
-    sliding_window: int = Field(default=0, ge=0)
+    sliding_window: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """For `llama`: how many positions back, its own among them, a token attends to, as in Mistral; 0 for all."""
-    full_attention_layers: int = Field(default=0, ge=0)
+    full_attention_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """For `llama`: the first so many layers attend to everything whatever `sliding_window` says, as in Qwen2."""
-    num_experts: int = Field(default=0, ge=0)
+    num_experts: int = Field(default=0, ge=0, le=_MOST_EXPERTS)
     """For `llama`: experts among which each token is sent to a few in place of one feed-forward network; 0 for none."""
-    experts_per_token: int = Field(default=2, ge=1)
+    experts_per_token: int = Field(default=2, ge=1, le=_MOST_EXPERTS)
     """Experts that each token is sent to."""
-    expert_ffn_hidden_size: int = derived(ge=1)
+    expert_ffn_hidden_size: int = derived(ge=1, le=_WIDEST_FFN)
     """Width inside an expert; a multiple of `parallel.tp`. Default: `ffn_hidden_size`."""
-    shared_expert_ffn_hidden_size: int = Field(default=0, ge=0)
+    shared_expert_ffn_hidden_size: int = Field(default=0, ge=0, le=_WIDEST_FFN)
     """Width inside a feed-forward network that every token goes through beside its experts; 0 for none."""
     shared_expert_gate: bool = False
     """Whether a token weighs what the shared expert gives it, as in Qwen2-MoE."""
@@ -128,9 +133,9 @@ class ModelConfig(Section):
     expert_capacity_factor: float = Field(default=0.0, ge=0)
     """Most tokens of a sequence that an expert takes while training, as a multiple of its even share; those that come
     after are passed by. 0 for no limit (dropless)."""
-    moe_every: int = Field(default=1, ge=1)
+    moe_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """With `num_experts`: every so many-th layer has experts, counted so that the last of each run does."""
-    dense_layers: int = Field(default=0, ge=0)
+    dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """With `num_experts`: the first so many layers have none."""
     router_aux_loss: float = Field(default=0.0, ge=0)
     """Weight of the loss that spreads tokens over the experts, for each token and layer beside its own loss."""

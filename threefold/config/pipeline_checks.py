@@ -1,6 +1,6 @@
 """Rules of the pipeline's schedules: their stages and micro-batches."""
 
-from threefold.config.problem import problem
+from threefold.config.problem import divisors, problem
 from threefold.config.schema import Config, Schedule
 
 ONE_STAGE: tuple[Schedule, ...] = ("1f1b", "gpipe")
@@ -78,7 +78,7 @@ def _micro_batch_rule(config: Config) -> str:
         need = f"parallel.schedule dualpipev needs at least 2 for each of the {pp} pipeline ranks"
     else:
         need = f"parallel.schedule {schedule} runs them in {given // pp} equal rounds of at least parallel.pp {pp}"
-    fitting = [count for count in range(1, share + 1) if share % count == 0 and accepts(schedule, pp, count)]
+    fitting = [count for count in divisors(share) if accepts(schedule, pp, count)]
     if fitting:
         return f"{need}; use {min(fitting, key=lambda count: (abs(count - given), count))}"
     larger = next(count for count in range(given, 2 * pp + given) if accepts(schedule, pp, count))

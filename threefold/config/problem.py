@@ -1,9 +1,11 @@
 """The one sentence about a setting that cannot be."""
 
+from math import isqrt
 from typing import Any
 
 from threefold.config.schema import Config
 from threefold.errors import UserError
+from threefold.files import shown
 
 _UNSET = object()
 
@@ -18,9 +20,11 @@ def problem(config: Config, key: str, rule: str, value: Any = _UNSET) -> UserErr
         value: what the setting is, when that is a default that `config` does not hold yet.
     """
     section, name = key.split(".")
-    shown = getattr(getattr(config, section), name) if value is _UNSET else value
-    shown = list(shown) if isinstance(shown, tuple) else shown
-    return UserError(f"{config.origin(key)}{key} is {shown} but {rule}.")
+    value = getattr(getattr(config, section), name) if value is _UNSET else value
+    text = str(list(value) if isinstance(value, tuple) else value)
+    return UserError(
+        f"{config.origin(key)}{key} is {shown(text.lower() if isinstance(value, bool) else text)} but {rule}."
+    )
 
 
 def nearest_multiple(value: int, divisor: int) -> int:
@@ -28,6 +32,13 @@ def nearest_multiple(value: int, divisor: int) -> int:
     return max(1, round(value / divisor)) * divisor
 
 
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending, in the time of its square root."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    return small + large
+
+
 def nearest_divisor(value: int, number: int) -> int:
     """The divisor of `number` nearest to `value`, the smaller of two."""
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - value), d))
+    return min(divisors(number), key=lambda divisor: (abs(divisor - value), divisor))

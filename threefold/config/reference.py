@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from threefold.config.presets import FAMILIES
@@ -41,7 +41,7 @@ batch size never follows from `parallel.dp`: with nothing given it is 32, and a 
 | `micro_batch_size`, `gradient_accumulation_steps` | `global_batch_size` = micro · accumulation · dp |
 """
 
-_SIGNS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Lt: ("<", "lt")}
+_SIGNS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
 _TYPES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 
 
@@ -70,8 +70,14 @@ def _value(field: FieldInfo) -> str:
     if get_origin(kind) is tuple:
         return "list of two numbers"
     signs = [(*_SIGNS[type(rule)], rule) for rule in field.metadata if type(rule) in _SIGNS]
-    limits = ", ".join(f"{sign} {getattr(rule, name)}" for sign, name, rule in signs)
+    limits = ", ".join(f"{sign} {_limit(getattr(rule, name))}" for sign, name, rule in signs)
     return f"{_TYPES[kind]} {limits}".strip()
+
+
+def _limit(number: float) -> str:
+    """A limit for a narrow column: powers of ten as such."""
+    power = len(str(number)) - 1
+    return f"10^{power}" if power >= 5 and number == 10**power else str(number)
 
 
 def _default(field: FieldInfo, described: str) -> str:

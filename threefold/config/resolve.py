@@ -4,12 +4,14 @@ from typing import Any
 
 from threefold.config.batch import batch_sizes
 from threefold.config.checks import check
+from threefold.config.loading import config_of
 from threefold.config.schema import Config
 
 DEFAULT_SEQUENCE_LENGTH = 256
 LONGEST_DEFAULT_WARMUP = 100
 LARGEST_LOGITS = 128 << 20
 """Bytes of fp32 logits that a micro-batch may take on a rank before they are computed in chunks."""
+_LIKELY_VOCABULARY = 50257
 FROM_LAYOUT = frozenset(
     (
         "parallel.stage_chunks",
@@ -37,13 +39,24 @@ def resolve(config: Config, vocab_size: int) -> Config:
         section, name = key.split(".")
         filled[section].setdefault(name, value)
     filled["train"].update(batch_sizes(config)._asdict())
-    filled["train"].setdefault("loss_chunk_size", loss_chunk_size(Config.model_validate(filled)))
-    resolved = Config.model_validate(filled)
+    filled["train"].setdefault("loss_chunk_size", loss_chunk_size(config_of(filled)))
+    resolved = config_of(filled)
     resolved._origins = config._origins
     given = {f"{section}.{key}" for section, values in config.sections().items() for key in values}
     resolved._from_layout = (FROM_LAYOUT - given) | config._from_layout
     check(resolved, vocab_size)
     return resolved
+
+
+def check_settings(config: Config) -> None:
+    """Check what can be known of a config before its data is opened.
+
+    Raises:
+        UserError: as `resolve`, whatever the data is.
+    """
+    tp = config.parallel.tp
+    unknown = -(-_LIKELY_VOCABULARY // tp) * tp  # one that no rule about the vocabulary refuses
+    resolve(config, 1 if config.model.vocab_size else unknown)
 
 
 def loss_chunk_size(config: Config) -> int:

@@ -10,8 +10,8 @@ import yaml
 from pydantic import Field, PrivateAttr
 
 from threefold.config.data import DataConfig
-from threefold.config.model import ModelConfig
-from threefold.config.section import Section, derived
+from threefold.config.model import MOST_LAYERS, ModelConfig
+from threefold.config.section import MOST_IDS, MOST_RANKS, MOST_SEQUENCES, MOST_STEPS, PathText, Section, derived
 
 Schedule = Literal["1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 
@@ -19,16 +19,16 @@ Schedule = Literal["1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", 
 class ParallelConfig(Section):
     """The layout of the ranks: a performance choice that leaves every result as it is."""
 
-    dp: int = Field(default=1, ge=1)
+    dp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel replicas; the batch is divided among them."""
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel shards of each layer."""
-    ep: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel parts of the experts of each layer, shared among as many neighbouring data-parallel replicas; a
     divisor of `dp` and of `model.num_experts`."""
-    pp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Pipeline ranks; at most `model.num_layers`."""
-    cp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel parts of each sequence; `data.sequence_length` is a multiple of 2 · `cp`."""
     cp_method: Literal["all-gather", "ring"] = "all-gather"
     """How keys and values reach the queries of other context-parallel ranks: `all-gather` brings all of them to every
@@ -38,7 +38,7 @@ class ParallelConfig(Section):
     of all of them. `interleaved`, `looped-bfs` and `zero-bubble` give each rank `stage_chunks` stages; `zbv` and
     `dualpipev` give it two, the first and the last on one rank. `zero-bubble`, `zbv` and `dualpipev` fill the idle time
     with the gradients of the weights."""
-    stage_chunks: int = derived(ge=1)
+    stage_chunks: int = derived(ge=1, le=MOST_LAYERS)
     """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, else 2."""
     partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
     """How layers are shared among the pipeline stages: `cost` balances what they compute, `uniform` their number,
@@ -49,7 +49,7 @@ class ParallelConfig(Section):
     zero: int = Field(default=0, ge=0, le=3)
     """What the data-parallel ranks share instead of holding it whole: 1 the optimizer's state, 2 the gradients too, 3
     the weights too."""
-    zero_shards: int = derived(ge=1)
+    zero_shards: int = derived(ge=1, le=MOST_RANKS)
     """Data-parallel replicas that share one copy where `zero` is not 0; the others hold further copies. Default: `dp`,
     one copy."""
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
@@ -60,32 +60,32 @@ class ParallelConfig(Section):
 class TrainConfig(Section):
     """The training loop. Batch sizes count sequences: global = micro · accumulation · `parallel.dp`."""
 
-    max_steps: int = Field(default=1000, ge=1)
+    max_steps: int = Field(default=1000, ge=1, le=MOST_STEPS)
     """Optimizer steps of the run."""
-    global_batch_size: int = derived(ge=1)
+    global_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
     """Sequences in an optimizer step, over all ranks. Default: follows from the other two, else 32."""
-    micro_batch_size: int = derived(ge=1)
+    micro_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
     """Sequences that go through the network at once on one replica. Default: follows from the other two, else the
     largest size up to 4 that divides the replica's share and leaves a pipeline two micro-batches per stage."""
-    gradient_accumulation_steps: int = derived(ge=1)
+    gradient_accumulation_steps: int = derived(ge=1, le=MOST_SEQUENCES)
     """Micro-batches of one replica in an optimizer step. Default: follows from the batch sizes."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Seed of the initial weights, the order of the samples and dropout."""
-    init_from: str = ""
+    init_from: PathText = ""
     """Folder of a run whose newest checkpoint gives the first weights, such as one that `threefold checkpoint import`
     made. Default: none, they are drawn from `seed`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; `auto` takes CUDA when this machine has a GPU for each of its ranks, else the CPU."""
-    eval_every: int = Field(default=100, ge=0)
+    eval_every: int = Field(default=100, ge=0, le=MOST_STEPS)
     """Steps between evaluations on the validation part; 0 for none."""
-    eval_batches: int = Field(default=10, ge=1)
+    eval_batches: int = Field(default=10, ge=1, le=MOST_STEPS)
     """Global batches in an evaluation."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it: `selective` the attention core, `full` whole blocks,
     of which only the inputs are kept."""
-    recompute_every: int = Field(default=1, ge=1)
+    recompute_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """With `recompute: full`, every so many-th block is computed again, from the first on; the others keep all."""
-    loss_chunk_size: int = derived(ge=0)
+    loss_chunk_size: int = derived(ge=0, le=MOST_IDS)
     """Entries of the vocabulary whose logits a rank has in memory at once while it trains: it goes over its part of the
     vocabulary in such chunks, forward and, computing the logits again, backward; 0 for all at once. Default: 0 where
     the fp32 logits of a micro-batch take at most 128 MiB on a rank, else as many as take that."""
@@ -100,10 +100,10 @@ class PrecisionConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision of the computation; `bf16` and `fp16` keep fp32 master weights and add gradients up in fp32, `fp64` is
     for the CPU."""
-    loss_scale: float = Field(default=65536.0, ge=1)
+    loss_scale: float = Field(default=65536.0, ge=1, le=2.0**64)
     """For `fp16` alone: what the loss is multiplied by at first, a power of two. It halves when the gradient overflows,
     and that step makes no update."""
-    loss_scale_window: int = Field(default=1000, ge=1)
+    loss_scale_window: int = Field(default=1000, ge=1, le=MOST_STEPS)
     """For `fp16` alone: steps without overflow after which the loss scale doubles."""
     master_weights: bool = True
     """Whether weights, gradients and optimizer states are fp32 where `dtype` is narrower. With false, which needs
@@ -119,14 +119,14 @@ class OptimizerConfig(Section):
     """Highest learning rate."""
     min_lr: float = derived(ge=0)
     """Learning rate at the end of the decay; at most `lr`. Default: a tenth of `lr`."""
-    warmup_steps: int = derived(ge=0)
+    warmup_steps: int = derived(ge=0, le=MOST_STEPS)
     """Steps of linear warm-up from 0. Default: a tenth of `decay_steps`, at most 100."""
     decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the decay after the warm-up; `wsd` (warm-up, stable, decay) holds `lr` for `stable_steps` and then
     decays linearly."""
-    decay_steps: int = derived(ge=1)
+    decay_steps: int = derived(ge=1, le=MOST_STEPS)
     """Step at which `min_lr` is reached, warm-up included. Default: `train.max_steps`."""
-    stable_steps: int = derived(ge=0)
+    stable_steps: int = derived(ge=0, le=MOST_STEPS)
     """Steps at `lr` between warm-up and decay, for `wsd` only. Default: up to four fifths of `decay_steps`."""
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     """Adam's decay rates of the first and second moment, each in [0, 1)."""
@@ -141,16 +141,16 @@ class OptimizerConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints under RUN/checkpoints."""
 
-    every: int = Field(default=500, ge=0)
+    every: int = Field(default=500, ge=0, le=MOST_STEPS)
     """Steps between checkpoints; the last step always has one; 0 for the last alone."""
-    keep: int = Field(default=2, ge=0)
+    keep: int = Field(default=2, ge=0, le=MOST_STEPS)
     """How many of the newest checkpoints are kept; 0 for all."""
 
 
 class LogConfig(Section):
     """The step log."""
 
-    every: int = Field(default=10, ge=1)
+    every: int = Field(default=10, ge=1, le=MOST_STEPS)
     """Steps between lines of the step log; RUN/metrics.jsonl has every step."""
 
 

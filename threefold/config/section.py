@@ -1,8 +1,32 @@
 """What every section of a config has in common."""
 
-from typing import Any
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MOST_RANKS: Final = 10**6
+"""Of an axis of the mesh."""
+MOST_STEPS: Final = 10**12
+MOST_SEQUENCES: Final = 10**9
+"""Of a step."""
+MOST_TOKENS: Final = 10**8
+"""Of a sequence."""
+MOST_IDS: Final = 2**31 - 1
+"""Of a vocabulary."""
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
+
+
+def _require_path(text: str) -> str:
+    encoded = text.encode(errors="surrogatepass")
+    if b"\0" in encoded or len(encoded) > _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
+        rule = f"a path: at most {_LONGEST_PATH} bytes, at most {_LONGEST_NAME} in each name, without NUL"
+        raise PydanticCustomError("path", "{rule}", {"rule": rule})
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_require_path)]
+"""Text that may be the path of a file."""
 
 
 def derived(**limits: Any) -> Any:

@@ -1,8 +1,12 @@
 """Which device the ranks of this host compute on."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Final, Literal
 
 from threefold.errors import UserError
+
+_DRIVERS: Final = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
+"""What the drivers of NVIDIA's GPUs (Linux, Tegra, WSL) and of AMD's make, of which torch needs one."""
 
 
 def choose_device(setting: Literal["auto", "cpu", "cuda"], dtype: str, local_world_size: int) -> Literal["cpu", "cuda"]:
@@ -27,14 +31,20 @@ def require_gpus(local_world_size: int) -> None:
     """
     gpus = gpu_count()
     if gpus < local_world_size:
+        fewer = f" or start at most {gpus} ranks here" if gpus else ""
         raise UserError(
             f"train.device is cuda but this machine has {gpus} GPUs for {local_world_size} ranks; "
-            f"set train.device to cpu or start at most {gpus} ranks here."
+            f"set train.device to cpu{fewer}."
         )
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use, counted without initialising CUDA (forked workers could not use it then)."""
+    """GPUs that torch can use, counted without initialising CUDA (forked workers could not use it then).
+
+    Where no driver is, torch is not asked: importing it takes seconds, which an error in a config should not wait for.
+    """
+    if not any(Path(driver).exists() for driver in _DRIVERS):
+        return 0
     import torch
 
     return torch.cuda.device_count()

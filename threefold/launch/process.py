@@ -4,8 +4,13 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Final
+
+from threefold.errors import UserError
 
 PR_SET_PDEATHSIG = 1
+_LEAST_MEMORY: Final = 64 << 20
+"""Bytes that a rank takes before it has a model."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -27,3 +32,17 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def require_room(ranks: int) -> None:
+    """Check that so many processes can be started here at all.
+
+    Raises:
+        UserError: they would take more memory than there is before any of them has a model.
+    """
+    most = max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _LEAST_MEMORY)
+    if ranks > most:
+        raise UserError(
+            f"The layout has {ranks} ranks, more than the memory of this machine has room for; use at most {most} "
+            "here, or start them on several machines with torchrun or srun."
+        )

@@ -9,6 +9,7 @@ from threefold.launch.device import require_gpus
 from threefold.launch.environment import Place, find_place
 from threefold.launch.failure import Failure, RankFailed, from_exception
 from threefold.launch.local import StartMethod, run_local, write_traceback
+from threefold.launch.process import require_room
 from threefold.launch.worker import Device, Job, RankInfo, Worker, work
 
 
@@ -63,6 +64,7 @@ def spawn(
         start_method: "fork", the default on the CPU, needs a process that ran no parallel torch operation yet; "spawn",
             the default on CUDA, needs a main module that can be imported.
     """
+    require_room(world_size)
     if device == "cuda":
         require_gpus(world_size)
     job = Job(worker, args, device, run_dir, console_ranks)

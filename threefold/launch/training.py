@@ -7,11 +7,13 @@ from threefold.checkpoint.begin import find_beginning
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, resolve
+from threefold.config.resolve import check_settings
 from threefold.data.dataset import open_dataset
 from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
-from threefold.launch.device import choose_device
+from threefold.launch.device import choose_device, require_gpus
 from threefold.launch.environment import find_place
+from threefold.launch.process import require_room
 from threefold.launch.run import run
 from threefold.launch.worker import Device, RankInfo
 from threefold.parallel.layout import Layout
@@ -29,14 +31,17 @@ def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
     Raises:
         UserError: settings that cannot go together, no data or too little, or fewer GPUs than ranks.
     """
+    check_settings(config)
+    layout, place = Layout.of(config.parallel), find_place()
+    if place:
+        layout.require_world(place.world_size)
+    local_world_size = place.local_world_size if place else layout.world_size
+    if config.train.device == "cuda":
+        require_gpus(local_world_size)
     dataset = open_dataset(config)
     resolved = resolve(config, dataset.vocab_size)
     for part in ("train", "valid") if resolved.train.eval_every else ("train",):
         dataset.samples(part, resolved.data, progress)
-    layout, place = Layout.of(resolved.parallel), find_place()
-    if place:
-        layout.require_world(place.world_size)
-    local_world_size = place.local_world_size if place else layout.world_size
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size)
     return resolved.model_copy(update={"train": resolved.train.model_copy(update={"device": device})})
 
@@ -94,7 +99,10 @@ def prepare_training(
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir is {run_dir}, which is a file; name a folder.")
-    resolved, place = resolve_run(config, progress), find_place()
+    place = find_place()
+    if place is None:
+        require_room(Layout.of(config.parallel).world_size)
+    resolved = resolve_run(config, progress)
     if resume:
         find_resumption(run_dir, resolved)
     elif newest(run_dir):

@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from threefold.config import Config, resolve
-from threefold.data.dataset import names_data, open_dataset
-from threefold.errors import UserError
+from threefold.config import Config
 from threefold.models.registry import make_model, model_plan
 from threefold.parallel.layout import Coordinates
 from threefold.parallel.portion import Place, local_shape, place_of
@@ -20,24 +18,7 @@ from threefold.train.division import stage_map
 from threefold.train.engine import DTYPES
 
 _ADAM_STATES = 2
-_USUAL_VOCABULARY = 50257  # GPT-2's
 _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
-
-
-def resolve_without_data(config: Config) -> Config:
-    """Fill and check a config whose data need not be there yet, if it says how large the vocabulary is.
-
-    Raises:
-        UserError: settings that cannot go together; or there is no vocabulary, neither in the config nor in its data.
-    """
-    if config.model.vocab_size is not None:
-        return resolve(config, vocab_size=1)
-    if names_data(config):
-        return resolve(config, open_dataset(config).vocab_size)
-    raise UserError(
-        "model.vocab_size is not set and data.path names no data that says how many tokens there are; set it, to "
-        f"{_USUAL_VOCABULARY} say, or use a model.preset."
-    )
 
 
 class Weight(NamedTuple):

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from threefold.config import Config
-from threefold.data.dataset import names_data, open_dataset
+from threefold.data.dataset import names_data
 from threefold.errors import UserError
 from threefold.launch.pool import WorkerError, WorkerPool
 from threefold.verify.compare import TOLERANCE, coverage
@@ -24,8 +24,6 @@ from threefold.verify.variant import Variant
 
 PATIENCE = {True: timedelta(minutes=30), False: timedelta(minutes=2)}
 """How long a rank waits for another, in full and shrunk, before that is an error."""
-UNKNOWN_VOCABULARY = 8191
-"""Taken where neither the config nor its data names one; odd, so that shards of it are uneven."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,6 @@ class Task:
 def choose_rows(config: Config) -> Rows:
     """The rows of the config's data where it names any, else random ones."""
     return FileRows(config) if names_data(config) else RandomRows()
-
-
-def vocabulary(config: Config) -> int:
-    """Of the config's data, or `UNKNOWN_VOCABULARY`."""
-    return open_dataset(config).vocab_size if names_data(config) else UNKNOWN_VOCABULARY
 
 
 class Verifier:

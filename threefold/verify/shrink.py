@@ -13,6 +13,8 @@ from threefold.verify.variant import Variant
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """What sizes are shrunk to, where nothing asks for more."""
+UNKNOWN_VOCABULARY = 8191
+"""Taken where neither the config nor its data names one; odd, so that shards of it are uneven."""
 LEAST_EPS = 1e-5
 """Of Adam. With 1e-8 it turns gradients that are rounding noise into updates, and the steps after show little else."""
 Settings = dict[str, dict[str, Any]]

@@ -19,9 +19,9 @@ from threefold.config.convert.draft import (
     text,
     whole,
 )
-from threefold.config.document import read_text
 from threefold.config.presets import PRESETS
 from threefold.errors import UserError
+from threefold.files import read_text
 
 USED = "used by other settings"
 """Pseudo-key: names that other settings are made of, which have done their part."""

@@ -20,8 +20,8 @@ from threefold.config.convert.draft import (
 from threefold.config.convert.megatron_model import fill_model
 from threefold.config.convert.megatron_reasons import REASONS
 from threefold.config.convert.shell import flags_of
-from threefold.config.document import read_text
 from threefold.errors import UserError
+from threefold.files import read_text
 
 GPT2_TOKENS = 50257
 

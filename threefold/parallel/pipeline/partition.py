@@ -1,5 +1,6 @@
 """Which layers each pipeline stage holds."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import pairwise
@@ -88,10 +89,11 @@ def partition_by_class(kinds: Sequence[str], kind: str, pp: int) -> list[int]:
 def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
     """Bounds that make the most expensive stage as cheap as can be (the linear partition problem).
 
-    Of equally good answers, the one whose earlier stages are the lighter: they also hold the most activations.
+    Of equally good answers, the one whose earlier stages are the lighter: they also hold the most activations. Takes
+    time in proportion to layers · stages.
 
     Args:
-        costs: what each layer costs, in any unit.
+        costs: what each layer costs, in any unit; not negative.
         pp: number of stages.
 
     Raises:
@@ -107,11 +109,20 @@ def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
     starts: list[list[int]] = []
     for stage in range(1, pp + 1):
         peaks, begins = [float("inf")] * (count + 1), [0] * (count + 1)
+        low, crossing = stage - 1, stage - 1
         for end in range(stage, count + 1):
-            for begin in range(end - 1, stage - 2, -1):
-                peak = max(worst[begin], sums[end] - sums[begin])
-                if peak <= peaks[end]:
-                    peaks[end], begins[end] = peak, begin
+            # A later begin makes the last stage lighter and those before it heavier: the best is where the two cross.
+            while crossing < end - 1 and worst[crossing] < sums[end] - sums[crossing]:
+                crossing += 1
+            peak = max(worst[crossing], sums[end] - sums[crossing])
+            if crossing > low:
+                peak = min(peak, sums[end] - sums[crossing - 1])
+            begin = bisect_left(sums, sums[end] - peak, low, crossing)
+            while begin > low and sums[end] - sums[begin - 1] <= peak:  # where the difference above was rounded
+                begin -= 1
+            while sums[end] - sums[begin] > peak:
+                begin += 1
+            peaks[end], begins[end] = peak, begin
         worst = peaks
         starts.append(begins)
     bounds = [count]

@@ -1,0 +1,130 @@
+"""Errors in a config: told before torch is imported, whatever command is given it."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.support.damaged_configs import damaged_config
+
+_SCRIPT = """\
+import contextlib, io, json, sys
+from threefold.cli import main
+
+for arguments in json.load(sys.stdin):
+    sys.argv = ["threefold", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+    slow = sorted({"torch", "transformers", "matplotlib", "rich"} & set(sys.modules))
+    print(json.dumps([status, out.getvalue(), error.getvalue(), slow]))
+"""
+_TRAIN, _SHOW, _SIZE, _VERIFY = ("train",), ("config", "show"), ("config", "size"), ("verify",)
+_ERRORS = [
+    ((_TRAIN, _SHOW, _SIZE, _VERIFY), ["model.num_layer=4"], "not a setting; the nearest is model.num_layers."),
+    ((_TRAIN, _SHOW, _SIZE, _VERIFY), ["model.num_layers=four"], "must be a whole number."),
+    ((_TRAIN, _SHOW, _SIZE, _VERIFY), ["model.num_attention_heads=7"], "must divide model.hidden_size 256; use 8."),
+    ((_TRAIN, _SHOW, _SIZE), ["parallel.tp=3"], "must divide model.num_attention_heads 8; use 2."),
+    ((_TRAIN, _SHOW, _SIZE), ["parallel.dp=5"], "must be a multiple of parallel.dp 5; use 30."),
+    ((_TRAIN, _SHOW, _SIZE), ["parallel.tp=2", "train.compile=true"], "use false or tp 1."),
+    ((_TRAIN, _SHOW), ["train.device=cuda", "parallel.dp=4"], "this machine has 0 GPUs for 4 ranks"),
+    ((_TRAIN, _SHOW), ["data.path=nowhere"], "nowhere does not exist"),
+    ((_TRAIN, _SHOW), ["data.path=FILE"], "FILE"),
+    ((_SIZE,), ["data.path=nowhere"], "model.vocab_size is not set"),
+    ((_TRAIN,), ["train.init_from=missing", "data.sequence_length=16"], "has no complete checkpoint"),
+    ((_TRAIN,), ["data.sequence_length=100000"], "sequence_length"),
+]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[tuple[str, ...], list]:
+    """How the command lines of `_ERRORS` end, all in one process, which therefore has imported what any of them has."""
+    if any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd")):
+        pytest.skip("torch is asked for the number of GPUs")
+    folder = tmp_path_factory.mktemp("errors")
+    (folder / "run.yaml").write_text(f"data: {{path: {tokens}}}\n")
+    (folder / "FILE").write_text("no tokens")
+    lines = [
+        [*command, "run.yaml", *(word for override in overrides for word in ("--set", override))]
+        for commands, overrides, _ in _ERRORS
+        for command in commands
+    ]
+    lines.append(["verify", "run.yaml", "dp2·zz"])
+    ran = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], input=json.dumps(lines), cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert ran.stderr == ""
+    return {tuple(line): json.loads(end) for line, end in zip(lines, ran.stdout.splitlines(), strict=True)}
+
+
+@pytest.mark.parametrize(("commands", "overrides", "expected"), _ERRORS)
+def test_an_error_in_a_config_is_one_sentence(told, commands, overrides: list[str], expected: str) -> None:
+    words = [word for override in overrides for word in ("--set", override)]
+    for command in commands:
+        status, output, error, _ = told[(*command, "run.yaml", *words)]
+        assert (status, output) == (2, "")
+        assert error.startswith("Error: ")
+        assert error.count("\n") == 1
+        assert expected in error
+
+
+def test_an_error_in_a_config_does_not_wait_for_torch(told) -> None:
+    """Importing torch takes seconds; none of the commands did."""
+    assert {line: slow for line, (_, _, _, slow) in told.items() if "torch" in slow or "transformers" in slow} == {}
+    assert "neither an axis such as dp2" in told["verify", "run.yaml", "dp2·zz"][2]
+
+
+def test_names_of_the_parallel_package_are_imported_when_used() -> None:
+    """A config's checks use `threefold.parallel.layout`, which needs no torch."""
+    script = (
+        "import sys, threefold.parallel as package\n"
+        "from threefold.parallel.layout import Layout\n"
+        "import threefold.verify.select, threefold.launch.training, threefold.checkpoint.folder\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert package.Layout is Layout\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert all(getattr(package, name).__name__ == name for name in package.__all__)\n"
+        "assert set(package.__all__) <= set(dir(package))\n"
+        "assert 'torch' in sys.modules\n"
+        "assert not hasattr(package, 'RowParallelLinea')\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def _limited() -> None:
+    """Bounds that no command comes near which answers at once: 30 s of CPU, 8 GiB."""
+    resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+
+
+@pytest.mark.slow
+def test_hostile_configs_through_the_command(tmp_path: Path) -> None:
+    """Each is a process of its own, as a user would start it: the config is shown, or refused in one line."""
+    source = Random(21)
+    os.mkfifo(tmp_path / "fifo")
+    files: list[str | Path] = ["/dev/zero", "/dev/stdin", tmp_path, tmp_path / "fifo", "x" * 5000]
+    for number in range(24):
+        files.append(tmp_path / f"{number}.yaml")
+        Path(files[-1]).write_bytes(damaged_config(source))
+    (tmp_path / "deep.yaml").write_text("[" * 100_000)
+    for file in (*files, tmp_path / "deep.yaml"):
+        ran = subprocess.run(
+            [sys.executable, "-m", "threefold", "config", "show", file],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            preexec_fn=_limited,
+        )
+        assert ran.returncode == 2, (file, ran)  # no data is there
+        assert ran.stdout == ""
+        assert ran.stderr.startswith("Error: ")
+        assert ran.stderr.count("\n") == 1
