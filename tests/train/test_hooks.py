@@ -41,11 +41,33 @@ class Recorder(Hook):
         return call
 
 
+class NoCheckpoints:
+    """Says where checkpoints would be, and writes none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, step: int) -> Path:
+        return self.folder / str(step)
+
+    def prune(self, step: int) -> None:
+        pass
+
+    def is_finite(self) -> bool:
+        return True
+
+    def whole(self) -> list[Path]:
+        return []
+
+    def set_aside(self, step: int) -> tuple[Path, Path] | None:
+        return None
+
+
 def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
     engine = engine_of(run.config)
     hook = Recorder(failing)
     with closing(open_loader(run.config, open_dataset(run.config), engine.mesh.dp)) as loader:
-        trainer = Trainer(engine, loader, run.config, [hook], lambda step: folder / str(step))
+        trainer = Trainer(engine, loader, run.config, [hook], NoCheckpoints(folder))
         try:
             trainer.fit(start)
         except RuntimeError as error:

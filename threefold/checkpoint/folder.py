@@ -38,6 +38,8 @@ MANIFEST: Final = "checkpoint.json"
 CONFIG: Final = "config.yaml"
 TOKENIZER: Final = "tokenizer.json"
 PARTIAL: Final = ".partial"
+DIVERGED: Final = ".diverged"
+"""Ending of a checkpoint after which the numbers were not finite; kept, and resumed from by none."""
 
 FORMAT: Final = "threefold-checkpoint"
 VERSION: Final = 2

@@ -29,6 +29,7 @@ from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.split import ModelPlan
 from threefold.parallel.streams import RandomStreams, lend
 from threefold.parallel.zero import ShardedGradients, make_sharing
+from threefold.train.divergence import DivergenceError
 from threefold.train.division import stage_map
 from threefold.train.loss_scale import LossScale
 from threefold.train.optimizer import Optimizer
@@ -143,7 +144,8 @@ class Engine:
             step: 0 for the first; decides the dropout masks and the learning rate.
 
         Raises:
-            UserError: the gradient is not finite, or no token counts.
+            DivergenceError: as `update` says.
+            UserError: no token counts.
         """
         loss, tokens = self.compute_gradients(batch, step)
         return self.update(loss, tokens, step)
@@ -159,14 +161,14 @@ class Engine:
             step: 0 for the first.
 
         Raises:
-            UserError: loss or norm are not finite, and no smaller loss scale could mend it.
+            DivergenceError: loss or norm are not finite, and no smaller loss scale could mend it.
         """
         loss, norm = self._loss_and_norm(local_loss)
         lr, scale = learning_rate(step + 1, self.config.optimizer), self.loss_scale
         used = None if scale is None else scale.value
         if not (isfinite(loss) and isfinite(norm)):
             if scale is None or scale.is_least:
-                raise UserError(
+                raise DivergenceError(
                     f"Training diverged at step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
                     f"lower optimizer.lr ({self.config.optimizer.lr:g}), to {self.config.optimizer.lr / 2:g} say."
                 )

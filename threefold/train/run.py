@@ -53,7 +53,7 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
             for line in lines:
                 say(line)
             hooks += reporting_hooks(config, run_dir, mesh.layout.world_size)
-        Trainer(engine, loader, config, hooks, checkpoints.save).fit(step)
+        Trainer(engine, loader, config, hooks, checkpoints).fit(step)
 
 
 def check_division(config: Config) -> None:

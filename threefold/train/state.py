@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts, complete
 from threefold.checkpoint.huggingface.carried import carried_by
 from threefold.checkpoint.naming import MODEL, OPTIMIZER
-from threefold.checkpoint.save import save_checkpoint
+from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config import Config
 from threefold.data.dataset import Dataset
@@ -58,11 +59,38 @@ class Checkpoints:
         Raises:
             UserError: on every rank, when it cannot be written.
         """
-        world, keep = self.engine.mesh.world, self.config.checkpoint.keep
         tensors = engine_tensors(self.engine)
         if self.engine.streams.used:
             tensors |= self.engine.streams.stored(self.engine.mesh.layout)
-        return save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, world, keep)
+        return save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, self.engine.mesh.world)
+
+    def prune(self, step: int) -> None:
+        """Delete all but the newest `checkpoint.keep` up to that of `step`.
+
+        Raises:
+            UserError: on every rank, when one cannot be deleted.
+        """
+        prune_checkpoints(self.run_dir, self.config.checkpoint.keep, step, self.engine.mesh.world)
+
+    def whole(self) -> list[Path]:
+        """The folders of the whole ones, oldest first."""
+        return [checkpoint.path for checkpoint in complete(self.run_dir)]
+
+    def set_aside(self, step: int) -> tuple[Path, Path] | None:
+        """As `set_aside_checkpoint`."""
+        return set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
+
+    def is_finite(self) -> bool:
+        """Whether weights and optimizer state are finite on every rank."""
+        optimizer = self.engine.optimizer
+        tensors = [entry.master.detach() for entry in optimizer.entries]
+        tensors += [value for _, _, value in optimizer.states()]
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        largest = torch.stack(
+            [norm.double().to(self.engine.mesh.device) for norm in torch._foreach_norm(filled, torch.inf)]
+        )
+        bad = (~largest.isfinite()).sum()
+        return int(self.engine.mesh.world.all_reduce_(bad)) == 0
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Put the engine into the state of a checkpoint, and return the updates made for it.
