@@ -82,10 +82,10 @@ def reporting_hooks(config: Config, run_dir: Path, ranks: int) -> list[Hook]:
     metrics_path, plot_path = run_dir / metrics.FILE, run_dir / plot.FILE
     live = on_terminal()
     hooks: list[Hook] = [
-        metrics.MetricsFile(metrics_path),
-        tensorboard.TensorBoard(run_dir / tensorboard.FOLDER),
-        log.StepLog(run_dir / log.FILE, config.log.every, ranks, emit=(lambda _: None) if live else say),
-        plot.LossCurve(plot_path, metrics_path, config.model.vocab_size, f"Loss of {run_dir.name}"),
+        metrics.MetricsFile(metrics_path, say),
+        tensorboard.TensorBoard(run_dir / tensorboard.FOLDER, say),
+        log.StepLog(run_dir / log.FILE, config.log.every, ranks, emit=(lambda _: None) if live else say, say=say),
+        plot.LossCurve(plot_path, metrics_path, config.model.vocab_size, f"Loss of {run_dir.name}", say),
         Summary({"loss curve": plot_path, "metrics": metrics_path, "TensorBoard": run_dir / tensorboard.FOLDER}),
     ]
     return [LiveLine(config.train.max_steps), *hooks] if live else hooks
