@@ -39,29 +39,18 @@ class LossCurve(Hook):
 def smoothed(values: list[float], span: int) -> list[float]:
     """Means over `span` neighbours centred on each value, so that the curve does not lag.
 
-    Where half a span does not fit, at the first and last values, the line fitted by least squares to the first or last
-    `span` values: as many are behind every point, and the curve neither bends to the last value nor lags behind it.
+    The first and last `span // 2` values have none: a mean over fewer would follow the single steps, and the curve
+    would rise or dive at its end with the last of them.
 
     Args:
         values: one a step.
-        span: how many, odd; all of them where there are fewer.
+        span: how many, odd.
+
+    Returns:
+        one for each value but `span // 2` at either end.
     """
-    span = min(span, len(values) - 1 + len(values) % 2)  # odd
-    if span <= 1:
-        return list(values)
-    half, sums = span // 2, [0.0, *accumulate(values)]
-    means = [(sums[place + span] - sums[place]) / span for place in range(len(values) - span + 1)]
-    begin, end = _slope(values[:span]), _slope(values[-span:])
-    before = [means[0] + place * begin for place in range(-half, 0)]
-    after = [means[-1] + place * end for place in range(1, half + 1)]
-    return before + means + after
-
-
-def _slope(values: list[float]) -> float:
-    """Rise per step of the line fitted to an odd number of values."""
-    half = len(values) // 2
-    places = range(-half, half + 1)
-    return sum(place * value for place, value in zip(places, values, strict=True)) / sum(p * p for p in places)
+    sums = [0.0, *accumulate(values)]
+    return [(sums[place + span] - sums[place]) / span for place in range(len(values) - span + 1)]
 
 
 def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str) -> None:
@@ -90,7 +79,8 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
         span = len(losses) // 40 * 2 + 1
         if span > 1:
             label = f"training, mean over {span} steps"
-            axes.plot(numbers, smoothed(losses, span), color=_TRAIN, linewidth=2, label=label)
+            middle = numbers[span // 2 : len(numbers) - span // 2]
+            axes.plot(middle, smoothed(losses, span), color=_TRAIN, linewidth=2, label=label)
     if evaluations:
         last = evaluations[-1]
         axes.plot(
