@@ -115,7 +115,22 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
             f"set it to {checkpoint.step + 1} at least to go on."
         )
     warnings = [f"{key} is {now!r} from here on; up to now it was {before!r}." for key, before, now in changes]
-    return Resumption(checkpoint, (*choice.warnings, *warnings, *_restarted_streams(checkpoint, config)))
+    return Resumption(
+        checkpoint,
+        (*choice.warnings, *warnings, *_ended_decay(choice.config, config), *_restarted_streams(checkpoint, config)),
+    )
+
+
+def _ended_decay(stored: Config, config: Config) -> Iterator[str]:
+    """A sentence if the decay ends with the steps of before and the run does not, as where an older version stored what
+    followed from them as if it had been given."""
+    decay, last, before = config.optimizer.decay_steps, config.train.max_steps, stored.train.max_steps
+    if decay == before < last and config.optimizer.decay != "constant":
+        yield (
+            f"optimizer.decay_steps is {decay}, which train.max_steps was up to now, and train.max_steps is {last}: "
+            f"the steps after {decay} are made at optimizer.min_lr {config.optimizer.min_lr:g}; "
+            "--set optimizer.decay_steps=null has it follow train.max_steps again."
+        )
 
 
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:

@@ -83,7 +83,7 @@ def prune_checkpoints(run_dir: Path, keep: int, step: int, world: Axis) -> None:
         UserError: on every rank, when one cannot be deleted.
     """
     try:
-        _on_first(world, lambda: prune(run_dir, keep, facts.step))
+        _on_first(world, lambda: prune(run_dir, keep, step))
     except OSError as error:
         raise UserError(
             f"An old checkpoint of {run_dir} cannot be deleted ({error}); set checkpoint.keep to 0."

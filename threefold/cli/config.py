@@ -19,7 +19,7 @@ def show(config: ConfigFile, overrides: Overrides = None) -> None:
     given = load_config(config, overrides or ())
     from threefold.launch.training import resolve_run
 
-    typer.echo(resolve_run(given).to_yaml_for_any_layout(), nl=False)
+    typer.echo(resolve_run(given).to_yaml_as_given(), nl=False)
 
 
 @app.command()

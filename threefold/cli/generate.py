@@ -1,12 +1,13 @@
 """`threefold generate`: text from a trained model."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, TensorRanks
+from threefold.cli.streams import read_standard_input
+from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
     from threefold.inference.generate import Request
@@ -46,7 +47,7 @@ def generate(
     chosen = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
     request = Request(max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size)
     inference = Inference.prepare(run, Layout(tp=tp, pp=pp), dtype, device)
-    chosen = chosen or [sys.stdin.read().rstrip("\n")]
+    chosen = chosen or [read_standard_input().rstrip("\n")]
     require_text(chosen)
     inference.start(write, chosen, request)
 
@@ -57,19 +58,32 @@ def write(model: "Model", prompts: list[str], request: "Request") -> None:
 
     shown, told = 0, dict(enumerate(prompts))
     ended: set[int] = set()
+    lost: OutputLost | None = None
+
+    def echo(text: str) -> None:
+        nonlocal lost
+        try:
+            typer.echo(text, nl=False)
+        except OutputLost as error:
+            if model.mesh.is_alone:
+                raise
+            lost = error  # the other ranks count on this one to the end
+
     if model.speaks:
         for warning in model.trained.warnings:
             typer.echo(f"Warning: {warning}", err=True)
-        typer.echo(told.pop(0), nl=False)
+        echo(told.pop(0))
     for number, text in generate_text(model, prompts, request):
         if not model.speaks:
             continue
         if text is None:
             ended.add(number)
         elif number == shown:
-            typer.echo(text, nl=False)
+            echo(text)
         else:
             told[number] += text
         while shown in ended:
             shown += 1
-            typer.echo("\n" + told.pop(shown, ""), nl=False)
+            echo("\n" + told.pop(shown, ""))
+    if lost is not None:
+        raise lost

@@ -49,7 +49,8 @@ class Checkpoints:
         self._sizes = dataset.sizes()
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
-            self._texts = {CONFIG: config.to_yaml()}
+            # Model and data in full, as the weights follow from them; the rest follows as it does in the run's own.
+            self._texts = {CONFIG: config.to_yaml_as_given(resolved=("model", "data"))}
             if dataset.tokenizer_file is not None:
                 self._texts[TOKENIZER] = dataset.tokenizer_file.read_text(encoding="utf-8")
 
