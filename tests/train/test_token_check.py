@@ -17,6 +17,7 @@ from tests.support.other_systems import write_megatron
 from tests.train.support import Run, manifest, train_rank
 from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.resume import find_resumption
+from threefold.checkpoint.sealed import seal
 from threefold.data.dataset import open_dataset
 from threefold.data.files import TokenFiles
 from threefold.data.format import DOCUMENTS_FILE, META_FILE, TOKENS_FILE, Meta, file_checksums
@@ -149,7 +150,8 @@ def test_a_checkpoint_that_does_not_say_is_resumed(pool: WorkerPool, run: Run, t
     path = path_of(tmp_path / "run", 2) / "checkpoint.json"
     facts = json.loads(path.read_text())
     del facts["contents"]
-    path.write_text(json.dumps(facts))
+    del facts["checksum"]
+    path.write_text(seal(json.dumps(facts, indent=2)))
     assert find_resumption(tmp_path / "run", run.but(steps=4).config).checkpoint.step == 2
 
 
