@@ -29,6 +29,7 @@ from threefold.checkpoint.fields import is_plain_name, whole
 from threefold.checkpoint.sealed import is_intact, seal
 from threefold.checksums import checksum
 from threefold.config import Config, load_config, resolve
+from threefold.data.content import CONTENT_DTYPES, Content
 from threefold.data.staging import sync
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file, shown
@@ -63,6 +64,7 @@ class Facts:
         loss_scale: of the next step, where there is one.
         good_steps: for which it has held.
         corpora: tokens and documents of each corpus of a mixture; of the only one otherwise.
+        contents: what their tokens are; empty where an older version wrote the checkpoint.
     """
 
     step: int
@@ -75,6 +77,7 @@ class Facts:
     loss_scale: float | None = None
     good_steps: int = 0
     corpora: tuple[tuple[int, int], ...] = ()
+    contents: tuple[Content, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -305,12 +308,24 @@ def _is_pairs(value: Any) -> bool:
     return pairs and all(_is_whole(number) for pair in value for number in pair)
 
 
+def _is_contents(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(content, dict)
+        and content.keys() == {"dtype", "documents", "tokens"}
+        and content["dtype"] in CONTENT_DTYPES
+        and isinstance(content["documents"], str)
+        and isinstance(content["tokens"], str | None)
+        for content in value
+    )
+
+
 _RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("step", "consumed_samples", "seed", "tokens", "documents", "good_steps"), _is_whole),
     "eod": lambda value: value is None or _is_whole(value),
     "tokenizer_sha256": lambda value: value is None or isinstance(value, str),
     "loss_scale": _is_scale,
     "corpora": _is_pairs,
+    "contents": _is_contents,
 }
 """What each of the facts can be in JSON."""
 
@@ -326,6 +341,8 @@ def _facts(document: dict[str, Any]) -> Facts:
     values = {name: _checked(name, value, _RULES[name]) for name, value in document.items()}
     if "corpora" in values:
         values["corpora"] = tuple((tokens, documents) for tokens, documents in values["corpora"])
+    if "contents" in values:
+        values["contents"] = tuple(Content(**content) for content in values["contents"])
     if missing := [
         field.name
         for field in dataclasses.fields(Facts)

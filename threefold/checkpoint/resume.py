@@ -8,9 +8,11 @@ from typing import Any
 from threefold.checkpoint.choose import Damaged, choose
 from threefold.checkpoint.folder import Checkpoint
 from threefold.config import Config
+from threefold.data.content import Content, ReadCorpus
 from threefold.data.dataset import open_dataset
 from threefold.data.mixture import whole_shares
 from threefold.errors import UserError
+from threefold.files import shown
 from threefold.parallel.layout import Layout
 
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
@@ -187,3 +189,23 @@ def _check_data(checkpoint: Checkpoint, config: Config) -> None:
                 f"{key} has {name} with {now[0]:,} tokens in {now[1]:,} documents but {checkpoint.path} was trained on "
                 f"{then[0]:,} in {then[1]:,} there; give that data, or start a new run in another folder."
             )
+    for read, content in zip(dataset.contents(), facts.contents, strict=False):
+        if differs := different_file(content, read):
+            raise other_text(differs, checkpoint)
+
+
+def different_file(then: Content, now: ReadCorpus) -> Path | None:
+    """The file whose content is known to be another than that of a checkpoint's corpus; None if none is."""
+    if now.content.documents != then.documents and now.content.documents and then.documents:
+        return now.documents_file
+    if then.tokens is None or now.content.tokens is None or then.dtype != now.content.dtype:
+        return None  # only reading them all tells, as a run does in the background
+    return None if then.tokens == now.content.tokens else now.files[0]
+
+
+def other_text(file: Path, checkpoint: Checkpoint) -> UserError:
+    """The error that a file is not what a checkpoint was trained on."""
+    return UserError(
+        f"{shown(file)} holds other text than {checkpoint.path} was trained on, though as much of it; give that data, "
+        "or start a new run in another folder."
+    )

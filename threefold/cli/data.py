@@ -92,6 +92,8 @@ def show(
     with Bars() as bars:
         summary = summarize(stored, bars)
     corpus = open_corpus(path, tokenizer=tokenizer, vocab_size=summary.highest + 1)
+    if summary.highest >= corpus.vocab_size:
+        raise corpus.outside(summary.highest, summary.highest_place)
     print_facts(stored, summary, corpus)
     samples = PackedSamples.open(corpus, "train", split, sequence_length)
     print_table(
@@ -103,6 +105,31 @@ def show(
     )
     typer.echo(f"Sample 0 of the training split ({sequence_length} tokens and the last label):\n")
     print_sample(corpus, samples.read(np.array([0]))[0].tolist())
+
+
+@app.command()
+def verify(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH", help="Token files of any system, JSON lines with their cache, or a folder of that cache."
+        ),
+    ],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The tokenizer.json of files that have none of their own, for its vocabulary.")
+    ] = None,
+) -> None:
+    """Read token files whole and compare them with the checksums that were written with them."""
+    from threefold.cli.data_view import print_audits
+    from threefold.data.audit import audit
+    from threefold.errors import UserError
+
+    with Bars() as bars:
+        audits = [each for path in paths for each in audit(path, tokenizer, bars)]
+    print_audits(audits)
+    if damaged := [one.problem for one in audits if one.problem]:
+        more = f" ({len(damaged) - 1} more of the files are damaged, as the table says)" if len(damaged) > 1 else ""
+        raise UserError(f"{damaged[0].rstrip('.')}{more}")
 
 
 @app.command()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from threefold.data.audit import Audit
     from threefold.data.convert import Converted
     from threefold.data.corpus import Corpus, StoredTokens
     from threefold.data.files import TokenFiles
@@ -105,6 +106,15 @@ def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
+
+
+def print_audits(audits: "list[Audit]") -> None:
+    """A table of files that were checked: what each holds, and how it was found."""
+    rows: list[tuple[str, ...]] = [
+        (str(one.path), "" if one.bytes is None else size(one.bytes), "damaged" if one.problem else one.found)
+        for one in audits
+    ]
+    print_table(("file", "size", "found"), rows)
 
 
 def print_converted(source: Path, out: Path, converted: "Converted") -> None:

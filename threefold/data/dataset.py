@@ -6,6 +6,7 @@ from pathlib import Path
 
 from threefold.config import Config
 from threefold.config.data import DataConfig
+from threefold.data.content import ReadCorpus, content_of
 from threefold.data.corpus import Corpus
 from threefold.data.interface import Part, Samples
 from threefold.data.mixture import MixedSamples
@@ -82,6 +83,18 @@ class Dataset:
             UserError: as `samples`.
         """
         return tuple(_size(source.data, self.settings.sequence_length) for source in self.sources)
+
+    def contents(self) -> tuple[ReadCorpus, ...]:
+        """Each source with its checksums, under resolved settings.
+
+        Raises:
+            UserError: as `samples`.
+        """
+        length = self.settings.sequence_length
+        return tuple(
+            content_of(data if isinstance(data := source.data, Corpus) else data.encoded(length, SILENT))
+            for source in self.sources
+        )
 
 
 def open_dataset(config: Config) -> Dataset:

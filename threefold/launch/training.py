@@ -125,4 +125,4 @@ def _store(config: Config, run_dir: Path) -> None:
 def _train(info: RankInfo, config: Config, run_dir: Path, resume: bool) -> None:
     from threefold.train.run import train as train_rank
 
-    train_rank(config, run_dir, resume)
+    train_rank(config, run_dir, resume, reads=info.local_rank == 0)

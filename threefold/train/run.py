@@ -25,15 +25,17 @@ from threefold.train.hooks import Hook
 from threefold.train.loop import Trainer
 from threefold.train.start import Start
 from threefold.train.state import Checkpoints
+from threefold.train.token_check import TokenCheck
 
 
-def train(config: Config, run_dir: Path, resume: bool) -> None:
+def train(config: Config, run_dir: Path, resume: bool, reads: bool = True) -> None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
     Args:
         config: resolved, `train.device` being the device.
         run_dir: a folder that all ranks see; gets the metrics, logs, curves and checkpoints.
         resume: whether to go on from its newest checkpoint.
+        reads: whether this rank checks the token files of its host in the background.
 
     Raises:
         UserError: on every rank, what the user can mend: bad data, nothing to resume, divergence, a full disk.
@@ -45,9 +47,10 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
         plan = model_plan(config.model, config.data.sequence_length)
         engine = Engine(partial(make_model, config.model), plan, mesh, config)
-        checkpoints = Checkpoints(run_dir, engine, config, dataset)
+        checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents())
         step, lines = start.load(checkpoints)
-        hooks: list[Hook] = [DataAgreement(mesh, config.log.every)]
+        check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
+        hooks: list[Hook] = [DataAgreement(mesh, config.log.every), check]
         if mesh.rank == 0:
             _announce(config, mesh, loader)
             for line in lines:

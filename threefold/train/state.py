@@ -1,5 +1,6 @@
 """An engine's state as named global tensors, and a run's checkpoints made of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from threefold.checkpoint.naming import MODEL, OPTIMIZER
 from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config import Config
+from threefold.data.content import Content
 from threefold.data.dataset import Dataset
 from threefold.parallel.streams import STREAMS, stored_as
 from threefold.train.engine import Engine
@@ -42,10 +44,19 @@ class Checkpoints:
         engine: whose state it is.
         config: resolved.
         dataset: trained on, with its tokenizer if that is known.
+        contents: tells what the tokens of each of its corpora are.
     """
 
-    def __init__(self, run_dir: Path, engine: Engine, config: Config, dataset: Dataset) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        engine: Engine,
+        config: Config,
+        dataset: Dataset,
+        contents: Callable[[], tuple[Content, ...]] = tuple,
+    ) -> None:
         self.run_dir, self.engine, self.config, self.dataset = run_dir, engine, config, dataset
+        self.contents = contents
         self._sizes = dataset.sizes()
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
@@ -149,6 +160,7 @@ class Checkpoints:
             tokens=sum(tokens for tokens, _ in self._sizes),
             documents=sum(documents for _, documents in self._sizes),
             corpora=self._sizes,
+            contents=self.contents(),
             loss_scale=scale.value if scale else None,
             good_steps=scale.good_steps if scale else 0,
         )

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -13,7 +13,16 @@ import yaml
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, Facts, path_of, write_durably, write_manifest
+from threefold.checkpoint.folder import (
+    CONFIG,
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    Facts,
+    path_of,
+    write_durably,
+    write_manifest,
+)
 from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
 from threefold.checkpoint.huggingface.carried import end_tokens, texts_of
 from threefold.checkpoint.huggingface.config_in import read_model
@@ -29,7 +38,9 @@ from threefold.config.loading import config_of
 from threefold.data.progress import Progress
 from threefold.data.staging import staged_directory
 from threefold.data.tokenizer import end_of_document
+from threefold.data.written import check_replaceable, list_marked
 from threefold.errors import UserError
+from threefold.files import read_json as read_own_json
 from threefold.host import return_freed_memory
 from threefold.models.registry import make_model
 
@@ -90,7 +101,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
             at `out` then.
     """
     return_freed_memory()
-    require_free(request.source, request.out, request.overwrite)
+    check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)
     values = read_json(request.source / THEIR_CONFIG)
     family, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
     files = TensorFiles(request.source, family.prefix)
@@ -104,7 +115,9 @@ def import_model(request: Import, progress: Progress) -> Imported:
     tensors = _streamed(weights, files, progress)
     total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     progress.phase("Importing", total)
-    with staged_directory(request.out) as partial:
+    with staged_directory(
+        request.out, inputs=[request.source], overwrite=request.overwrite, listing=list_imported
+    ) as partial:
         folder = path_of(partial, 0)
         folder.mkdir(parents=True)
         save_tensors_alone(tensors, folder)
@@ -119,16 +132,19 @@ def import_model(request: Import, progress: Progress) -> Imported:
     return Imported(family.name, config, parameters, names, total, TOKENIZER in texts)
 
 
-def require_free(source: Path, out: Path, overwrite: bool) -> None:
-    """Check that a folder may be made.
-
-    Raises:
-        UserError: there is one that may not be replaced.
-    """
-    if out.resolve() == source.resolve():
-        raise UserError(f"--out is {out}, which is what is read; choose another folder.")
-    if out.exists() and not overwrite:
-        raise UserError(f"--out {out} exists already; choose another folder, or give --overwrite.")
+def list_imported(run: Path) -> Collection[str] | None:
+    """The files of an imported run by its marker; before there were markers, by the manifest of its only checkpoint."""
+    if (marked := list_marked(run)) is not None:
+        return marked
+    folder = path_of(Path(), 0)
+    try:
+        manifest = read_own_json(run / folder / MANIFEST)
+    except UserError:
+        return None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("step") != 0:
+        return None
+    names = [str(name) for name in manifest.get("files", ())]
+    return {CONFIG, TOKENIZER, *((folder / name).as_posix() for name in (*names, MANIFEST))}
 
 
 def _template(settings: Mapping[str, Any], precision: str, out: Path) -> dict[str, dict[str, Any]]:
