@@ -64,6 +64,8 @@ OTHER_NAMES = {
     "LEARNING_RATE": "optimizer.lr",
     "WEIGHT_DECAY": "optimizer.weight_decay",
 }
+
+
 def _sizes(layers: int, hidden: int, heads: int, positions: int = 1024) -> dict[str, int]:
     return {
         "num_layers": layers,
@@ -158,12 +160,11 @@ class _Reader:
         if not targets or not all(isinstance(target, ast.Name) for target in targets):
             self.notes.append(Note(f"line {statement.lineno}", _first_line(statement), _CODE, unsupported=True))
             return
-        assert isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None
+        assert isinstance(statement, ast.Assign | ast.AnnAssign)
+        assert statement.value is not None
         self.used.update(node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name))
         value = constant(statement.value, self.values)
-        for target in targets:
-            if isinstance(target, ast.Name):
-                self.values[target.id] = value
+        self.values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
 
     def _definition(self, definition: ast.FunctionDef | ast.ClassDef) -> None:
         self.notes.append(Note(f"line {definition.lineno}", _first_line(definition), "code is not run"))

@@ -19,8 +19,22 @@ _FLEET_LAUNCH: Final = re.compile(r"\bpaddle\.distributed\.(?:fleet\.)?launch\b|
 _FLAG: Final = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 _COMMENT: Final = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _COLOSSAL_NAMES: Final = frozenset(
-    "CONFIG BATCH_SIZE NUM_MICRO_BATCHES parallel zero fp16 gradient_accumulation clip_grad_norm TENSOR_SHAPE "
-    "gradient_clipping TENSOR_PARALLEL TENSOR_PARALLEL_SIZE SEQ_LEN NUM_EPOCHS".split()
+    (
+        "CONFIG",
+        "BATCH_SIZE",
+        "NUM_MICRO_BATCHES",
+        "parallel",
+        "zero",
+        "fp16",
+        "gradient_accumulation",
+        "clip_grad_norm",
+        "TENSOR_SHAPE",
+        "gradient_clipping",
+        "TENSOR_PARALLEL",
+        "TENSOR_PARALLEL_SIZE",
+        "SEQ_LEN",
+        "NUM_EPOCHS",
+    )
 )
 
 

@@ -197,8 +197,9 @@ def dp_of(draft: Draft, world: int | None, others: int, where: str) -> int:
         return 1
     if world % others:
         rule = f"must be a multiple of {others}, the ranks of one replica"
+        nearest = max(1, round(world / others)) * others
         raise UserError(
-            f"{draft.where}: the world size is {world} but {rule}; use {max(1, round(world / others)) * others}."
+            f"{draft.where}: the world size is {world} but {rule}; use {nearest}, as with --world-size {nearest}."
         )
     return world // others
 
@@ -241,7 +242,7 @@ def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         UserError: there are more than `MOST_SETTINGS`, as where sections hold each other.
     """
     found: dict[str, Any] = {}
-    waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in reversed(values.items())]
+    waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in reversed(list(values.items()))]
     seen = 0
     while waiting:
         name, value = waiting.pop()
@@ -249,7 +250,7 @@ def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         if seen > MOST_SETTINGS or name.count(".") > 100:
             raise UserError(f"{where} has more than {MOST_SETTINGS:,} settings, or sections that hold each other.")
         if isinstance(value, dict) and value:
-            waiting += [(f"{name}.{key}", inner) for key, inner in reversed(value.items())]
+            waiting += [(f"{name}.{key}", inner) for key, inner in reversed(list(value.items()))]
         else:
             found[name] = value
     return found

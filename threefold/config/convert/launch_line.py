@@ -76,6 +76,8 @@ def launch_of(
     remarks += [
         (name, "not given", f"line {line} reads this file, which is not there") for line, name in script.missing
     ]
+    if starting := list(dict.fromkeys(word.partition("=")[0] for word in (*batch, *launcher) if word.startswith("--"))):
+        remarks.append(("launcher", " ".join(starting), "of these only the number of ranks counts"))
     world = flags.pop("world-size", None) or flags.pop("world_size", None) or _ranks(launcher, batch, script)
     number = int(str(world)) if str(world).isdecimal() and len(str(world)) < 10 else 0
     return Launch(words[place - 1] if place else "", flags, launcher, number or None, remarks, unread)
@@ -92,7 +94,9 @@ def _training(script: Script, remarks: list[tuple[str, Any, str]]) -> Command | 
     named = [command for command in trainings if _TRAINS.search(_name(command))] or trainings
     if len(named) > 1:
         others = ", ".join(f"line {command.line}" for command in named[:-1])
-        remarks.append(("trainings", len(named), f"that of line {named[-1].line} is taken; the file starts {others} too"))
+        remarks.append(
+            ("trainings", len(named), f"that of line {named[-1].line} is taken; the file starts {others} too")
+        )
     return named[-1] if named else None
 
 
@@ -152,8 +156,9 @@ def _collected(
 
 
 def _flags(words: list[str], unread: list[str]) -> Iterator[tuple[str, list[str]]]:
-    name, values = "", []
-    for word in [piece for word in words for piece in _pieces(word)]:
+    name = ""
+    values: list[str] = []
+    for word in [piece for each in words for piece in _pieces(each)]:
         if not word.startswith("--") or word == "--":
             (values if name else unread).append(_unquoted(word))
             continue

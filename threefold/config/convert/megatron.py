@@ -201,7 +201,8 @@ def _data(draft: Draft) -> None:
     elif paths:
         draft.put("data.mixture", _mixture(draft, paths))
     kind = draft.take("tokenizer-type", text, "GPT2BPETokenizer" if "merge-file" in draft.given else "")
-    size = draft.take("vocab-size", whole)
+    padded = draft.take("padded-vocab-size", whole)
+    size = draft.take("vocab-size", whole, padded)
     if kind == "GPT2BPETokenizer":
         size = size or GPT2_TOKENS
         draft.put("data.eod", GPT2_TOKENS - 1)

@@ -7,6 +7,11 @@ _OVERLAP: Final = "communication overlaps by itself"
 _BOARD: Final = "the run's folder has TensorBoard events and metrics.jsonl"
 _SAVE: Final = "the folder of the run is an option of the command: threefold train … --run-dir"
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 REASONS: Final = {
     "save": _SAVE,
     "load": "a run goes on with threefold train … --resume; Megatron-LM's checkpoints are not read",
@@ -106,8 +111,7 @@ REASONS: Final = {
     "deterministic-mode": "train.deterministic asks for it",
     "disable-bf16-reduced-precision-matmul": "sums of products are in fp32",
     "seq-*-fusion": _KERNELS,
-    "activations-checkpoint-method": "train.recompute full keeps the inputs of every train.recompute_every-th block",
-    "activations-checkpoint-num-layers": "train.recompute full keeps the inputs of every train.recompute_every-th block",
+    "activations-checkpoint-*": "train.recompute full keeps the inputs of every train.recompute_every-th block",
     "test-mode": "there is no test mode",
     "one-logger-*": _BOARD,
     "no-one-logger": _BOARD,
@@ -126,7 +130,7 @@ UNSUPPORTED: Final = {
     "lr-warmup-init": "warm-up starts from 0",
     "rotary-percent": "all of a head is turned",
     "rotary-interleaved": "pairs are half a head apart",
-    "rotary-scaling-factor": "model.rope_scaling is none, linear, dynamic, llama3 or yarn, each with factors of its own",
+    "rotary-scaling-factor": "model.rope_scaling is none, linear, dynamic, llama3 or yarn, with its own factors",
     "rotary-seq-len-interpolation-factor": "model.rope_scaling linear and model.rope_factor",
     "use-rope-scaling": "only architecture llama has it, which needs --normalization RMSNorm and --swiglu",
     "rope-scaling-factor": "only architecture llama has it, which needs --normalization RMSNorm and --swiglu",
@@ -175,22 +179,21 @@ SATISFIED: Final = {
     "softmax-type": ("vanilla",),
 }
 """Values that say what is always so; the loss, for one, is the mean over all tokens of a step."""
-SWITCHES: Final = frozenset(
-    """
-    add-qkv-bias apply-layernorm-1p apply-query-key-layer-scaling accumulate-allreduce-grads-in-fp32 async-save
-    attention-softmax-in-fp32 bf16 calculate-per-token-loss checkpoint-activations cross-entropy-loss-fusion
-    disable-bias-linear distribute-saved-activations empty-cache eod-mask-loss finetune fp16 fp8-param-gather
-    grad-reduce-in-bf16 group-query-attention log-throughput log-params-norm log-num-zeros-in-grad log-memory-to-tensorboard
-    log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-world-size-to-tensorboard manual-gc mock-data
-    moe-grouped-gemm moe-permute-fusion moe-router-pre-softmax moe-shared-expert-gate moe-per-layer-logging
-    multi-latent-attention no-async-tensor-model-parallel-allreduce no-bias-dropout-fusion no-bias-gelu-fusion
-    no-bias-swiglu-fusion no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-load-optim no-load-rng
-    no-masked-softmax-fusion no-mmap-bin-files no-position-embedding no-rope-fusion no-save-optim no-save-rng
-    overlap-grad-reduce overlap-param-gather override-opt-param-scheduler override-opt_param-scheduler profile qk-layernorm
-    recompute-activations reset-attention-mask reset-position-ids sequence-parallel squared-relu swiglu tp-comm-overlap
-    untie-embeddings-and-output-weights use-checkpoint-args use-checkpoint-opt_param-scheduler use-cpu-initialization
-    use-dist-ckpt use-distributed-optimizer use-flash-attn use-legacy-models use-mcore-models use-megatron-fsdp
-    use-rope-scaling use-rotary-position-embeddings use-torch-fsdp2
-    """.split()
+SWITCHES: Final = _names(
+    "add-qkv-bias apply-layernorm-1p apply-query-key-layer-scaling accumulate-allreduce-grads-in-fp32 async-save "
+    "attention-softmax-in-fp32 bf16 calculate-per-token-loss checkpoint-activations cross-entropy-loss-fusion "
+    "disable-bias-linear distribute-saved-activations empty-cache eod-mask-loss finetune fp16 fp8-param-gather "
+    "grad-reduce-in-bf16 group-query-attention log-throughput log-params-norm log-num-zeros-in-grad "
+    "log-memory-to-tensorboard log-timers-to-tensorboard log-validation-ppl-to-tensorboard "
+    "log-world-size-to-tensorboard manual-gc mock-data moe-grouped-gemm moe-permute-fusion moe-router-pre-softmax "
+    "moe-shared-expert-gate moe-per-layer-logging multi-latent-attention no-async-tensor-model-parallel-allreduce "
+    "no-bias-dropout-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-create-attention-mask-in-dataloader "
+    "no-gradient-accumulation-fusion no-load-optim no-load-rng no-masked-softmax-fusion no-mmap-bin-files "
+    "no-position-embedding no-rope-fusion no-save-optim no-save-rng overlap-grad-reduce overlap-param-gather "
+    "override-opt-param-scheduler override-opt_param-scheduler profile qk-layernorm recompute-activations "
+    "reset-attention-mask reset-position-ids sequence-parallel squared-relu swiglu tp-comm-overlap "
+    "untie-embeddings-and-output-weights use-checkpoint-args use-checkpoint-opt_param-scheduler "
+    "use-cpu-initialization use-dist-ckpt use-distributed-optimizer use-flash-attn use-legacy-models "
+    "use-mcore-models use-megatron-fsdp use-rope-scaling use-rotary-position-embeddings use-torch-fsdp2"
 )
 """Flags without a value, so that a word after them is none of theirs."""

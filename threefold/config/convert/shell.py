@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,15 +17,17 @@ from threefold.files import read_text
 
 _ASSIGNED: Final = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=(.*)", re.DOTALL)
 _DECLARING: Final = ("export", "declare", "local", "readonly", "typeset")
-_SILENT: Final = frozenset(
-    "echo printf mkdir rm ls cat tee cp mv cd pip pip3 git set trap ulimit module wait sleep date which chmod touch ln "
-    "kill pkill read test [ [[ (( true false : logger hostname nvidia-smi unalias alias conda pushd popd tar wget curl "
-    "awk sed grep head tail sort uniq wc".split()
+_SILENT: Final = re.compile(
+    r"echo|printf|mkdir|rm|ls|cat|tee|cp|mv|cd|pip|pip3|git|set|trap|ulimit|module|wait|sleep|date|which|"
+    r"chmod|touch|ln|kill|pkill|read|test|\[|\[\[|\(\(|true|false|:|logger|hostname|nvidia\-smi|unalias|alias|"
+    r"conda|pushd|popd|tar|wget|curl|awk|sed|grep|head|tail|sort|uniq|wc"
 )
 """Commands that start no training, whatever their words are."""
 _SCRIPT_RUNNERS: Final = ("bash", "sh", "zsh", "sbatch", "qsub")
 _SBATCH: Final = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _FLAG: Final = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
+_TEXT: Final = re.compile(r"\S\s.*\.py(?=[\s;]|$)|\.py\s", re.DOTALL)
+"""A command that is one word of another, as after `bash -c`."""
 _MOST_COMMANDS: Final = 20_000
 _DEEPEST: Final = 12
 
@@ -91,10 +94,17 @@ class _Runner:
         """Follow a script's text in the same shell."""
         self.depth += 1
         if self.depth > _DEEPEST:
-            raise UserError(f"{self.scope.where}: scripts or functions in it call each other more than {_DEEPEST} deep.")
+            raise UserError(
+                f"{self.scope.where}: scripts or functions in it call each other more than {_DEEPEST} deep."
+            )
         self.batch = [*self.batch, *(word for line in _SBATCH.findall(text) for word in line.split())]
         self.nodes(parse(text, where))
         self.depth -= 1
+
+    def _descend(self) -> None:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise UserError(f"{self.scope.where}: scripts or functions in it call each other over {_DEEPEST} deep.")
 
     def nodes(self, nodes: list[Node]) -> None:
         for node in nodes:
@@ -121,7 +131,7 @@ class _Runner:
         success: bool | None = True
         for operator, node in chain.parts:
             if (operator == "&&" and success is False) or (operator == "||" and success is not False):
-                self._leave_out(chain_line(node), f"after {operator}", [node], "")
+                self._leave_out(_line_of(node), operator, [node], "not reached if all before it succeeds")
                 continue
             assumed: list[str] = []
             result = holds([node], self.scope, assumed)
@@ -150,7 +160,7 @@ class _Runner:
             taken = node.otherwise if not _ends(node.otherwise) else []
         else:
             left.append(node.otherwise)
-        unknown = f"decided as though {', '.join(dict.fromkeys(assumed))} were not set" if assumed else "decided"
+        unknown = _assumption(list(dict.fromkeys(assumed)))
         for body in left:
             self._leave_out(node.line, "if", body, unknown)
         self.nodes(taken)
@@ -167,15 +177,14 @@ class _Runner:
                 if not _ends(body):
                     self.nodes(body)
                 continue
-            unknown = f"decided as though {', '.join(assumed)} were not set" if assumed else "decided"
-            self._leave_out(node.line, "case", body, unknown)
+            self._leave_out(node.line, "case", body, _assumption(assumed))
 
     def loop(self, node: Loop) -> None:
         if not node.name or node.name == "((":
             assumed: list[str] = []
             if node.condition and holds(node.condition, self.scope, assumed) is False:
                 return
-            self._leave_out(node.line, "loop", node.body, "how often it runs is not in the file")
+            self._leave_out(node.line, "loop", node.body, "not taken, as how often it runs is not in the file")
             return
         values = [value for word in node.words for value in Expander(self.scope).fields(word.text)]
         for value in values:
@@ -184,8 +193,7 @@ class _Runner:
 
     def _leave_out(self, line: int, what: str, body: list[Node], reason: str) -> None:
         if flags := list(dict.fromkeys(_flags_in(body))):
-            shown = f"{reason}; its {', '.join(flags)} left out" if reason else f"{', '.join(flags)} left out"
-            self.script.remarks.append(Remark(line, what, shown))
+            self.script.remarks.append(Remark(line, what, f"{reason}; left out: {', '.join(flags)}"))
 
     def simple(self, node: Simple) -> None:
         self.count += 1
@@ -244,24 +252,24 @@ class _Runner:
             del self.scope.positional[:1]
         elif name in self.functions:
             self.call(name, words[1:])
-        elif name not in _SILENT:
+        elif not _SILENT.fullmatch(name):
             self.start(words, node)
 
     def call(self, name: str, given: list[str]) -> None:
         self.depth += 1
         if self.depth > _DEEPEST:
-            raise UserError(f"{self.scope.where}: scripts or functions in it call each other more than {_DEEPEST} deep.")
+            raise UserError(
+                f"{self.scope.where}: scripts or functions in it call each other more than {_DEEPEST} deep."
+            )
         before, self.scope.positional = self.scope.positional, given
-        try:
+        with suppress(_Ended):
             self.nodes(self.functions[name])
-        except _Ended:
-            pass
         self.scope.positional = before
         self.depth -= 1
 
     def start(self, words: list[str], node: Simple) -> None:
         """A command that is none of the shell's own."""
-        texts = [word for word in words[1:] if re.search(r"\s", word) and ".py" in word]
+        texts = [word for word in words[1:] if _TEXT.search(re.sub(r"<[^<>]*>", "", word))]
         scripts = [word for word in words if word.endswith((".sh", ".slurm", ".sbatch"))]
         if texts or (node.heredoc and words[0] in (*_SCRIPT_RUNNERS, "srun", "ssh")):
             outer, self.batch = self.batch, [*self.batch, *(word for word in words if word not in texts)]
@@ -304,9 +312,15 @@ class _Runner:
         return self.scope.folder / name if len(name) < 1000 and "\0" not in name else self.scope.folder
 
 
-def chain_line(node: Node) -> int:
-    """The line of a command; 0 where it has none of its own."""
-    return getattr(node, "line", 0)
+def _line_of(node: Node) -> int:
+    if isinstance(node, Simple | If | Case | Loop):
+        return node.line
+    inner = node.body if isinstance(node, Block | Function) else [part for _, part in node.parts]
+    return _line_of(inner[0]) if inner else 0
+
+
+def _assumption(unset: list[str]) -> str:
+    return f"not taken, as though {', '.join(unset)} were not set" if unset else "not taken, as the script sets it"
 
 
 def _ends(body: list[Node]) -> bool:
@@ -323,7 +337,7 @@ def _flags_in(nodes: list[Node]) -> Iterator[str]:
     """The flags that commands have in them; those of what only prints are none."""
     for node in nodes:
         if isinstance(node, Simple):
-            if node.words and node.words[0].text not in _SILENT:
+            if node.words and not _SILENT.fullmatch(node.words[0].text):
                 for word in node.words:
                     for part in (word, *(word.items or ())):
                         yield from _FLAG.findall(part.text)
@@ -350,9 +364,8 @@ def follow(text: str, path: Path) -> Script:
     """
     script = Script(Scope(str(path), path.parent))
     try:
-        _Runner(script).text(text, str(path))
-    except _Ended:
-        pass
+        with suppress(_Ended):
+            _Runner(script).text(text, str(path))
     except RecursionError:
         raise UserError(f"{path}: not a shell script that can be read: it is nested too deeply.") from None
     return script

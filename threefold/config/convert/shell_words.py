@@ -10,7 +10,7 @@ _OPERATORS: Final = (";;", "&&", "||", ";", "|", "&", "(", ")", "\n")
 _REDIRECTION: Final = re.compile(r"\d*(?:&>>?|>>|>&|>\||<&|>|<<<|<(?!<))")
 _HEREDOC: Final = re.compile(r"<<(-?)\s*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
 _ARRAY: Final = re.compile(r"[A-Za-z_]\w*\+?=\(")
-_PLACEHOLDER: Final = re.compile(r"<[A-Za-z][^<>\n]*>")
+_PLACEHOLDER: Final = re.compile(r"<[A-Za-z](?:[^<>\n]*[^<>\s\d])?>")
 _CLOSING: Final = {"(": ")", "{": "}"}
 DEEPEST: Final = 60
 
@@ -63,6 +63,8 @@ class Lexer:
         elif char == "#":
             end = self.text.find("\n", self.place)
             self.place = len(self.text) if end < 0 else end
+        elif _PLACEHOLDER.match(self.text, self.place):
+            self._word()
         elif heredoc := _HEREDOC.match(self.text, self.place):
             self.heredocs.append((heredoc[3], bool(heredoc[1]), len(self.words)))
             self.place = heredoc.end()
@@ -91,7 +93,11 @@ class Lexer:
         self.place += length
 
     def _at_start(self) -> bool:
-        return not self.words or self.words[-1].operator or self.words[-1].text in ("if", "while", "for", "then", "do", "!")
+        return (
+            not self.words
+            or self.words[-1].operator
+            or self.words[-1].text in ("if", "while", "for", "then", "do", "!")
+        )
 
     def _in_test(self) -> bool:
         for word in reversed(self.words):
