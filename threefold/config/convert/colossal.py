@@ -15,6 +15,7 @@ from threefold.config.convert.draft import (
     count,
     dp_of,
     flat,
+    foreign_text,
     number,
     put_chunks,
     put_zero,
@@ -25,7 +26,6 @@ from threefold.config.convert.draft import (
 )
 from threefold.config.presets import PRESETS
 from threefold.errors import UserError
-from threefold.files import read_text
 
 USED = "used by other settings"
 """Pseudo-key: names that other settings are made of, which have done their part."""
@@ -112,7 +112,7 @@ def read(path: Path) -> Given:
     Raises:
         UserError: not Python, or nothing is set there.
     """
-    text = read_text(path)
+    text = foreign_text(path)
     reader = _Reader()
     try:
         for statement in ast.parse(text).body:

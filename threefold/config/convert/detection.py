@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Final, Literal
 
-from threefold.files import read_text
+from threefold.config.convert.draft import foreign_text
 
 Kind = Literal["fleet", "colossal", "megatron"]
 _ENDINGS: Final[dict[str, Kind]] = {".yaml": "fleet", ".yml": "fleet", ".py": "colossal"}
@@ -46,7 +46,7 @@ def detected(path: Path) -> tuple[Kind, str]:
     Raises:
         UserError: it cannot be read.
     """
-    text = read_text(path)
+    text = foreign_text(path)
     shell = text.startswith("#!")
     if not shell and (model_args := _MODEL_ARGS.search(text)):
         return "megatron", f"its section {model_args[0].rstrip(': ')}"

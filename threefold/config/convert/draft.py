@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from threefold.errors import UserError
+from threefold.files import read_text
 
+LARGEST_FILE = 4 << 20
+"""Bytes of a script or config: far above what any has."""
 NOT_KNOWN = "not known to this converter, so nothing stands for it"
 
 
@@ -121,6 +125,15 @@ class Draft:
             harmless = next((why for pattern, why in reasons.items() if fnmatchcase(key, pattern)), None)
             self.note(key, value, changing or harmless or NOT_KNOWN, unsupported=bool(changing or not harmless))
         self.given.clear()
+
+
+def foreign_text(path: Path) -> str:
+    """The text of a file of another system.
+
+    Raises:
+        UserError: it cannot be read, is too large, or is not UTF-8.
+    """
+    return read_text(path, limit=LARGEST_FILE)
 
 
 def shortened(text: str, longest: int = 200) -> str:

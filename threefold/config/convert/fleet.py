@@ -11,6 +11,7 @@ from threefold.config.convert.draft import (
     count,
     dp_of,
     flat,
+    foreign_text,
     number,
     put_chunks,
     put_zero,
@@ -22,7 +23,6 @@ from threefold.config.convert.draft import (
 from threefold.config.convert.fleet_flags import is_script, read_flags
 from threefold.config.document import read_document
 from threefold.errors import UserError
-from threefold.files import read_text
 
 END_OF_TEXT = 50256
 """The token of GPT-2's vocabulary that ends a document, which Fleet's GPTDataset takes for granted."""
@@ -113,7 +113,7 @@ def read(path: Path) -> Given:
     Raises:
         UserError: not YAML, no mapping, a base that is not there or goes in a circle; or no flags.
     """
-    if is_script(read_text(path)):
+    if is_script(foreign_text(path)):
         return read_flags(path, _of_yaml)
     return Given(_of_yaml(path))
 

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.convert.draft import Given, Note
+from threefold.config.convert.draft import Given, Note, foreign_text
 from threefold.config.convert.launch_line import launch_of
 from threefold.errors import UserError
-from threefold.files import read_text
 
 _PRECISION: Final = "Engine.mix_precision"
 KEYS: Final = {
@@ -117,7 +116,7 @@ def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
     Raises:
         UserError: it has no flags, or the YAML is not there.
     """
-    launch = launch_of(read_text(path), path, renamed={"-c": "--config", "-o": "--override"}, several=("override",))
+    launch = launch_of(foreign_text(path), path, renamed={"-c": "--config", "-o": "--override"}, several=("override",))
     notes = [Note(*remark) for remark in launch.remarks]
     flags = dict(launch.flags)
     settings = _of_overrides(flags, path, of_yaml, notes)

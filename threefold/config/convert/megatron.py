@@ -11,6 +11,7 @@ from threefold.config.convert.draft import (
     Same,
     count,
     dp_of,
+    foreign_text,
     number,
     put_chunks,
     put_zero,
@@ -25,7 +26,6 @@ from threefold.config.convert.megatron_model import fill_model
 from threefold.config.convert.megatron_reasons import REASONS, SATISFIED, SWITCHES, UNSUPPORTED
 from threefold.config.document import read_document
 from threefold.errors import UserError
-from threefold.files import read_text
 
 GPT2_TOKENS = 50257
 
@@ -78,7 +78,7 @@ def read(path: Path) -> Given:
     Raises:
         UserError: the file cannot be read, has no flags, or starts a model that is no decoder-only transformer.
     """
-    text = read_text(path)
+    text = foreign_text(path)
     launch = _of_yaml(path) if re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE) else launch_of(text, path, SWITCHES)
     _refuse_other_models(launch, path)
     notes = [Note(*remark) for remark in launch.remarks]

@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
+from threefold.config.convert.draft import foreign_text
 from threefold.config.convert.shell_syntax import Block, Case, Chain, Function, If, Loop, Node, Simple, parse
 from threefold.config.convert.shell_tests import holds
 from threefold.config.convert.shell_values import Expander, Scope
 from threefold.config.convert.shell_words import Word
 from threefold.errors import UserError
-from threefold.files import read_text
 
 _ASSIGNED: Final = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=(.*)", re.DOTALL)
 _DECLARING: Final = ("export", "declare", "local", "readonly", "typeset")
@@ -297,13 +297,13 @@ class _Runner:
             return
         before, self.scope.positional = self.scope.positional, words[words.index(name) + 1 :]
         outer, self.batch = self.batch, [*self.batch, *words[: words.index(name)]]
-        self._inside(read_text(path))
+        self._inside(foreign_text(path))
         self.scope.positional, self.batch = before, outer
 
     def source(self, name: str, line: int) -> None:
         path = self._path(name)
         if path.is_file():
-            self._inside(read_text(path))
+            self._inside(foreign_text(path))
         else:
             self.script.missing.append((line, name))
 
