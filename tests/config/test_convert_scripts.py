@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import megatron_expected as expected
 from tests.support import megatron_scripts as scripts
 from threefold.config import load_config
 from threefold.config.convert import Converted, convert
@@ -34,15 +35,15 @@ def _convert(folder: Path, text: str) -> Converted:
     return convert(folder / "train.sh")
 
 
-@pytest.mark.parametrize("name", scripts.EXPECTED)
+@pytest.mark.parametrize("name", expected.EXPECTED)
 def test_a_script_is_converted(tmp_path: Path, name: str) -> None:
     found = convert(_written(tmp_path, name))
     assert (found.kind, found.refusal) == ("megatron", "")
-    assert _settings(found, tmp_path).items() >= scripts.EXPECTED[name].items()
-    assert {note.key for note in found.unsupported} == scripts.UNSUPPORTED.get(name, set())
+    assert _settings(found, tmp_path).items() >= expected.EXPECTED[name].items()
+    assert {note.key for note in found.unsupported} == expected.UNSUPPORTED.get(name, set())
 
 
-@pytest.mark.parametrize("name", scripts.EXPECTED)
+@pytest.mark.parametrize("name", expected.EXPECTED)
 def test_no_flag_is_lost(tmp_path: Path, name: str) -> None:
     """Each flag of the text is read, or a note names it: read flags are converted or noted, which `Draft` sees to."""
     file = _written(tmp_path, name)
@@ -67,8 +68,8 @@ def test_a_flag_read_is_converted_or_noted(tmp_path: Path) -> None:
 
 
 def test_each_example_form_has_its_own_way_of_gathering_flags() -> None:
-    assert len(scripts.EXPECTED) >= 12
-    assert any("+=(" in getattr(scripts, name) for name in scripts.EXPECTED)
+    assert len(expected.EXPECTED) >= 12
+    assert any("+=(" in getattr(scripts, name) for name in expected.EXPECTED)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ torchrun --nproc_per_node 1 pretrain_gpt.py --num-layers ${A} --hidden-size="$WI
   --num-attention-heads $HEADS ${MORE[@]} --max-position-embeddings `expr 256 \* 4` ${NONE:+--seed 9} > log 2>&1
 """
     found = _convert(tmp_path, text)
-    expected = {
+    wanted = {
         "model.num_layers": 24,
         "model.hidden_size": 1024,
         "model.num_attention_heads": 16,
@@ -174,5 +175,5 @@ torchrun --nproc_per_node 1 pretrain_gpt.py --num-layers ${A} --hidden-size="$WI
         "data.sequence_length": 512,
         "optimizer.lr": 1e-3,
     }
-    assert _settings(found, tmp_path).items() >= expected.items()
+    assert _settings(found, tmp_path).items() >= wanted.items()
     assert "seed" not in {note.key for note in found.notes}

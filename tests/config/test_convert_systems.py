@@ -74,6 +74,15 @@ def _convert(folder: Path, name: str, content: str, world: int | None = None) ->
     return convert(folder / name, world_size=world)
 
 
+def _outcome(folder: Path, name: str, content: str) -> str:
+    """The notes of a conversion, or the sentence that it ends with."""
+    try:
+        return "\n".join(str(note.value) for note in _convert(folder, name, content).notes)
+    except UserError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return str(error)
+
+
 def _settings(found: Converted, folder: Path) -> dict[str, object]:
     (folder / "converted.yaml").write_text(found.to_yaml())
     sections = load_config(folder / "converted.yaml").sections()
@@ -176,7 +185,7 @@ def test_fleet_script_that_sets_keys_of_a_yaml(tmp_path: Path) -> None:
     settings = _settings(found, tmp_path)
     assert settings.items() >= {"train.max_steps": 7, "parallel.tp": 1, "parallel.dp": 2, "model.num_layers": 4}.items()
     assert {note.key for note in found.unsupported} == {"Model.frob"}
-    with pytest.raises(UserError, match="starts a training with ./configs/other.yaml, which is not there"):
+    with pytest.raises(UserError, match=r"starts a training with \./configs/other\.yaml, which is not there"):
         _convert(tmp_path, "run.sh", script.replace("gpt.yaml", "other.yaml"))
 
 
@@ -239,9 +248,5 @@ def test_whose_file_it_is_follows_from_its_content(tmp_path: Path, name: str, co
 )
 def test_hostile_python_does_no_harm(tmp_path: Path, content: str) -> None:
     """Neither memory nor time goes into what a file only writes down."""
-    try:
-        found = _convert(tmp_path, "hostile.py", content)
-    except UserError as error:
-        assert len(str(error)) < 600 and "\n" not in str(error)
-    else:
-        assert sum(len(str(note.value)) for note in found.notes) < 1_000_000
+    told = _outcome(tmp_path, "hostile.py", content)
+    assert len(told) < 1_000_000
