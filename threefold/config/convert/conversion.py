@@ -15,6 +15,7 @@ from threefold.errors import UserError
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 _USUAL_VOCABULARY: Final = 50257
 _PLACE_OF_DATA: Final = "tokens"
+_LONGEST_SENTENCE: Final = 800
 
 
 class _System(NamedTuple):
@@ -67,6 +68,15 @@ def convert(path: Path, kind: Kind | None = None, world_size: int | None = None)
     Raises:
         UserError: it cannot be read, or a value in it is none that the setting can have.
     """
+    try:
+        return _converted(path, kind, world_size)
+    except UserError as error:  # may quote a damaged file at length
+        raise UserError(shortened(str(error), _LONGEST_SENTENCE)) from None
+    except RecursionError:
+        raise UserError(f"{path}: it is nested too deeply to be read.") from None
+
+
+def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Converted:
     evidence = ""
     if kind is None:
         kind, evidence = detected(path)
