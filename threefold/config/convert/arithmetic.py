@@ -2,6 +2,7 @@
 
 import ast
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "min": 
 
 _MOST_PARTS = 10_000
 """Parts of a list or dict, those of its parts among them; one that has more stays as it is written."""
+
+
+def parsed(text: str, expression: bool = False) -> ast.AST:
+    """The syntax tree of Python that someone else wrote; what Python would warn of is not told.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python, or is nested too deeply.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text, mode="eval" if expression else "exec")
 
 
 def constant(node: ast.expr, names: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.convert.arithmetic import constant
+from threefold.config.convert.arithmetic import constant, parsed
 from threefold.config.convert.draft import (
     Draft,
     Given,
@@ -115,8 +115,9 @@ def read(path: Path) -> Given:
     text = foreign_text(path)
     reader = _Reader()
     try:
-        for statement in ast.parse(text).body:
-            reader.statement(statement)
+        for statement in ast.iter_child_nodes(parsed(text)):
+            if isinstance(statement, ast.stmt):
+                reader.statement(statement)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UserError(f"{path}{line}: not Python, so it is no Colossal-AI config.") from None

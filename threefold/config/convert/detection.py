@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Final, Literal
 
+from threefold.config.convert.arithmetic import parsed
 from threefold.config.convert.draft import foreign_text
 
 Kind = Literal["fleet", "colossal", "megatron"]
@@ -66,7 +67,7 @@ def detected(path: Path) -> tuple[Kind, str]:
 def _colossal(text: str) -> str:
     """The name that a Python file sets and that Colossal-AI reads; empty where there is none."""
     try:
-        body = ast.parse(text).body
+        body = ast.iter_child_nodes(parsed(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
     for statement in body:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
-from threefold.config.convert.arithmetic import constant
+from threefold.config.convert.arithmetic import constant, parsed
 from threefold.config.convert.shell_words import Lexer
 from threefold.errors import UserError
 
@@ -264,7 +264,7 @@ class Expander:
         spelled = re.sub(r"[A-Za-z_]\w*", named, inner).strip().replace("\n", " ")
         spelled = re.sub(r"(?<!/)/(?!/)", "//", spelled)
         try:
-            return str(int(constant(ast.parse(spelled, mode="eval").body, {})))
+            return str(int(constant(cast(ast.Expression, parsed(spelled, expression=True)).body, {})))
         except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
             return raw
 
