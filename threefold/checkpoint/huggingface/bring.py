@@ -24,7 +24,7 @@ from threefold.checkpoint.folder import (
     write_manifest,
 )
 from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
-from threefold.checkpoint.huggingface.carried import end_tokens, texts_of
+from threefold.checkpoint.huggingface.carried import check_tokenizer, end_tokens, texts_of
 from threefold.checkpoint.huggingface.config_in import read_model
 from threefold.checkpoint.huggingface.families import Family
 from threefold.checkpoint.huggingface.files import TensorFiles, read_json
@@ -61,12 +61,14 @@ class Import:
         out: the run to make.
         ignored: keys of config.json that the user takes to be harmless.
         overwrite: whether a folder at `out` is replaced.
+        allow_not_finite: whether weights may be NaN or infinite.
     """
 
     source: Path
     out: Path
     ignored: tuple[str, ...] = ()
     overwrite: bool = False
+    allow_not_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ def import_model(request: Import, progress: Progress) -> Imported:
     config = resolve(config_of(_of_checkpoint(template)), 1)
     weights = _checked_weights(family, config, files)
     texts = texts_of(request.source)
+    if TOKENIZER in texts:
+        check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
     eod = _end_token(request.source, texts)
     tensors = _streamed(weights, files, progress)
     total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
@@ -120,7 +124,10 @@ def import_model(request: Import, progress: Progress) -> Imported:
     ) as partial:
         folder = path_of(partial, 0)
         folder.mkdir(parents=True)
+        files.not_finite()  # what the checks before have read counts anew
         save_tensors_alone(tensors, folder)
+        if not request.allow_not_finite:
+            _check_finite(files)
         for name, text in {**texts, CONFIG: config.to_yaml()}.items():
             write_durably(folder / name, text)
         write_manifest(folder, _facts(config, eod, texts))
@@ -167,8 +174,17 @@ def _of_checkpoint(template: Mapping[str, dict[str, Any]]) -> dict[str, dict[str
 
 def _checked_weights(family: Family, config: Config, files: TensorFiles) -> list[Weight]:
     """The weights of the model that a config asks for, each known to be in the files, in its shape."""
-    with torch.device("meta"):
-        model = make_model(config.model)
+    named = f"{files.folder / THEIR_CONFIG}"
+    if (config.model.num_layers or 0) > len(files.tensors):
+        raise UserError(
+            f"{named} asks for {config.model.num_layers:,} layers and {files.folder} holds {len(files.tensors)} "
+            "tensors; fetch both again."
+        )
+    try:
+        with torch.device("meta"):
+            model = make_model(config.model)
+    except (RuntimeError, OverflowError, TypeError, MemoryError):
+        raise UserError(f"{named} asks for weights that are larger than any can be; fetch it again.") from None
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     weights = weights_of(family, config.model, shapes, files.tensors)
     expected = {name: shape for weight in weights for name, shape in weight.theirs().items()}
@@ -207,6 +223,20 @@ def _check_tie(files: TensorFiles, weights: list[Weight]) -> None:
     raise UserError(
         f"{files.folder}: {THEIR_CONFIG} says tie_word_embeddings true, and lm_head.weight is not {part.name}; "
         "set it to false if the model has a head of its own."
+    )
+
+
+def _check_finite(files: TensorFiles) -> None:
+    """Check that what has been read is finite."""
+    counts = files.not_finite()
+    if not counts:
+        return
+    order = {name: place for place, name in enumerate(files.tensors)}
+    first = min(counts, key=lambda name: order[name])
+    others = f" and {len(counts) - 1} more tensors {sum(counts.values()) - counts[first]:,}" if len(counts) > 1 else ""
+    raise UserError(
+        f"{files.tensors[first].file}: {first} holds {counts[first]:,} values that are NaN or infinite{others}; "
+        "fetch it again, or give --allow-not-finite to import them as they are."
     )
 
 
