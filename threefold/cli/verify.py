@@ -42,7 +42,8 @@ def verify(
     """Train CONFIG's model a few steps in one process and in each LAYOUT, and compare everything they compute.
 
     Initial weights, each step's loss and gradient norm, each parameter's gradient and the weights at the end must be
-    equal up to rounding. Ends with status 1 if a layout departs or fails.
+    equal up to rounding. Ends with status 0 if every layout is equal; 1 if one departs, fails or splits nothing of the
+    model over an axis that it has; 2 if it cannot start.
     """
     from threefold.config import load_config
     from threefold.data.vocabulary import vocabulary

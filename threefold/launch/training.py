@@ -11,7 +11,7 @@ from threefold.config.resolve import check_settings
 from threefold.data.dataset import open_dataset
 from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
-from threefold.launch.device import choose_device, require_gpus
+from threefold.launch.device import choose_device, memory_per_rank, require_gpus
 from threefold.launch.environment import find_place
 from threefold.launch.process import require_room
 from threefold.launch.run import run
@@ -43,6 +43,11 @@ def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
     for part in ("train", "valid") if resolved.train.eval_every else ("train",):
         dataset.samples(part, resolved.data, progress)
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size)
+    if config.train.micro_batch_size is None and config.train.gradient_accumulation_steps is None:
+        from threefold.train.memory import largest_micro_batch  # imports torch, which no check before needs
+
+        room = memory_per_rank(device, local_world_size)
+        resolved = resolve(config, dataset.vocab_size, largest_micro_batch(config, dataset.vocab_size, room, device))
     return resolved.model_copy(update={"train": resolved.train.model_copy(update={"device": device})})
 
 

@@ -17,7 +17,7 @@ from threefold.parallel.mesh import Axis, Mesh
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.split import ModelPlan
 from threefold.train import log, metrics, plot, tensorboard
-from threefold.train.agreement import DataAgreement
+from threefold.train.agreement import DataAgreement, agree_on_micro_batch
 from threefold.train.console import LiveLine, Summary, on_terminal, say
 from threefold.train.division import stage_map
 from threefold.train.engine import Engine
@@ -42,6 +42,7 @@ def train(config: Config, run_dir: Path, resume: bool, reads: bool = True) -> No
     """
     keep_freed_memory()
     mesh = Mesh(Layout.of(config.parallel), _device(config))
+    config = agree_on_micro_batch(config, mesh)
     start = Start(config, run_dir, resume, mesh.world)  # finds what is there before any rank changes it
     dataset = open_dataset(config)
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
