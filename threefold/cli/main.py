@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train")(train.train)
+app.command("train", cls=train.TrainCommand)(train.train)
 app.command("generate")(generate.generate)
 app.command("eval")(eval.evaluate)
 app.command("verify")(verify.verify)
