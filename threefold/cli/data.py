@@ -39,7 +39,9 @@ def prepare(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to make.", metavar="DIR")],
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE that is learned from the text.")] = 8192,
+    vocab_size: Annotated[
+        int, typer.Option(max=2**21, help="Tokens of the byte-level BPE that is learned from the text.")
+    ] = 8192,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead of learning one.")] = None,
     eod: Annotated[
         str | None, typer.Option(help="End-of-document token of --tokenizer, if its name is unusual.")
@@ -47,7 +49,9 @@ def prepare(
     key: Annotated[
         str, typer.Option(help="Key of a JSON line, or column of a parquet file, that holds the text.")
     ] = "text",
-    workers: Annotated[int | None, typer.Option(help="Processes that encode.", show_default="one per core")] = None,
+    workers: Annotated[
+        int | None, typer.Option(max=256, help="Processes that encode.", show_default="one per core")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that stand at --out.")] = False,
 ) -> None:
     """Turn text into token files that `data.path` of a run can name."""

@@ -25,7 +25,7 @@ def verify(
     ranks: Annotated[
         int, typer.Option(min=2, max=1024, help="Ranks of the layouts of the selection and of --all.")
     ] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[Literal["fp64", "fp32"], typer.Option(help="Precision: equal to 1e-12 or to 1e-5.")] = "fp64",
     full: Annotated[
         bool, typer.Option("--full/--shrink", help="The model as it is, or with fewer and narrower layers.")
