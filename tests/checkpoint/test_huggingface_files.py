@@ -232,7 +232,7 @@ def test_the_commands(tmp_path: Path) -> None:
         "none in the folder",
     ):
         assert expected in printed
-    with pytest.raises(UserError, match="exists already; choose another folder, or give --overwrite"):
+    with pytest.raises(UserError, match="exists already; choose another folder, or replace it with --overwrite"):
         runner.invoke(app, arguments, catch_exceptions=False)
     assert runner.invoke(app, [*arguments, "--overwrite"], catch_exceptions=False).exit_code == 0
     back = ["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "back"), "--shard-size", "30KB"]

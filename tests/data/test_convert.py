@@ -137,7 +137,7 @@ def test_show_of_every_format(tmp_path: Path, tokenizer: Path) -> None:
 
 
 def test_a_negative_token_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"m holds token -1 at place 2, so it is damaged"):
+    with pytest.raises(UserError, match=r"m.bin holds token -1 at position 2 \(document 0\), so it is damaged"):
         run("show", write_megatron(tmp_path / "m", [[[5, 6, -1]]], "i4"))
 
 
