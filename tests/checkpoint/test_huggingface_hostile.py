@@ -150,13 +150,14 @@ def test_wrong_values_of_config_json(tmp_path: Path, key: str) -> None:
         ({"num_hidden_layers": "x"}, "num_hidden_layers is 'x', which is no number"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1 but must be at least 1"),
         ({"num_hidden_layers": 1e30}, "num_hidden_layers is 1e+30 but must be at most 100000"),
-        ({"num_hidden_layers": 99_999}, "asks for 99,999 layers and"),
+        ({"num_hidden_layers": 1_000}, "asks for 1,000 layers and"),
+        ({"num_hidden_layers": 99_999}, "model.num_layers is 99999 but must be at most"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0 but must be at least 1"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', which is neither true nor false"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2', which is no number"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is ['linear']"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id is '</s>' but must be a token's id or a list of them"),
-        ({"intermediate_size": 10**9, "hidden_size": 10**9}, "its config.json asks for"),
+        ({"intermediate_size": 10**9, "hidden_size": 10**9}, "model.hidden_size is 1000000000 but must be at most"),
     ],
 )
 def test_wrong_values_are_named(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
