@@ -69,7 +69,7 @@ def mixture(**settings: Any) -> dict[str, Any]:
 def test_settings_that_would_mean_nothing(base: dict[str, Any], names: tuple[str, ...], reason: str) -> None:
     for name in names:
         value = MEANINGLESS[name]
-        shown = "true" if value is True else value
+        shown = str(value).lower() if isinstance(value, bool) else value
         assert message({**base, name: value}) == f"model.{name} is {shown} but {reason}."
 
 

@@ -256,7 +256,7 @@ def test_another_machine_has_another_default_and_the_rest_follows() -> None:
     changed = with_micro_batch(config, 2)
     assert changed == resolve(Config.model_validate(given), 1, 2)
     assert (changed.train.gradient_accumulation_steps, changed.train.loss_chunk_size) == (32, 0)
-    assert changed.to_yaml_for_any_layout() == resolve(Config.model_validate(given), 1, 2).to_yaml_for_any_layout()
+    assert changed.to_yaml_as_given() == resolve(Config.model_validate(given), 1, 2).to_yaml_as_given()
     kept = resolve(Config.model_validate({**given, "train": {"global_batch_size": 64, "loss_chunk_size": 77}}), 1, 64)
     assert with_micro_batch(kept, 2).train.loss_chunk_size == 77
 
