@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from threefold.inference.words import Words
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tests.checkpoint.support import Silent, write_llama
@@ -18,7 +19,6 @@ from threefold.inference.model import Trained
 from threefold.inference.sampling import Sampling
 from threefold.inference.scoring import score
 from threefold.inference.tasks import LastWord, Perplexity
-from threefold.inference.words import Words
 
 PROMPTS = ["If the file", "x", "The quick brown fox jumps over it", "a b c"]
 ENDS = list(range(2, 301, 5))

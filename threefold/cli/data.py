@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -45,9 +45,19 @@ def prepare(
         str | None, typer.Option(help="End-of-document token of --tokenizer, if its name is unusual.")
     ] = None,
     key: Annotated[
-        str, typer.Option(help="Key of a JSON line, or column of a parquet file, that holds the text.")
+        str, typer.Option(help="Key of a JSON line, or column of a parquet file, that holds the text, or messages.")
     ] = "text",
     workers: Annotated[int | None, typer.Option(help="Processes that encode.", show_default="one per core")] = None,
+    special_tokens: Annotated[
+        Literal["parse", "text"],
+        typer.Option(help="Text that spells a special token is that token, or text, as untrusted text should be."),
+    ] = "parse",
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="Chat template of conversations: .jinja or tokenizer_config.json.", show_default="beside --tokenizer"
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that stand at --out.")] = False,
 ) -> None:
     """Turn text into token files that `data.path` of a run can name."""
@@ -59,7 +69,9 @@ def prepare(
 
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    request = Request(tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite)
+    request = Request(
+        tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite, special_tokens, chat_template
+    )
     with Bars() as bars:
         files = prepare_files(request, bars)
         stored = files.stored()

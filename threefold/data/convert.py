@@ -58,6 +58,7 @@ def to_megatron(source: Path, out: Path, overwrite: bool, progress: Progress) ->
     """
     prefix = out.with_name(out.name.removesuffix(BIN).removesuffix(IDX))
     stored = read_stored(source)
+    _require_no_mask(source)
     targets = [with_ending(prefix, ending) for ending in (BIN, IDX)]
     for target in targets:
         if target.exists() and not overwrite:
@@ -80,6 +81,18 @@ def to_megatron(source: Path, out: Path, overwrite: bool, progress: Progress) ->
     except OSError as error:
         raise UserError(f"{prefix} could not be written ({error.strerror}); choose another --out") from None
     return Converted(len(stored.tokens), len(stored.documents) - 1)
+
+
+def _require_no_mask(source: Path) -> None:
+    """Check that nothing would be lost that says which tokens count.
+
+    Raises:
+        UserError: it would.
+    """
+    if is_own(source) and Meta.read(source).loss_mask:
+        raise UserError(
+            f"{source} holds conversations with a loss mask, which a conversion would lose; use the folder as it is."
+        )
 
 
 def _copy_tokens(stored: StoredTokens, file: BinaryIO, progress: Progress) -> None:
@@ -117,6 +130,7 @@ def to_threefold(
         )
     tokenizer = tokenizer or source / TOKENIZER_FILE
     loaded, stored = load_tokenizer(tokenizer), read_stored(source)
+    _require_no_mask(source)
     corpus = open_corpus(source, tokenizer=tokenizer)
     eod = end_of_document(loaded, end) if corpus.eod is None or end is not None else corpus.eod
     with staged_directory(out) as folder:
@@ -136,6 +150,8 @@ def to_threefold(
             text_bytes=0,
             tokenizer_sha256=hashlib.sha256(text).hexdigest(),
             sources=(_source(stored),),
+            special_tokens=corpus.rule.special_tokens,
+            beginning=corpus.rule.beginning,
         ).write(folder / META_FILE)
     return converted
 

@@ -7,8 +7,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from threefold.data.chat_template import ChatTemplate
 from threefold.data.corpus import Corpus, StoredTokens
-from threefold.data.format import DOCUMENT_DTYPE, DOCUMENTS_FILE, DTYPES, TOKENIZER_FILE, TOKENS_FILE, Meta
+from threefold.data.format import (
+    DOCUMENT_DTYPE,
+    DOCUMENTS_FILE,
+    DTYPES,
+    LOSS_MASK_FILE,
+    TOKENIZER_FILE,
+    TOKENS_FILE,
+    Meta,
+)
 from threefold.errors import UserError
 
 FOLDER_FORMAT: Final = "Threefold"
@@ -19,7 +28,7 @@ _AGAIN: Final = "prepare the data again with `threefold data prepare`"
 class TokenFiles(Corpus):
     """A folder that `threefold data prepare` wrote, as a corpus.
 
-    Its documents are memory-mapped like its tokens, none is empty, and each ends with `eod`.
+    Its documents are memory-mapped like its tokens, none is empty, and each text ends with `eod`.
 
     Attributes:
         path: the folder.
@@ -52,6 +61,9 @@ class TokenFiles(Corpus):
             eod=meta.eod,
             tokenizer_file=path / TOKENIZER_FILE,
             remedy=_AGAIN,
+            rule=meta.rule,
+            loss_mask=_map(path / LOSS_MASK_FILE, "u1", meta.tokens) if meta.loss_mask else None,
+            template=ChatTemplate.beside(path / TOKENIZER_FILE) if meta.loss_mask else None,
         )
         files._check()
         return files
@@ -66,7 +78,8 @@ class TokenFiles(Corpus):
         if starts[0] != 0 or starts[-1] != self.meta.tokens or not np.all(np.diff(starts) > 0):
             raise UserError(f"{self.path / DOCUMENTS_FILE} does not fit {TOKENS_FILE}; {_AGAIN}")
         # Touching every document's end would read the whole file; its two ends show the usual damage.
-        if any(self.tokens[starts[d] - 1] != self.eod for d in (1, -1)) or not 0 <= self.eod < self.vocab_size:
+        ends = () if self.holds_chat else (1, -1)  # conversations end as their template ends them
+        if any(self.tokens[starts[d] - 1] != self.eod for d in ends) or not 0 <= self.eod < self.vocab_size:
             raise UserError(
                 f"{self.path / TOKENS_FILE} has a document that does not end with token {self.eod}; {_AGAIN}"
             )

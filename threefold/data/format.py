@@ -1,8 +1,10 @@
 """What a folder of token files holds, written down once for the writer and the reader.
 
-tokens.bin      every document's tokens back to back, each document ended by the end-of-document token;
+tokens.bin      every document's tokens back to back, each text ended by the end-of-document token;
                 uint16 for a vocabulary below 65,500, else int32, little endian
 documents.bin   int64 little endian [documents + 1]: where each document starts in tokens.bin; the last is the end
+loss_mask.bin   uint8 [tokens], only where there are conversations or prompts: 1 where predicting the token counts for
+                the loss; the documents then end as their chat template ends them
 tokenizer.json  the tokenizer, as the `tokenizers` library stores it
 meta.json       `Meta`, below
 """
@@ -11,16 +13,20 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+from threefold.data.text import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
 
 FORMAT: Final = "threefold-tokens"
-VERSION: Final = 1
+VERSION: Final = 2
+READABLE: Final = (1, 2)
+"""Version 1 knew neither loss masks nor rules of special tokens, and took all text as text."""
 
 META_FILE: Final = "meta.json"
 TOKENS_FILE: Final = "tokens.bin"
 DOCUMENTS_FILE: Final = "documents.bin"
+LOSS_MASK_FILE: Final = "loss_mask.bin"
 TOKENIZER_FILE: Final = "tokenizer.json"
 
 DOCUMENT_DTYPE: Final = "<i8"
@@ -57,6 +63,9 @@ class Meta:
         text_bytes: bytes of the documents' text as UTF-8; 0 where it is unknown.
         tokenizer_sha256: SHA-256 of tokenizer.json.
         sources: the files the documents came from, in order.
+        special_tokens: what became of text that spells a special token: `parse` or `text`.
+        beginning: tokens that each text begins with, before its own.
+        loss_mask: whether there is a file that says which tokens count.
     """
 
     dtype: str
@@ -67,6 +76,14 @@ class Meta:
     text_bytes: int
     tokenizer_sha256: str
     sources: tuple[Source, ...]
+    special_tokens: SpecialTokens = BEFORE_RULES.special_tokens
+    beginning: tuple[int, ...] = BEFORE_RULES.beginning
+    loss_mask: bool = False
+
+    @property
+    def rule(self) -> TextRule:
+        """How the text became tokens."""
+        return TextRule(self.special_tokens, self.beginning)
 
     def write(self, path: Path) -> None:
         facts = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
@@ -88,19 +105,21 @@ class Meta:
             raise UserError(f"{path} cannot be read ({error}); prepare the data again") from None
         if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
             raise UserError(f"{path} describes no token files; give a folder made by `threefold data prepare`")
-        if (version := facts.pop("version", None)) != VERSION:
-            raise UserError(f"{path} has version {version} of the format and this Threefold reads version {VERSION}")
+        if (version := facts.pop("version", None)) not in READABLE:
+            raise UserError(f"{path} has version {version} of the format and this Threefold reads up to {VERSION}")
         return cls._from_facts(facts, path)
 
     @classmethod
     def _from_facts(cls, facts: dict[str, Any], path: Path) -> "Meta":
         try:
             facts["sources"] = tuple(Source(**source) for source in facts["sources"])
+            facts["beginning"] = tuple(facts.get("beginning", ()))
             meta = cls(**facts)
         except (KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}); prepare the data again") from None
-        counts = (meta.vocab_size, meta.eod, meta.tokens, meta.documents)
-        if meta.dtype not in DTYPES or not all(isinstance(count, int) for count in counts):
+        counts = (meta.vocab_size, meta.eod, meta.tokens, meta.documents, *meta.beginning)
+        known = meta.dtype in DTYPES and meta.special_tokens in get_args(SpecialTokens)
+        if not known or not all(isinstance(count, int) for count in counts) or not isinstance(meta.loss_mask, bool):
             raise UserError(f"{path} is damaged (its dtype or a count is not one); prepare the data again")
         return meta
 
