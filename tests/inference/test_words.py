@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from tests.checkpoint.support import Silent, write_llama
 from threefold.checkpoint.huggingface.bring import Import, import_model
-from threefold.data.text import beginning_of
+from threefold.data.text import TextRule, beginning_of
 from threefold.errors import UserError
 from threefold.inference.generate import Request, generate
 from threefold.inference.model import Trained

@@ -2,11 +2,14 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from threefold.cli.data_view import Bars, print_converted, print_facts, print_sample, print_table
+from threefold.cli.data_view import Bars, print_converted, print_facts, print_labelled, print_sample, print_table
+
+if TYPE_CHECKING:
+    from threefold.data.corpus import Corpus
 
 app = typer.Typer(help="Make token files from text, convert them, and look into them.", no_args_is_help=True)
 
@@ -105,6 +108,9 @@ def show(
         summary = summarize(stored, bars)
     corpus = open_corpus(path, tokenizer=tokenizer, vocab_size=summary.highest + 1)
     print_facts(stored, summary, corpus)
+    if corpus.holds_chat:
+        _show_conversations(corpus, split, sequence_length)
+        return
     samples = PackedSamples.open(corpus, "train", split, sequence_length)
     print_table(
         ("split", "documents", "tokens", f"samples of {sequence_length}"),
@@ -115,6 +121,28 @@ def show(
     )
     typer.echo(f"Sample 0 of the training split ({sequence_length} tokens and the last label):\n")
     print_sample(corpus, samples.read(np.array([0]))[0].tolist())
+
+
+def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> None:
+    import numpy as np
+
+    from threefold.data.conversations import PackedConversations
+    from threefold.data.split import SPLITS, document_runs
+
+    rows: list[tuple[str, ...]] = []
+    for name in SPLITS:
+        if len(document_runs(corpus.document_count, split, name)):
+            packed = PackedConversations.open(corpus, name, split, sequence_length)
+            rows.append((name, f"{packed.documents_read:,}", f"{packed.longer:,}", f"{len(packed):,}"))
+    header = ("split", "conversations", f"longer than {sequence_length}", f"samples of {sequence_length}")
+    print_table(header, rows)
+    samples = PackedConversations.open(corpus, "train", split, sequence_length)
+    for note in samples.notes:
+        typer.echo(note)
+    first = np.array([0])
+    tokens, labels = (part[0].tolist() for part in samples.labelled(first))
+    typer.echo("\nSample 0 of the training split:\n")
+    print_labelled(corpus, tokens, labels, samples.documents(first)[0].tolist())
 
 
 @app.command()
