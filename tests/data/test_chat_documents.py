@@ -241,7 +241,7 @@ def test_where_a_template_is_looked_for(files: dict[str, Path], tmp_path: Path) 
     assert found is not None
     assert found.template == "two"
     config.write_text(json.dumps({"chat_template": named[1:]}))
-    with pytest.raises(UserError, match="has the chat templates tool_use and no default"):
+    with pytest.raises(UserError, match="names the chat templates tool_use and no default"):
         ChatTemplate.beside(tokenizer)
     (tmp_path / "chat_template.jinja").write_text("four")
     found = ChatTemplate.beside(tokenizer)

@@ -79,7 +79,8 @@ def is_chat(value: Any, key: str) -> bool:
     if not isinstance(value, dict):
         return False
     if key in value:
-        return isinstance(value[key], list)
+        found = value[key]
+        return isinstance(found, list) and (key == MESSAGES or bool(found) and isinstance(found[0], dict))
     return MESSAGES in value or {PROMPT, COMPLETION} <= value.keys()
 
 

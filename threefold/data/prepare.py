@@ -173,7 +173,7 @@ def _write(
     eod = end_of_document(tokenizer, request.eod)
     rule = TextRule.of(tokenizer, request.special_tokens)
     encoding = Encoding(stored.decode("utf-8"), eod, DTYPES[dtype], rule, template)
-    documents = (document for source in sources for document in source)
+    documents = (document for source in sources for document in (source if holds_chat else source.texts()))
 
     end = count = text_bytes = 0
     with ExitStack() as files:

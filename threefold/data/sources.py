@@ -16,7 +16,6 @@ from threefold.data.chat import Chat, Completion, Document, chat_of, is_chat, ut
 from threefold.data.format import META_FILE, TOKENS_FILE
 from threefold.data.parquet import parquet_batches
 from threefold.errors import UserError
-from threefold.files import require_file
 
 _JSON_SUFFIXES: Final = (".jsonl", ".json")
 _TEXT_SUFFIXES: Final = (".txt",)
@@ -70,9 +69,8 @@ def holds_chat(path: Path, key: str) -> bool:
     Raises:
         UserError: it cannot be read.
     """
-    if _kind(path) != "json":
+    if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
         return False
-    require_file(path)
     with _explained(path), path.open("rb") as raw:
         lines = io.TextIOWrapper(_decompressed(raw, path), encoding="utf-8-sig")
         first = next((line for line in lines if line.strip()), "null")
