@@ -66,7 +66,7 @@ def set_fact(path: Path, **facts: object) -> None:
         (lambda folder: set_fact(folder / META_FILE, tokens="many"), "is damaged"),
         (lambda folder: set_fact(folder / META_FILE, sources=None), "is damaged"),
         (lambda folder: set_fact(folder / META_FILE, surprise=1), "is damaged"),
-        (lambda folder: set_fact(folder / META_FILE, version=2), "has version 2 .* reads version 1"),
+        (lambda folder: set_fact(folder / META_FILE, version=3), "has version 3 .* reads up to 2"),
         (lambda folder: set_fact(folder / META_FILE, format="other"), "describes no token files"),
         (lambda folder: (folder / META_FILE).write_text("{"), "cannot be read"),
         (lambda folder: (folder / META_FILE).unlink(), "holds no token files"),
