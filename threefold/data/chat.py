@@ -80,7 +80,7 @@ def is_chat(value: Any, key: str) -> bool:
         return False
     if key in value:
         found = value[key]
-        return isinstance(found, list) and (key == MESSAGES or bool(found) and isinstance(found[0], dict))
+        return isinstance(found, list) and (key == MESSAGES or (bool(found) and isinstance(found[0], dict)))
     return MESSAGES in value or {PROMPT, COMPLETION} <= value.keys()
 
 
