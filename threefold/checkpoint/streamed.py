@@ -20,18 +20,14 @@ class Piece:
 
 
 class Written:
-    """The piece that is being written; the memory of the one before goes back.
-
-    Torch 2.13 writes one piece after the other, but holds the last of each tensor until all are written.
-    """
+    """The piece that is being written; one after the other, so no other one is in memory."""
 
     def __init__(self) -> None:
         self._last: Tensor | None = None
 
     def exchange(self, piece: Tensor) -> Tensor:
-        """Free the piece before, and return this one in memory of its own (else torch would write a copy)."""
-        if self._last is not None:
-            self._last.untyped_storage().resize_(0)
+        """Let go of the piece before, and return this one in memory of its own (else a view keeps the whole)."""
+        self._last = None
         self._last = piece.clone(memory_format=torch.contiguous_format)
         return self._last
 
