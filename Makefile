@@ -2,17 +2,25 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+NEXT := $(BIN)/threefold generate demo/run --prompt 'In Python, a list'
 
 .PHONY: demo test test-slow test-sweep lint benchmark docs clean
+
+# What `make demo` adds to its command line, such as DEMO_OPTIONS="--set train.max_steps=20".
+DEMO_OPTIONS ?=
 
 # Train a small GPT on real English on 8 processes of this machine and let it write.
 demo: .venv/ready
 	test -d demo/text || $(BIN)/threefold data sample demo/text
 	test -d demo/tokens || $(BIN)/threefold data prepare demo/text --out demo/tokens --vocab-size 4096
 	rm -rf demo/run
-	$(BIN)/threefold train examples/demo.yaml --run-dir demo/run
+	$(BIN)/threefold train examples/demo.yaml --run-dir demo/run $(DEMO_OPTIONS)
 	$(BIN)/threefold generate demo/run --prompt "The function returns" --prompt "If the file" --max-new-tokens 60
+	@echo
 	@echo "The loss curve: $$(ls demo/run/*.png)"
+	@echo "Next, in this folder:"
+	@echo "  $(NEXT)"
+	@echo "  source .venv/bin/activate       # then \`threefold\` alone is enough"
 
 test: .venv/ready
 	$(BIN)/pytest -m "not slow and not sweep"

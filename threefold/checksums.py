@@ -35,9 +35,17 @@ def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> 
     return f"{ALGORITHM}:{digest.hexdigest()}"
 
 
-def checksum_of(content: bytes) -> str:
+def checksum_of(content: bytes | memoryview) -> str:
     """The checksum of bytes in memory, in the form of `checksum`."""
     return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(content)}"
+
+
+def checksum_of_blocks(blocks: Iterable[bytes | memoryview]) -> str:
+    """The checksum of blocks one after the other, in the form of `checksum`."""
+    digest = xxhash.xxh3_128()
+    for block in blocks:
+        digest.update(block)
+    return f"{ALGORITHM}:{digest.hexdigest()}"
 
 
 def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda size: None) -> list[str]:

@@ -1,12 +1,15 @@
 """What a process on a CPU is told before it trains, and what it has."""
 
 import ctypes
+import errno
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # <malloc.h>
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of <fcntl.h>
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <stdio.h>
 
 
 def keep_freed_memory() -> None:
@@ -53,3 +56,23 @@ def _tell_allocator(options: dict[int, int]) -> None:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def exchange_paths(one: Path, other: Path) -> bool:
+    """Give each of two paths of one file system the other's content in one step, if the system can.
+
+    Raises:
+        OSError: one does not exist, or may not be moved.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):  # not on this file system
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))

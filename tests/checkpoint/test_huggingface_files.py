@@ -60,7 +60,7 @@ def refused(source: Path, out: Path, **options: Any) -> str:
         ({"tie_word_embeddings": False}, "lacks lm_head.weight, which"),
         ({"num_key_value_heads": 3}, "model.num_key_value_heads is 3 but must divide model.num_attention_heads 4"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', which is no number"),
-        ({"hidden_size": float("inf")}, "hidden_size is inf, which is no whole number"),
+        ({"hidden_size": float("inf")}, "config.json: Infinity is not a JSON number"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
@@ -86,7 +86,7 @@ def test_damaged_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (source / "pytorch_model.bin").touch()
     assert "reads safetensors alone" in refused(source, tmp_path / "run")
     (source / "config.json").write_text('{"model_type":')
-    assert "config.json cannot be read" in refused(source, tmp_path / "run")
+    assert "config.json: it is not JSON" in refused(source, tmp_path / "run")
     assert "does not exist" in refused(tmp_path / "nowhere", tmp_path / "run")
 
 
@@ -129,7 +129,7 @@ def test_texts_that_go_along_are_looked_at(tmp_path: Path) -> None:
     assert "tokenizer.json cannot be read (Model missing" in refused(source, tmp_path / "run")
     (source / "tokenizer.json").unlink()
     (source / "tokenizer_config.json").write_bytes(b'{"bos_token": "\xe9"}')
-    assert "tokenizer_config.json cannot be read ('utf-8' codec" in refused(source, tmp_path / "run")
+    assert "tokenizer_config.json is not UTF-8 text (byte 15)" in refused(source, tmp_path / "run")
     (source / "tokenizer_config.json").unlink()
     import_model(Import(source, tmp_path / "run"), Silent())
     ended = CliRunner().invoke(app, ["generate", str(tmp_path / "run"), "--prompt", "a"])

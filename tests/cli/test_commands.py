@@ -70,11 +70,16 @@ def test_config_convert(threefold, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(FLEET_BASE)
     (tmp_path / "gpt.yaml").write_text(FLEET)
     status, output, error = threefold("config", "convert", tmp_path / "gpt.yaml")
-    assert status == 0
+    assert status == 2
+    assert "is taken for PaddlePaddle Fleet's by its section _base_" in error
+    assert "Model.frobnicate = 7: not known to this converter" in error
+    assert "Model.frobnicate change the training and have no counterpart, or are not known" in error
+    assert "Traceback" not in error
+    status, accepted, error = threefold("config", "convert", tmp_path / "gpt.yaml", "--allow-unsupported")
+    assert (status, accepted) == (0, output)
+    assert "Model.frobnicate = 7: not known to this converter" in error
     (tmp_path / "converted.yaml").write_text(output)
     assert load_config(tmp_path / "converted.yaml").model.hidden_size == 4096
-    assert "Model.frobnicate = 7: not known to this converter" in error
-    assert "Traceback" not in error
 
     (tmp_path / "flags.txt").write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 7")
     status, output, error = threefold("config", "convert", "--from", "megatron", tmp_path / "flags.txt")

@@ -213,6 +213,7 @@ def test_megatron(tmp_path: Path) -> None:
         }.items()
     )
     assert set(_reasons(found)) == {
+        "launcher",
         "tokenizer-type",
         "eod-mask-loss",
         "save",

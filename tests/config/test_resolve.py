@@ -62,10 +62,10 @@ def test_what_followed_from_a_layout_follows_anew_from_another(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     """The config that a run stores is one for every layout, also after it was resolved and stored again."""
-    (tmp_path / "stored.yaml").write_text(resolved(parallel=before).to_yaml_for_any_layout())
+    (tmp_path / "stored.yaml").write_text(resolved(parallel=before).to_yaml_as_given())
     stored = resolve(load_config(tmp_path / "stored.yaml"), 1000)
     assert stored == resolved(parallel=before)
-    (tmp_path / "again.yaml").write_text(resolve(stored, 1000).to_yaml_for_any_layout())
+    (tmp_path / "again.yaml").write_text(resolve(stored, 1000).to_yaml_as_given())
     changes = {"dp": 1, "zero": 0, "pp": 1, "tp": 1, "cp": 1, "schedule": "1f1b", **after}
     moved = load_config(tmp_path / "again.yaml", [f"parallel.{key}={value}" for key, value in changes.items()])
     assert resolve(moved, 1000) == resolved(parallel=after)
@@ -73,11 +73,49 @@ def test_what_followed_from_a_layout_follows_anew_from_another(
 
 def test_what_was_given_stays_whatever_the_layout(tmp_path: Path) -> None:
     given = resolved(parallel={"dp": 2, "zero": 1, "zero_shards": 2}, train={"micro_batch_size": 2})
-    text = given.to_yaml_for_any_layout()
-    assert "  # From the layout: gradient_accumulation_steps: 8, loss_chunk_size: 0\n" in text
+    text = given.to_yaml_as_given()
+    assert "  # From other settings:\n  # gradient_accumulation_steps: 8\n  # loss_chunk_size: 0\n" in text
     (tmp_path / "stored.yaml").write_text(text)
     kept = resolve(load_config(tmp_path / "stored.yaml", ["parallel.dp=4"]), 1000)
     assert (kept.parallel.zero_shards, kept.train.micro_batch_size, kept.train.gradient_accumulation_steps) == (2, 2, 4)
+
+
+def again(tmp_path: Path, config: Config, *overrides: str) -> Config:
+    """What a stored config becomes with some settings changed."""
+    (tmp_path / "stored.yaml").write_text(config.to_yaml_as_given())
+    return resolve(load_config(tmp_path / "stored.yaml", overrides), 1000)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "wsd"])
+def test_what_followed_from_the_steps_follows_from_more_of_them(tmp_path: Path, decay: str) -> None:
+    short = resolved(train={"max_steps": 500}, optimizer={"decay": decay, "lr": 1e-3})
+    long = again(tmp_path, again(tmp_path, short), "train.max_steps=5000", "optimizer.lr=2e-3")
+    assert long == resolved(train={"max_steps": 5000}, optimizer={"decay": decay, "lr": 2e-3})
+    assert (long.optimizer.decay_steps, long.optimizer.warmup_steps, long.optimizer.min_lr) == (5000, 100, 2e-4)
+    assert again(tmp_path, short) == short
+
+
+def test_what_was_given_stays_though_it_equals_what_would_follow(tmp_path: Path) -> None:
+    given = resolved(train={"max_steps": 500}, optimizer={"decay_steps": 500, "warmup_steps": 50, "min_lr": 6e-5})
+    kept = again(tmp_path, given, "train.max_steps=5000", "optimizer.lr=2e-3").optimizer
+    assert (kept.decay_steps, kept.warmup_steps, kept.min_lr) == (500, 50, 6e-5)
+
+
+def test_the_model_follows_from_its_width_and_the_data(tmp_path: Path) -> None:
+    small = resolved(model={"hidden_size": 64, "num_attention_heads": 4})
+    text = small.to_yaml_as_given()
+    assert "  # ffn_hidden_size: 256\n" in text
+    assert again(tmp_path, small, "model.hidden_size=128").model.ffn_hidden_size == 512
+    (tmp_path / "full.yaml").write_text(small.to_yaml_as_given(resolved=("model", "data")))
+    stored = resolve(load_config(tmp_path / "full.yaml"), 1)  # without the data, as a checkpoint's is read
+    assert stored == small
+    assert stored.model.vocab_size == 1000
+
+
+def test_the_global_batch_stays_whatever_the_layout(tmp_path: Path) -> None:
+    product = resolved(parallel={"dp": 2}, train={"micro_batch_size": 2, "gradient_accumulation_steps": 3})
+    with pytest.raises(UserError, match="global_batch_size"):
+        again(tmp_path, product, "parallel.dp=4")
 
 
 @pytest.mark.parametrize(

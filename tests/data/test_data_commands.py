@@ -1,5 +1,6 @@
 """The commands as a newcomer uses them, one after the other in an empty folder."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from threefold.cli.data import app
+from threefold.config import Config
 from threefold.data.files import TokenFiles
 from threefold.data.samples import PackedSamples, split_facts
 from threefold.errors import UserError
+from threefold.launch.training import resolve_run
 
 
 def run(*arguments: str) -> str:
@@ -79,3 +82,38 @@ def test_the_guides_python_example_runs(
     exec(code, names)
     assert names["batch"].tokens.shape == (16, 256)
     names["loader"].close()
+
+
+def test_tokens_outside_the_vocabulary_are_told(sample: tuple[Path, str], tmp_path: Path) -> None:
+    out = tmp_path / "tokens"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a few words " * 40}) + "\n" + json.dumps({"text": "b"}))
+    run("prepare", str(tmp_path / "a.jsonl"), "--out", str(out), "--vocab-size", "270", "--workers", "1")
+    tokens = np.fromfile(out / "tokens.bin", dtype="<u2")
+    place, rows = len(tokens) - 2, TokenFiles.open(out).vocab_size  # the only token of the second document
+    tokens[place] = rows + 7
+    tokens.tofile(out / "tokens.bin")
+    expected = (
+        rf"tokens.bin holds token {rows + 7} at position {place} \(document 1\), outside the vocabulary of {rows}"
+    )
+    with pytest.raises(UserError, match=expected):
+        run("show", str(out))
+
+
+def test_what_a_corpus_of_one_document_is_told_works(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a few words and others " * 400}))
+    out = tmp_path / "tokens"
+    run("prepare", str(tmp_path / "a.jsonl"), "--out", str(out), "--vocab-size", "270", "--workers", "1")
+    config = {
+        "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1},
+        "data": {"path": str(out), "sequence_length": 8},
+        "train": {"max_steps": 2, "global_batch_size": 2, "eval_every": 1, "device": "cpu"},
+    }
+    hint = r'prepare more documents, or set data.split to "949,0,0" and train.eval_every to 0'
+    with pytest.raises(UserError, match=hint):
+        resolve_run(Config.model_validate(config))
+    config["data"]["split"] = "949,0,0"
+    with pytest.raises(UserError, match=r"prepare more documents, or set train.eval_every to 0"):
+        resolve_run(Config.model_validate(config))
+    config["train"]["eval_every"] = 0
+    assert resolve_run(Config.model_validate(config)).data.split == "949,0,0"
+    assert "949,0,0" not in run("show", str(out), "--split", "949,0,0")

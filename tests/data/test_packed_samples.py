@@ -72,7 +72,8 @@ def test_a_split_without_documents_or_with_one_token(write_token_files) -> None:
 def test_a_token_outside_the_vocabulary_is_found(write_token_files) -> None:
     files = write_token_files([[1, 999, 3]], vocab_size=1000)
     narrow = dataclasses.replace(files, vocab_size=999)
-    with pytest.raises(UserError, match="holds a token outside its vocabulary of 999"):
+    place = r"position 1 \(document 0, sample 0 of the train split\)"
+    with pytest.raises(UserError, match=rf"tokens.bin holds token 999 at {place}, outside"):
         PackedSamples.open(narrow, "train", "1", 3).read(np.array([0]))
 
 

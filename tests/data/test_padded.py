@@ -284,4 +284,4 @@ def test_what_a_killed_writer_left_counts_for_nothing(start, lines: JsonLines, t
     assert len((tmp_path / "written").read_text().split()) == 2
     samples = opened(lines)
     assert samples.labelled(np.arange(len(samples)))[0].tolist() == [row(ids, LENGTH)[0] for ids in FILLED]
-    assert not list(tmp_path.glob("texts.jsonl.cache/*.partial"))
+    assert not list(tmp_path.glob("texts.jsonl.cache/.*.threefold-*"))

@@ -70,7 +70,7 @@ def test_what_is_taken_from_a_library(library: Path, tmp_path: Path, capsys: pyt
         "Waits for the other side until it answers or the time is up.",
     ]
     assert summary.documents == 2
-    assert summary.bytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert summary.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.jsonl"))
     assert capsys.readouterr().out == "", "nothing is imported"
 
 
@@ -88,3 +88,22 @@ def test_a_python_without_sources_and_a_place_that_cannot_be_written(library: Pa
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file cannot be written"):
         write_sample(tmp_path / "file", library)
+
+
+def test_no_file_of_the_users_is_replaced(library: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / TOPICS_FILE).write_text("mine")
+    with pytest.raises(UserError, match=f"{TOPICS_FILE} was not written by this program"):
+        write_sample(out, library)
+    assert [path.read_text() for path in out.iterdir()] == ["mine"]
+    (out / TOPICS_FILE).unlink()
+    write_sample(out, library)
+    marker = next(out.glob(".*"))
+    written = marker.read_bytes()
+    marker.unlink()  # as an older version leaves it, and the content is the same
+    write_sample(out, library)
+    marker.write_bytes(written)
+    (library / "pydoc_data" / "topics.py").unlink()  # another Python, which writes other files in place of ours
+    (library / "new.py").write_text(f'"""{LONG * 2}"""')
+    write_sample(out, library)

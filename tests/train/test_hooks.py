@@ -2,7 +2,9 @@
 
 import io
 import json
+import random
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,33 @@ class Recorder(Hook):
         return call
 
 
+class NoCheckpoints:
+    """Says where checkpoints would be, and writes none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, step: int) -> Path:
+        return self.folder / str(step)
+
+    def prune(self, step: int) -> None:
+        pass
+
+    def is_finite(self) -> bool:
+        return True
+
+    def whole(self) -> list[Path]:
+        return []
+
+    def set_aside(self, step: int) -> tuple[Path, Path] | None:
+        return None
+
+
 def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
     engine = engine_of(run.config)
     hook = Recorder(failing)
     with closing(open_loader(run.config, open_dataset(run.config), engine.mesh.dp)) as loader:
-        trainer = Trainer(engine, loader, run.config, [hook], lambda step: folder / str(step))
+        trainer = Trainer(engine, loader, run.config, [hook], NoCheckpoints(folder))
         try:
             trainer.fit(start)
         except RuntimeError as error:
@@ -112,7 +136,7 @@ def test_the_line_of_the_original() -> None:
 
 def test_costs_are_averages_since_the_line_before() -> None:
     lines: list[str] = []
-    log = StepLog(Path("/dev/null"), 2, 1, lines.append)
+    log = StepLog(Path("/dev/null"), 2, 1, lines.append, lines.append)
     for step, seconds in ((1, 9.0), (2, 1.0), (3, 2.0), (4, 4.0)):
         log.after_step(record(step, seconds=seconds, reader_cost=seconds / 10, loss=float(step)))
     assert [line.split(",")[0] for line in lines] == ["global step 1", "global step 2", "global step 4"]
@@ -123,9 +147,9 @@ def test_costs_are_averages_since_the_line_before() -> None:
 
 
 def test_a_resumed_metrics_file_drops_what_comes_again(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path, warnings = tmp_path / "metrics.jsonl", list[str]()
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        hook = MetricsFile(path)
+        hook = MetricsFile(path, warnings.append)
         hook.before_fit(start)
         for step in steps:
             hook.after_step(record(step, loss=start + step / 10))
@@ -139,15 +163,16 @@ def test_a_resumed_metrics_file_drops_what_comes_again(tmp_path: Path) -> None:
         (4, 2.4),
     ]
     assert [line["step"] for line in lines if "valid_loss" in line] == [1, 2, 3, 4]
+    assert warnings == []
 
 
 def test_a_new_run_begins_its_metrics_file_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps({"step": 1, "loss": 9.0}) + "\n")
-    hook = MetricsFile(path)
+    path, warnings = tmp_path / "metrics.jsonl", list[str]()
+    path.write_text(json.dumps({"step": 1, "loss": 9.0, "tokens": 4}) + "\n")
+    hook = MetricsFile(path, warnings.append)
     hook.before_fit(0)
     hook.close()
-    assert list(read_metrics(path)) == []
+    assert (list(read_metrics(path)), warnings) == ([], [])
 
 
 def test_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +198,15 @@ def test_the_summary(tmp_path: Path) -> None:
     summary.before_fit(0)
     for step in (1, 2):
         summary.after_step(record(step, seconds=2.0, loss=float(step)))
+    assert dict(summary.rows())["tokens read"] == "16,384"
+    summary.after_step(record(2, seconds=4.0, loss=2.0, tokens=3000, tokens_read=4096, padding=4096, skipped=True))
     summary.after_evaluation(EvaluationRecord(2, 4.5, 10, 1.0))
     rows = dict(summary.rows())
     assert rows["training loss"] == "2.0000 at step 2"
     assert rows["validation loss"] == "4.5000 at step 2"
-    assert rows["tokens"] == "16,384 in 2 steps"
-    assert rows["speed"] == "4,096 tokens/s"
+    assert rows["tokens trained on"] == "16,380 in 3 steps, those counted for the loss"
+    assert rows["tokens read"] == "20,480, and 4,096 of padding"
+    assert rows["speed"] == "2,560 tokens/s read, 3,072 with padding"
     assert ("curve" in rows, "nothing" in rows) == (True, False)
 
 
@@ -189,6 +217,20 @@ def test_the_clock(seconds: float, shown: str) -> None:
 
 def test_smoothing_does_not_lag() -> None:
     assert smoothed([1.0, 3.0], 1) == [1.0, 3.0]
-    assert smoothed([0.0, 1.0, 5.0, 0.0], 3) == pytest.approx([0.0, 2.0, 2.0, 0.0])
+    assert smoothed([0.0, 1.0, 5.0, 0.0], 3) == pytest.approx([2.0, 2.0])
+    assert smoothed([], 5) == smoothed([1.0], 5) == []
     line = [float(value) for value in range(20)]
-    assert smoothed(line, 5) == pytest.approx(line)
+    assert smoothed(line, 5) == pytest.approx(line[2:-2])
+
+
+def test_the_ends_of_a_smoothed_curve_are_as_smooth_as_its_middle() -> None:
+    """A curve that ends in the last loss itself dives with it: every value drawn is a mean over the whole span."""
+    generator = random.Random(0)
+    losses = [5.0 + generator.gauss(0, 0.2) for _ in range(500)]
+    losses[0], losses[-1] = 7.0, 3.0
+    drawn = smoothed(losses, 25)
+    assert len(drawn) == 500 - 24
+    assert drawn[0] == pytest.approx(sum(losses[:25]) / 25)
+    assert drawn[-1] == pytest.approx(sum(losses[-25:]) / 25)
+    assert max(abs(value - 5.0) for value in drawn) < 0.25
+    assert max(abs(after - before) for before, after in pairwise(drawn)) < 0.15

@@ -29,6 +29,7 @@ from threefold.checkpoint.fields import is_plain_name, whole
 from threefold.checkpoint.sealed import is_intact, seal
 from threefold.checksums import checksum
 from threefold.config import Config, load_config, resolve
+from threefold.data.content import CONTENT_DTYPES, Content
 from threefold.data.staging import sync
 from threefold.data.text import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
@@ -39,6 +40,8 @@ MANIFEST: Final = "checkpoint.json"
 CONFIG: Final = "config.yaml"
 TOKENIZER: Final = "tokenizer.json"
 PARTIAL: Final = ".partial"
+DIVERGED: Final = ".diverged"
+"""Ending of a checkpoint after which the numbers were not finite; kept, and resumed from by none."""
 
 FORMAT: Final = "threefold-checkpoint"
 VERSION: Final = 2
@@ -62,6 +65,7 @@ class Facts:
         loss_scale: of the next step, where there is one.
         good_steps: for which it has held.
         corpora: tokens and documents of each corpus of a mixture; of the only one otherwise.
+        contents: what their tokens are; empty where an older version wrote the checkpoint.
         special_tokens: what became of text that spells a special token, in the data; None where that is not known, or
             the checkpoint is older than such rules, or an import, which has seen no data.
         beginning: tokens that each text of the data begins with, before its own; None for the latter two.
@@ -77,6 +81,7 @@ class Facts:
     loss_scale: float | None = None
     good_steps: int = 0
     corpora: tuple[tuple[int, int], ...] = ()
+    contents: tuple[Content, ...] = ()
     special_tokens: SpecialTokens | None = None
     beginning: tuple[int, ...] | None = None
 
@@ -318,6 +323,17 @@ def _is_pairs(value: Any) -> bool:
     return pairs and all(_is_whole(number) for pair in value for number in pair)
 
 
+def _is_contents(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(content, dict)
+        and content.keys() == {"dtype", "documents", "tokens"}
+        and content["dtype"] in CONTENT_DTYPES
+        and isinstance(content["documents"], str)
+        and isinstance(content["tokens"], str | None)
+        for content in value
+    )
+
+
 _RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("step", "consumed_samples", "seed", "tokens", "documents", "good_steps"), _is_whole),
     "eod": lambda value: value is None or _is_whole(value),
@@ -326,6 +342,7 @@ _RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "corpora": _is_pairs,
     "special_tokens": lambda value: value is None or value in get_args(SpecialTokens),
     "beginning": lambda value: value is None or (isinstance(value, list) and all(map(_is_whole, value))),
+    "contents": _is_contents,
 }
 """What each of the facts can be in JSON."""
 
@@ -343,6 +360,8 @@ def _facts(document: dict[str, Any]) -> Facts:
         values["corpora"] = tuple((tokens, documents) for tokens, documents in values["corpora"])
     if values.get("beginning") is not None:
         values["beginning"] = tuple(values["beginning"])
+    if "contents" in values:
+        values["contents"] = tuple(Content(**content) for content in values["contents"])
     if missing := [
         field.name
         for field in dataclasses.fields(Facts)

@@ -8,10 +8,12 @@ from typing import Any
 from threefold.checkpoint.choose import Damaged, choose
 from threefold.checkpoint.folder import Checkpoint
 from threefold.config import Config
+from threefold.data.content import Content, ReadCorpus
 from threefold.data.dataset import open_dataset
 from threefold.data.mixture import whole_shares
 from threefold.data.text import TextRule
 from threefold.errors import UserError
+from threefold.files import shown
 from threefold.parallel.layout import Layout
 
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
@@ -118,7 +120,22 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
             f"set it to {checkpoint.step + 1} at least to go on."
         )
     warnings = [f"{key} is {now!r} from here on; up to now it was {before!r}." for key, before, now in changes]
-    return Resumption(checkpoint, (*choice.warnings, *warnings, *_restarted_streams(checkpoint, config)))
+    return Resumption(
+        checkpoint,
+        (*choice.warnings, *warnings, *_ended_decay(choice.config, config), *_restarted_streams(checkpoint, config)),
+    )
+
+
+def _ended_decay(stored: Config, config: Config) -> Iterator[str]:
+    """A sentence if the decay ends with the steps of before and the run does not, as where an older version stored what
+    followed from them as if it had been given."""
+    decay, last, before = config.optimizer.decay_steps, config.train.max_steps, stored.train.max_steps
+    if decay == before < last and config.optimizer.decay != "constant":
+        yield (
+            f"optimizer.decay_steps is {decay}, which train.max_steps was up to now, and train.max_steps is {last}: "
+            f"the steps after {decay} are made at optimizer.min_lr {config.optimizer.min_lr:g}; "
+            "--set optimizer.decay_steps=null has it follow train.max_steps again."
+        )
 
 
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
@@ -176,6 +193,26 @@ def _check_data(checkpoint: Checkpoint, config: Config) -> None:
                 f"{key} has {name} with {now[0]:,} tokens in {now[1]:,} documents but {checkpoint.path} was trained on "
                 f"{then[0]:,} in {then[1]:,} there; give that data, or start a new run in another folder."
             )
+    for read, content in zip(dataset.contents(), facts.contents, strict=False):
+        if differs := different_file(content, read):
+            raise other_text(differs, checkpoint)
+
+
+def different_file(then: Content, now: ReadCorpus) -> Path | None:
+    """The file whose content is known to be another than that of a checkpoint's corpus; None if none is."""
+    if now.content.documents != then.documents and now.content.documents and then.documents:
+        return now.documents_file
+    if then.tokens is None or now.content.tokens is None or then.dtype != now.content.dtype:
+        return None  # only reading them all tells, as a run does in the background
+    return None if then.tokens == now.content.tokens else now.files[0]
+
+
+def other_text(file: Path, checkpoint: Checkpoint) -> UserError:
+    """The error that a file is not what a checkpoint was trained on."""
+    return UserError(
+        f"{shown(file)} holds other text than {checkpoint.path} was trained on, though as much of it; give that data, "
+        "or start a new run in another folder."
+    )
 
 
 def _check_rule(checkpoint: Checkpoint, rule: TextRule) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from torch import Tensor
 
 from threefold.checkpoint.folder import (
+    DIVERGED,
     PARTIAL,
     Facts,
+    complete,
     path_of,
     prune,
     remove_partial,
@@ -22,9 +24,9 @@ from threefold.parallel.mesh import Axis
 
 
 def save_checkpoint(
-    run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str], world: Axis, keep: int
+    run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str], world: Axis
 ) -> Path:
-    """Write a checkpoint, and then delete those that are too old. Collective over the world.
+    """Write a checkpoint. Collective over the world.
 
     Until its last moment the checkpoint has another name, so a full disk or a killed process leaves the ones before it
     as they are, and nothing that could be taken for a new one. What a failure left is deleted.
@@ -35,7 +37,6 @@ def save_checkpoint(
         tensors: as `save_tensors` takes them.
         texts: further files by name.
         world: all ranks.
-        keep: how many of the newest stay; 0 for all.
 
     Returns:
         its folder.
@@ -72,13 +73,51 @@ def save_checkpoint(
             f"The checkpoint {path} cannot be written ({error}); {_free(path):.1f} GB of its disk are free, and "
             "those before it are as they were."
         ) from error
+    return path
+
+
+def prune_checkpoints(run_dir: Path, keep: int, step: int, world: Axis) -> None:
+    """Delete all but the `keep` newest whole checkpoints (0: none) up to that of `step`. Collective over the world.
+
+    Raises:
+        UserError: on every rank, when one cannot be deleted.
+    """
     try:
-        _on_first(world, lambda: prune(run_dir, keep, facts.step))
+        _on_first(world, lambda: prune(run_dir, keep, step))
     except OSError as error:
         raise UserError(
-            f"An old checkpoint beside {path} cannot be deleted ({error}); set checkpoint.keep to 0."
+            f"An old checkpoint of {run_dir} cannot be deleted ({error}); set checkpoint.keep to 0."
         ) from error
-    return path
+
+
+def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, Path] | None:
+    """Rename the checkpoint of `step`, of a model that has diverged, so that it is taken for none any more.
+
+    Collective over the world.
+
+    Returns:
+        its new folder and that of the next older one; None where there is no older one, and it stays.
+
+    Raises:
+        UserError: on every rank, when it cannot be renamed.
+    """
+    path = path_of(run_dir, step)
+    aside = path.with_name(path.name + DIVERGED)
+    older = max((checkpoint.path for checkpoint in complete(run_dir) if checkpoint.step < step), default=None)
+
+    def rename() -> None:
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+        sync(path.parent)
+
+    if older is None:
+        return None
+    try:
+        _on_first(world, rename)
+    except OSError as error:
+        raise UserError(f"{path}, of a model that diverged, cannot be renamed ({error}); remove it.") from error
+    return aside, older
 
 
 def _free(path: Path) -> float:

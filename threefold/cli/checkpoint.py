@@ -22,13 +22,16 @@ def import_(
         typer.Option(metavar="KEY", help="Key of config.json that changes neither logits nor loss; may be repeated."),
     ] = None,
     overwrite: Overwrite = False,
+    allow_not_finite: Annotated[
+        bool, typer.Option("--allow-not-finite", help="Import weights that are NaN or infinite as they are.")
+    ] = False,
 ) -> None:
     """Make a run of the model in HF_DIR: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE."""
     from threefold.checkpoint.huggingface.bring import Import, import_model
     from threefold.cli.data_view import Bars, print_table, size
 
     with Bars() as bars:
-        found = import_model(Import(source, out, tuple(ignore or ()), overwrite), bars)
+        found = import_model(Import(source, out, tuple(ignore or ()), overwrite, allow_not_finite), bars)
     model = found.config.model
     experts = f", {model.num_experts} experts of which {model.experts_per_token} a token" if model.num_experts else ""
     print_table(

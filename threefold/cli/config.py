@@ -19,7 +19,7 @@ def show(config: ConfigFile, overrides: Overrides = None) -> None:
     given = load_config(config, overrides or ())
     from threefold.launch.training import resolve_run
 
-    typer.echo(resolve_run(given).to_yaml_for_any_layout(), nl=False)
+    typer.echo(resolve_run(given).to_yaml_as_given(), nl=False)
 
 
 @app.command()
@@ -44,28 +44,42 @@ ForeignFile = Annotated[
 ]
 KindName = Annotated[
     Literal["fleet", "colossal", "megatron"] | None,
-    typer.Option("--from", help="Whose file it is. Default: .yaml is Fleet's, .py Colossal-AI's, else Megatron-LM's."),
+    typer.Option("--from", help="Whose file it is. Default: what its content says."),
 ]
 WorldSize = Annotated[
     int | None,
     typer.Option("--world-size", min=1, help="Ranks of the run, where FILE does not say how many replicas there are."),
 ]
+AllowUnsupported = Annotated[
+    bool,
+    typer.Option("--allow-unsupported", help="Accept that settings without a counterpart, once listed, are left out."),
+]
 
 
 @app.command()
-def convert(file: ForeignFile, kind: KindName = None, world_size: WorldSize = None) -> None:
+def convert(
+    file: ForeignFile,
+    kind: KindName = None,
+    world_size: WorldSize = None,
+    allow_unsupported: AllowUnsupported = False,
+) -> None:
     """Print the config equal to FILE of another system and, on stderr, what of FILE has no counterpart."""
     from threefold.config.convert import convert as converted_from
+    from threefold.config.convert import listed_notes
 
     converted = converted_from(file, kind, world_size)
     typer.echo(converted.to_yaml(), nl=False)
-    if converted.notes:
-        typer.echo(f"\nWithout an equal counterpart, of {file} ({converted.kind}):", err=True)
-    for note in converted.notes:
-        value = f"({note.value})" if note.value == "not given" else f"= {note.value}"
-        typer.echo(f"  {note.key} {value}: {note.reason}", err=True)
+    for line in listed_notes(converted, file):
+        typer.echo(line, err=True)
     if converted.refusal:
         raise UserError(f"This config cannot run before it is mended: {converted.refusal}")
+    if converted.unsupported and not allow_unsupported:
+        keys = list(dict.fromkeys(note.key for note in converted.unsupported))
+        shown = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+        raise UserError(
+            f"{file}: {shown} change the training and have no counterpart, or are not known; "
+            "give --allow-unsupported to accept the config without them."
+        )
 
 
 @app.command()

@@ -107,6 +107,8 @@ def show(
     with Bars() as bars:
         summary = summarize(stored, bars)
     corpus = open_corpus(path, tokenizer=tokenizer, vocab_size=summary.highest + 1)
+    if summary.highest >= corpus.vocab_size:
+        raise corpus.outside(summary.highest, summary.highest_place)
     print_facts(stored, summary, corpus)
     if corpus.holds_chat:
         _show_conversations(corpus, split, sequence_length)
@@ -143,6 +145,31 @@ def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> N
     tokens, labels = (part[0].tolist() for part in samples.labelled(first))
     typer.echo("\nSample 0 of the training split:\n")
     print_labelled(corpus, tokens, labels, samples.documents(first)[0].tolist())
+
+
+@app.command()
+def verify(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH", help="Token files of any system, JSON lines with their cache, or a folder of that cache."
+        ),
+    ],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The tokenizer.json of files that have none of their own, for its vocabulary.")
+    ] = None,
+) -> None:
+    """Read token files whole and compare them with the checksums that were written with them."""
+    from threefold.cli.data_view import print_audits
+    from threefold.data.audit import audit
+    from threefold.errors import UserError
+
+    with Bars() as bars:
+        audits = [each for path in paths for each in audit(path, tokenizer, bars)]
+    print_audits(audits)
+    if damaged := [one.problem for one in audits if one.problem]:
+        more = f" ({len(damaged) - 1} more of the files are damaged, as the table says)" if len(damaged) > 1 else ""
+        raise UserError(f"{damaged[0].rstrip('.')}{more}")
 
 
 @app.command()

@@ -8,6 +8,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from threefold.data.audit import Audit
     from threefold.data.convert import Converted
     from threefold.data.corpus import Corpus, StoredTokens
     from threefold.data.files import TokenFiles
@@ -87,7 +88,7 @@ def _made_from(files: "TokenFiles") -> list[tuple[str, str]]:
     begins = f"; each text begins with {_names(files, meta.beginning)}" if meta.beginning else ""
     rows = [*(text if meta.text_bytes else []), ("special tokens", f"{read} in text{begins}")]
     if files.loss_mask is not None:
-        counted = int(files.loss_mask.sum(dtype="int64"))
+        counted = int(files.loss_mask[: meta.tokens].sum(dtype="int64"))
         rows.append(("count for the loss", f"{counted:,} tokens ({counted / meta.tokens:.0%}), those of the answers"))
     return [*rows, ("made from", sources)]
 
@@ -160,6 +161,15 @@ def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
+
+
+def print_audits(audits: "list[Audit]") -> None:
+    """A table of files that were checked: what each holds, and how it was found."""
+    rows: list[tuple[str, ...]] = [
+        (str(one.path), "" if one.bytes is None else size(one.bytes), "damaged" if one.problem else one.found)
+        for one in audits
+    ]
+    print_table(("file", "size", "found"), rows)
 
 
 def print_converted(source: Path, out: Path, converted: "Converted") -> None:

@@ -1,12 +1,13 @@
 """`threefold generate`: text from a trained model."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, SpecialTokensName, TensorRanks
+from threefold.cli.streams import read_standard_input
+from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
     from threefold.data.chat import Conversation
@@ -58,7 +59,7 @@ def generate(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
     inference = Inference.prepare(run, Layout(tp=tp, pp=pp), dtype, device)
-    given = given or [sys.stdin.read().rstrip("\n")]
+    given = given or [read_standard_input().rstrip("\n")]
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]
     encode_prompts(inference.trained, chosen, request)  # so that what cannot be encoded is told before a rank starts
@@ -81,19 +82,32 @@ def write(model: "Model", prompts: "list[Prompt]", request: "Request") -> None:
 
     shown, told = 0, {n: prompt if isinstance(prompt, str) else "" for n, prompt in enumerate(prompts)}
     ended: set[int] = set()
+    lost: OutputLost | None = None
+
+    def echo(text: str) -> None:
+        nonlocal lost
+        try:
+            typer.echo(text, nl=False)
+        except OutputLost as error:
+            if model.mesh.is_alone:
+                raise
+            lost = error  # the other ranks count on this one to the end
+
     if model.speaks:
         for warning in model.trained.warnings:
             typer.echo(f"Warning: {warning}", err=True)
-        typer.echo(told.pop(0), nl=False)
+        echo(told.pop(0))
     for number, text in generate_text(model, prompts, request):
         if not model.speaks:
             continue
         if text is None:
             ended.add(number)
         elif number == shown:
-            typer.echo(text, nl=False)
+            echo(text)
         else:
             told[number] += text
         while shown in ended:
             shown += 1
-            typer.echo("\n" + told.pop(shown, ""), nl=False)
+            echo("\n" + told.pop(shown, ""))
+    if lost is not None:
+        raise lost

@@ -1,15 +1,19 @@
 """`threefold`: its commands, and how errors end it."""
 
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from threefold import __version__
 from threefold.cli import checkpoint, config, data, eval, generate, train, verify
-from threefold.errors import UserError
+from threefold.cli.streams import guard_streams
+from threefold.errors import CLOSED_OUTPUT, UserError
 
 FAILED, MISUSED = 1, 2
+UNREAD = 141
+"""What a shell shows for a program that SIGPIPE ended."""
 
 app = typer.Typer(
     name="threefold",
@@ -43,9 +47,16 @@ def _root(
 
 
 def main() -> None:
-    """Run the command of `sys.argv` and exit: 1 when a rank failed, 2 when the user can mend it, 130 on Ctrl-C."""
+    """Run the command of `sys.argv` and exit: 1 when a rank failed, 2 when the user can mend it, 130 on Ctrl-C.
+
+    141, and not a word, when nobody reads standard output any more.
+    """
+    guard_streams()
     try:
-        app()  # turns Ctrl-C into its status
+        try:
+            app()  # turns Ctrl-C into its status
+        finally:
+            sys.stdout.flush()
     except (UserError, RuntimeError) as error:
         sys.exit(_tell(error))
 
@@ -57,12 +68,15 @@ def _tell(error: Exception) -> int:
 
     if isinstance(error, RankFailed):
         status = FAILED
+    elif str(error) == CLOSED_OUTPUT:
+        return UNREAD
     elif isinstance(error, UserError):
         leave_to_rank_zero()
         status = MISUSED
     else:
         raise error
-    typer.echo(f"Error: {_sentence(str(error))}", err=True)
+    with suppress(OSError):  # standard error may be closed or full as well
+        typer.echo(f"Error: {_sentence(str(error))}", err=True)
     return status
 
 

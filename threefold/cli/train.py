@@ -1,5 +1,6 @@
 """`threefold train`: a config to a trained model."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from threefold.cli.data_view import Bars
 from threefold.cli.options import ConfigFile, Overrides
+from threefold.errors import OutputLost
 
 
 def train(
@@ -29,7 +31,8 @@ def train(
     with Bars() as bars:  # whose thread has ended when the workers are forked
         run = prepare_training(given, run_dir or Path("runs") / config.stem, resume=resume, progress=bars)
     if run.speaks:
-        typer.echo(run.config.compact())
+        with suppress(OutputLost):  # the run is what was asked for
+            typer.echo(run.config.compact())
     run.start(shown)
 
 

@@ -26,10 +26,11 @@ train: {max_steps: 300, eval_every: 50}
 
 `threefold train CONFIG --set section.key=value` overrides single settings, as YAML: `--set optimizer.betas=[0.9,0.99]`;
 `null` stands for the default. `threefold config show CONFIG` prints the config with every setting filled, as it is
-stored in `RUN/config.yaml`, and changes nothing; what follows from the layout is a comment there, so that the same file
-goes on in another one (`threefold train RUN/config.yaml --run-dir RUN --resume --set parallel.dp=4`). A misspelt key, a
-wrong type or settings that cannot go together end the command with one sentence that names the line and the nearest
-value that works, before any worker starts.
+stored in `RUN/config.yaml`, and changes nothing. What was derived from other settings, from the layout or from the data
+is a comment there, and is derived again when the file is used with a change: in another layout (`threefold train
+RUN/config.yaml --run-dir RUN --resume --set parallel.dp=4`), or for more steps (`--set train.max_steps=2000`, which
+`optimizer.decay_steps` follows). A misspelt key, a wrong type or settings that cannot go together end the command with
+one sentence that names the line and the nearest value that works, before any worker starts.
 
 The layout (`parallel`) is a performance choice: whatever it is, the same config trains the same model. So the global
 batch size never follows from `parallel.dp`: with nothing given it is 32, and a `dp` that does not divide it is refused.

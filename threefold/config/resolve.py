@@ -12,16 +12,8 @@ LONGEST_DEFAULT_WARMUP = 100
 LARGEST_LOGITS = 128 << 20
 """Bytes of fp32 logits that a micro-batch may take on a rank before they are computed in chunks."""
 _LIKELY_VOCABULARY = 50257
-FROM_LAYOUT = frozenset(
-    (
-        "parallel.stage_chunks",
-        "parallel.zero_shards",
-        "train.micro_batch_size",
-        "train.gradient_accumulation_steps",
-        "train.loss_chunk_size",
-    )
-)
-"""Settings that follow from the layout and change no result."""
+PINNED = frozenset(("train.global_batch_size",))
+"""Derived settings that are stored as if they had been given: from another layout another model would follow."""
 
 
 def resolve(config: Config, vocab_size: int) -> Config:
@@ -43,7 +35,8 @@ def resolve(config: Config, vocab_size: int) -> Config:
     resolved = config_of(filled)
     resolved._origins = config._origins
     given = {f"{section}.{key}" for section, values in config.sections().items() for key in values}
-    resolved._from_layout = (FROM_LAYOUT - given) | config._from_layout
+    stored = {f"{section}.{key}" for section, values in resolved.sections().items() for key in values}
+    resolved._derived = (frozenset(stored - given) | config._derived) - PINNED
     check(resolved, vocab_size)
     return resolved
 

@@ -4,6 +4,7 @@ Settings that default to None are filled by `threefold.config.resolve`, so that 
 resolved config; everything after resolving may rely on it.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, cast
 
 import yaml
@@ -179,7 +180,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
-    _from_layout: frozenset[str] = PrivateAttr(default=frozenset())
+    _derived: frozenset[str] = PrivateAttr(default=frozenset())
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Every setting that has a value, as plain YAML values by section."""
@@ -189,15 +190,19 @@ class Config(Section):
         """The config as YAML that `load_config` reads back equal."""
         return to_yaml(self.sections())
 
-    def to_yaml_for_any_layout(self) -> str:
-        """The same, but what `resolve` took from the layout is told in comments, and follows anew from another one."""
+    def to_yaml_as_given(self, resolved: Iterable[str] = ()) -> str:
+        """The same, but what `resolve` derived is told in comments, and follows again from what is read with it.
+
+        Args:
+            resolved: sections that are stored with every setting filled.
+        """
         text = ""
         for name, values in self.sections().items():
-            following = {key: values.pop(key) for key in list(values) if f"{name}.{key}" in self._from_layout}
+            following = [key for key in values if name not in resolved and f"{name}.{key}" in self._derived]
+            told = to_yaml({name: {key: values.pop(key) for key in following}})
             text += to_yaml({name: values})
             if following:
-                told = ", ".join(f"{key}: {value}" for key, value in following.items())
-                text += f"  # From the layout: {told}\n"
+                text += "  # From other settings:\n" + "".join(f"  #{line[1:]}\n" for line in told.splitlines()[1:])
         return text
 
     def compact(self) -> str:

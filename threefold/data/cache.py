@@ -4,17 +4,25 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.data.staging import LOCK, staged_directory
+from threefold.checksums import checksum, checksum_of, checksums
+from threefold.data.format import TOKENS_FILE
+from threefold.data.staging import staged_directory
 from threefold.errors import UserError
+from threefold.files import read_json, require_file
 
+CACHE_ENDING: Final = ".cache"
+"""What is added to the name of a file for the folder with its cache."""
 FACTS: Final = "meta.json"
-"""Written last; has the size of every other file of the folder."""
+"""Written last; has the size and the checksum of every other file of the folder, and one of itself."""
+_SMALL: Final = 1 << 30
+"""Bytes of the largest file that is checked each time it is opened."""
 _SETTLED: Final = 2.0
 """Seconds after which a change of a file shows in its time stamp on any file system."""
 
@@ -75,18 +83,59 @@ def _only_writer(root: Path, name: str) -> Iterator[None]:
 
 
 def _write(folder: Path, write: Callable[[Path], None]) -> None:
-    with staged_directory(folder, place="data.cache") as partial:
+    # A folder of that name, damaged or not, is an entry of the cache.
+    with staged_directory(folder, place="data.cache", listing=_all_files, marked=False) as partial:
         write(partial)
-        files = {path.name: path.stat().st_size for path in partial.iterdir() if path.name != LOCK}
-        (partial / FACTS).write_text(json.dumps({"files": files}) + "\n", encoding="utf-8")
+        paths = sorted(partial.iterdir())
+        facts = {
+            "files": {path.name: path.stat().st_size for path in paths},
+            "checksums": dict(zip((path.name for path in paths), checksums(paths), strict=True)),
+        }
+        content = json.dumps({**facts, "checksum": _own_checksum(facts)})
+        (partial / FACTS).write_text(content + "\n", encoding="utf-8")
+
+
+def entry_checksums(folder: Path) -> dict[str, str] | None:
+    """The checksum of each file of an entry, by name; empty where an older version made it, None where it is damaged.
+
+    Files are looked at for their sizes alone.
+    """
+    try:
+        facts = read_json(folder / FACTS)
+        if not isinstance(facts, dict) or not isinstance(files := facts.pop("files", None), dict) or not files:
+            return None
+        if any(require_file(folder / name) != size for name, size in files.items()):
+            return None
+    except UserError:
+        return None
+    if not facts:
+        return {}
+    known, own = facts.get("checksums"), facts.pop("checksum", None)
+    if not isinstance(known, dict) or known.keys() != files.keys() or own != _own_checksum({"files": files, **facts}):
+        return None
+    return known
+
+
+def is_entry(folder: Path) -> bool:
+    """Whether a folder is an entry of a cache, damaged or not."""
+    return re.fullmatch("[0-9a-f]{32}", folder.name) is not None and os.path.isdir(folder)
+
+
+def _own_checksum(facts: dict[str, Any]) -> str:
+    return checksum_of(json.dumps(facts, sort_keys=True).encode())
+
+
+def _all_files(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
 
 
 def _is_whole(folder: Path) -> bool:
-    try:
-        files = json.loads((folder / FACTS).read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    """Whether an entry is there, as far as can be told at once: large files are checked in the background of a run."""
+    known = entry_checksums(folder)
+    if known is None:
         return False
+    small = {name for name in known if (folder / name).stat().st_size <= _SMALL}
+    return all(checksum(folder / name) == known[name] for name in small - {TOKENS_FILE})
 
 
 def content_hash(path: Path, roots: list[Path]) -> str:
@@ -100,6 +149,7 @@ def content_hash(path: Path, roots: list[Path]) -> str:
         UserError: the file cannot be read.
     """
     stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
+    require_file(path)
     try:
         state = path.stat()
         now = [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns]

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -21,13 +20,16 @@ from threefold.data.format import (
     Meta,
     Source,
     dtype_for,
+    file_checksums,
+    list_token_files,
 )
 from threefold.data.megatron import BIN, IDX, with_ending, write_idx
 from threefold.data.opening import is_own, open_corpus, read_stored
 from threefold.data.order import Int64Array
-from threefold.data.prepare import Progress, check_out
-from threefold.data.staging import staged_directory, sync
+from threefold.data.progress import Progress
+from threefold.data.staging import staged_directory, staged_files
 from threefold.data.tokenizer import end_of_document, load_tokenizer
+from threefold.data.written import check_name, check_replaceable
 from threefold.errors import UserError
 
 _CHUNK: Final = 1 << 22
@@ -56,30 +58,19 @@ def to_megatron(source: Path, out: Path, overwrite: bool, progress: Progress) ->
     Raises:
         UserError: the source cannot be read, the format cannot hold it, or `out` cannot be written.
     """
-    prefix = out.with_name(out.name.removesuffix(BIN).removesuffix(IDX))
+    check_name(out, "--out")
+    name = out.name.removesuffix(BIN).removesuffix(IDX)
+    if not name:
+        raise UserError(f"--out {out} has no name before {out.name}; give a prefix such as {out.with_name('tokens')}")
+    prefix = out.with_name(name)
     stored = read_stored(source)
     _require_no_mask(source)
-    targets = [with_ending(prefix, ending) for ending in (BIN, IDX)]
-    for target in targets:
-        if target.exists() and not overwrite:
-            raise UserError(f"--out {target} exists already; choose another prefix, or replace it with --overwrite")
-    partial = [target.with_name(target.name + ".partial") for target in targets]
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as undo:
-            for path in partial:
-                undo.callback(path.unlink, missing_ok=True)
-            with partial[1].open("wb") as index:  # first, as it tells at once what the format cannot hold
-                write_idx(index, stored)
-            with partial[0].open("wb") as tokens:
-                _copy_tokens(stored, tokens, progress)
-            for path in partial:
-                sync(path)
-            for path, target in zip(partial, targets, strict=True):
-                path.replace(target)
-            sync(prefix.parent)
-    except OSError as error:
-        raise UserError(f"{prefix} could not be written ({error.strerror}); choose another --out") from None
+    names = [with_ending(prefix, ending).name for ending in (IDX, BIN)]
+    with staged_files(prefix, names, inputs=stored.files, overwrite=overwrite) as folder:
+        with (folder / names[0]).open("wb") as index:  # first, as it tells at once what the format cannot hold
+            write_idx(index, stored)
+        with (folder / names[1]).open("wb") as tokens:
+            _copy_tokens(stored, tokens, progress)
     return Converted(len(stored.tokens), len(stored.documents) - 1)
 
 
@@ -123,7 +114,8 @@ def to_threefold(
     Raises:
         UserError: the source cannot be read, its tokenizer is unknown or another, or `out` cannot be written.
     """
-    check_out(out, overwrite)
+    read = [source] if tokenizer is None else [source, tokenizer]
+    check_replaceable(out, read, overwrite, listing=list_token_files)
     if tokenizer is None and not is_own(source):
         raise UserError(
             f"{source} comes without the tokenizer that --to threefold needs; give its tokenizer.json with --tokenizer"
@@ -132,8 +124,9 @@ def to_threefold(
     loaded, stored = load_tokenizer(tokenizer), read_stored(source)
     _require_no_mask(source)
     corpus = open_corpus(source, tokenizer=tokenizer)
+    read = [*stored.files, tokenizer]
     eod = end_of_document(loaded, end) if corpus.eod is None or end is not None else corpus.eod
-    with staged_directory(out) as folder:
+    with staged_directory(out, inputs=read, overwrite=overwrite, listing=list_token_files, marked=False) as folder:
         dtype = dtype_for(corpus.vocab_size)
         progress.phase("Converting", stored.tokens.nbytes)
         converted = _write_documents(folder, corpus, eod, np.dtype(DTYPES[dtype]), progress)
@@ -152,6 +145,7 @@ def to_threefold(
             sources=(_source(stored),),
             special_tokens=corpus.rule.special_tokens,
             beginning=corpus.rule.beginning,
+            checksums=file_checksums(folder),
         ).write(folder / META_FILE)
     return converted
 

@@ -11,11 +11,17 @@ from numpy.typing import NDArray
 
 from threefold.data.chat_template import ChatTemplate
 from threefold.data.order import Int64Array
+from threefold.data.stored_array import StoredArray
 from threefold.data.text import TextRule
 from threefold.errors import UserError
+from threefold.files import shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+Tokens = NDArray[np.integer] | StoredArray
+"""Token ids, in memory or read out of a file where they are indexed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +32,7 @@ class StoredTokens:
         path: what messages call it.
         format: the format's name.
         files: the files, that of the tokens first.
-        tokens: [N] integers, read only; memory-mapped where the format allows it.
+        tokens: [N] integers, read only; in memory only where the format leaves no choice.
         sequences: int64 [S + 1], where each sequence starts in `tokens`; the last is N. Sequences may be empty.
         document_sequences: int64 [D + 1], the first sequence of each document; the last is S. None where each sequence
             is a document.
@@ -37,7 +43,7 @@ class StoredTokens:
     path: Path
     format: str
     files: tuple[Path, ...]
-    tokens: NDArray[np.integer]
+    tokens: Tokens
     sequences: Int64Array
     document_sequences: Int64Array | None = None
     modes: NDArray[np.int8] | None = None
@@ -55,7 +61,8 @@ class Corpus:
 
     Attributes:
         path: what messages call it.
-        tokens: [N] integers, read only, usually memory-mapped.
+        files: the files it was read from, that of the tokens first.
+        tokens: [N] integers, read only, usually in a file.
         documents: int64 [D + 1]: document d is tokens[documents[d]:documents[d + 1]], which may be empty.
         vocab_size: number of token ids.
         eod: id of the token that ends a document; None if there is none.
@@ -68,14 +75,15 @@ class Corpus:
     """
 
     path: Path
-    tokens: NDArray[np.integer]
+    files: tuple[Path, ...]
+    tokens: Tokens
     documents: NDArray[np.int64]
     vocab_size: int
     eod: int | None
     tokenizer_file: Path | None
     remedy: str
     rule: TextRule
-    loss_mask: NDArray[np.uint8] | None = None
+    loss_mask: NDArray[np.uint8] | StoredArray | None = None
     template: ChatTemplate | None = None
 
     @property
@@ -110,7 +118,21 @@ class Corpus:
         """
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
-            raise UserError(
-                f"{self.path} holds token {tokens[place]} at place {start + place:,}, outside its vocabulary of "
-                f"{self.vocab_size:,} tokens; {self.remedy}"
-            )
+            raise self.outside(int(tokens[place]), start + place)
+
+    def document_of(self, place: int) -> int:
+        """The number of the document that token `place` belongs to."""
+        return int(np.searchsorted(self.documents, place, side="right")) - 1
+
+    def outside(self, token: int, place: int, sample: str = "") -> UserError:
+        """The error that token `place` is not in the vocabulary.
+
+        Args:
+            token: its id.
+            place: its number in the corpus.
+            sample: what says of which sample it is, with a comma and a space before it.
+        """
+        return UserError(
+            f"{shown(self.files[0])} holds token {token:,} at position {place:,} (document "
+            f"{self.document_of(place):,}{sample}), outside the vocabulary of {self.vocab_size:,} tokens; {self.remedy}"
+        )

@@ -7,12 +7,13 @@ from pathlib import Path
 from threefold.config import Config
 from threefold.config.data import DataConfig
 from threefold.data.chat_template import ChatTemplate
+from threefold.data.content import ReadCorpus, content_of
 from threefold.data.conversations import PackedConversations
 from threefold.data.corpus import Corpus
 from threefold.data.interface import Part, Samples
 from threefold.data.mixture import MixedSamples
 from threefold.data.opening import holds_tokens, open_corpus
-from threefold.data.padded import JsonLines, PaddedSamples
+from threefold.data.padded import EncodedLines, JsonLines, PaddedSamples
 from threefold.data.progress import SILENT, Progress
 from threefold.data.samples import PackedSamples
 from threefold.data.sources import is_json_lines
@@ -107,6 +108,22 @@ class Dataset:
             UserError: as `samples`.
         """
         return tuple(_size(source.data, self.settings.sequence_length) for source in self.sources)
+
+    def contents(self) -> tuple[ReadCorpus, ...]:
+        """Each source with its checksums, under resolved settings.
+
+        Raises:
+            UserError: as `samples`.
+        """
+        length = self.settings.sequence_length
+        return tuple(
+            content_of(data if isinstance(data := source.data, Corpus) else _encoded(data, length))
+            for source in self.sources
+        )
+
+
+def _encoded(lines: JsonLines, sequence_length: int) -> Corpus | EncodedLines:
+    return lines.conversations(SILENT) if lines.holds_chat else lines.encoded(sequence_length, SILENT)
 
 
 def open_dataset(config: Config) -> Dataset:

@@ -1,12 +1,13 @@
-"""Token files, opened for reading: memory-mapped, so that opening costs the same at any size."""
+"""Token files, opened for reading: the tokens stay in their file, so that opening does not read them."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from threefold.checksums import checksum
 from threefold.data.chat_template import ChatTemplate
 from threefold.data.corpus import Corpus, StoredTokens
 from threefold.data.format import (
@@ -18,7 +19,9 @@ from threefold.data.format import (
     TOKENS_FILE,
     Meta,
 )
+from threefold.data.stored_array import StoredArray, load_column
 from threefold.errors import UserError
+from threefold.files import require_file, shown
 
 FOLDER_FORMAT: Final = "Threefold"
 _AGAIN: Final = "prepare the data again with `threefold data prepare`"
@@ -28,7 +31,7 @@ _AGAIN: Final = "prepare the data again with `threefold data prepare`"
 class TokenFiles(Corpus):
     """A folder that `threefold data prepare` wrote, as a corpus.
 
-    Its documents are memory-mapped like its tokens, none is empty, and each text ends with `eod`.
+    None of its documents is empty, and each text ends with `eod`.
 
     Attributes:
         path: the folder.
@@ -50,19 +53,21 @@ class TokenFiles(Corpus):
         """
         path = Path(path)
         meta = Meta.read(path)
-        tokens = _map(path / TOKENS_FILE, DTYPES[meta.dtype], meta.tokens)
-        documents = _map(path / DOCUMENTS_FILE, DOCUMENT_DTYPE, meta.documents + 1)
+        tokens_file, documents_file = path / TOKENS_FILE, path / DOCUMENTS_FILE
+        _check_size(tokens_file, DTYPES[meta.dtype], meta.tokens)
+        _check_size(documents_file, DOCUMENT_DTYPE, meta.documents + 1)
         files = cls(
             path=path,
+            files=(tokens_file, documents_file),
             meta=meta,
-            tokens=tokens,
-            documents=documents,
+            tokens=StoredArray(tokens_file, DTYPES[meta.dtype], meta.tokens),
+            documents=load_column(documents_file, DOCUMENT_DTYPE, meta.documents + 1),
             vocab_size=meta.vocab_size,
             eod=meta.eod,
             tokenizer_file=path / TOKENIZER_FILE,
             remedy=_AGAIN,
             rule=meta.rule,
-            loss_mask=_map(path / LOSS_MASK_FILE, "u1", meta.tokens) if meta.loss_mask else None,
+            loss_mask=_mask(path / LOSS_MASK_FILE, meta.tokens) if meta.loss_mask else None,
             template=ChatTemplate.beside(path / TOKENIZER_FILE) if meta.loss_mask else None,
         )
         files._check()
@@ -70,11 +75,16 @@ class TokenFiles(Corpus):
 
     def stored(self) -> StoredTokens:
         """What the files hold, as of any other format."""
-        files = (self.path / TOKENS_FILE, self.path / DOCUMENTS_FILE)
-        return StoredTokens(self.path, FOLDER_FORMAT, files, self.tokens, self.documents)
+        return StoredTokens(self.path, FOLDER_FORMAT, self.files, self.tokens, self.documents)
 
     def _check(self) -> None:
         starts = self.documents
+        expected = self.meta.checksums.get(DOCUMENTS_FILE)
+        if expected is not None and checksum(self.path / DOCUMENTS_FILE) != expected:
+            raise UserError(
+                f"{shown(self.path / DOCUMENTS_FILE)} is damaged (its checksum is not the one that was written); "
+                f"{_AGAIN}"
+            )
         if starts[0] != 0 or starts[-1] != self.meta.tokens or not np.all(np.diff(starts) > 0):
             raise UserError(f"{self.path / DOCUMENTS_FILE} does not fit {TOKENS_FILE}; {_AGAIN}")
         # Touching every document's end would read the whole file; its two ends show the usual damage.
@@ -83,19 +93,21 @@ class TokenFiles(Corpus):
             raise UserError(
                 f"{self.path / TOKENS_FILE} has a document that does not end with token {self.eod}; {_AGAIN}"
             )
-        if not self.tokenizer_file.is_file():
+        if not os.path.lexists(self.tokenizer_file):
             raise UserError(f"{self.path} has no {TOKENIZER_FILE}; {_AGAIN}")
+        require_file(self.tokenizer_file)
         if self.tokenizer_sha256 != self.meta.tokenizer_sha256:
             raise UserError(f"{self.tokenizer_file} is not the tokenizer that these tokens were made with; {_AGAIN}")
 
 
-def _map(path: Path, dtype: str, count: int) -> NDArray:
+def _mask(path: Path, count: int) -> StoredArray:
+    _check_size(path, "u1", count)
+    return StoredArray(path, "u1", count)
+
+
+def _check_size(path: Path, dtype: str, count: int) -> None:
+    if not os.path.lexists(path):
+        raise UserError(f"{shown(path)} is missing; {_AGAIN}")
     expected = count * np.dtype(dtype).itemsize
-    try:
-        size = path.stat().st_size
-    except OSError:
-        raise UserError(f"{path} is missing; {_AGAIN}") from None
-    if size != expected or count < 1:
-        raise UserError(f"{path} holds {size:,} bytes and {expected:,} were written; {_AGAIN}")
-    # A plain array over the map: np.memmap's own class costs a Python call for every slice taken.
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
+    if (size := require_file(path)) != expected:
+        raise UserError(f"{shown(path)} holds {size:,} bytes and {expected:,} were written; {_AGAIN}")

@@ -34,7 +34,7 @@ def read_fleet(prefix: Path) -> StoredTokens:
     sequences = _sequence_starts(idx_file, ids_file, _named(index, "lens", idx_file), ids)
     documents = None
     if "docs" in index:
-        documents = index["docs"].values.astype(np.int64)
+        documents = index["docs"].loaded().astype(np.int64)
         last = len(sequences) - 1
         if not len(documents) or documents[0] != 0 or documents[-1] != last or np.any(np.diff(documents) < 0):
             raise UserError(
@@ -70,7 +70,7 @@ def _named(columns: dict[str, Column], name: str, path: Path) -> Column:
 
 
 def _sequence_starts(index: Path, tokens: Path, lens: Column, ids: Column) -> Int64Array:
-    lengths = lens.values
+    lengths = lens.loaded()
     if not len(ids.values):
         raise UserError(f"{tokens} holds no tokens, so there is nothing to read.")
     if lengths.min(initial=0) < 0:

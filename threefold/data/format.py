@@ -6,28 +6,37 @@ documents.bin   int64 little endian [documents + 1]: where each document starts 
 loss_mask.bin   uint8 [tokens], only where there are conversations or prompts: 1 where predicting the token counts for
                 the loss; the documents then end as their chat template ends them
 tokenizer.json  the tokenizer, as the `tokenizers` library stores it
-meta.json       `Meta`, below
+meta.json       `Meta`, below, and a checksum of itself
 """
 
 import dataclasses
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from threefold.checksums import checksum_of, checksums
 from threefold.data.text import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
+from threefold.files import read_json, shown
 
 FORMAT: Final = "threefold-tokens"
 VERSION: Final = 2
-READABLE: Final = (1, 2)
-"""Version 1 knew neither loss masks nor rules of special tokens, and took all text as text."""
+_WITHOUT_CHECKSUMS: Final = 1
+_AGAIN: Final = "prepare the data again"
+_LARGEST_COUNT: Final = 1 << 60
 
 META_FILE: Final = "meta.json"
 TOKENS_FILE: Final = "tokens.bin"
 DOCUMENTS_FILE: Final = "documents.bin"
 LOSS_MASK_FILE: Final = "loss_mask.bin"
 TOKENIZER_FILE: Final = "tokenizer.json"
+CHECKED: Final = frozenset({TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE})
+"""The files whose checksums meta.json has."""
+CHAT_FILES: Final = frozenset({LOSS_MASK_FILE, "chat_template.jinja", "tokenizer_config.json"})
+"""Further ones of folders with conversations."""
 
 DOCUMENT_DTYPE: Final = "<i8"
 # The bound of the Fleet token files, kept so that the same vocabulary has the same type in both.
@@ -66,6 +75,7 @@ class Meta:
         special_tokens: what became of text that spells a special token: `parse` or `text`.
         beginning: tokens that each text begins with, before its own.
         loss_mask: whether there is a file that says which tokens count.
+        checksums: of each other file of the folder, by name; empty in folders of version 1.
     """
 
     dtype: str
@@ -79,6 +89,7 @@ class Meta:
     special_tokens: SpecialTokens = BEFORE_RULES.special_tokens
     beginning: tuple[int, ...] = BEFORE_RULES.beginning
     loss_mask: bool = False
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rule(self) -> TextRule:
@@ -86,7 +97,12 @@ class Meta:
         return TextRule(self.special_tokens, self.beginning)
 
     def write(self, path: Path) -> None:
-        facts = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        version = VERSION if self.checksums else _WITHOUT_CHECKSUMS
+        facts = {"format": FORMAT, "version": version, **dataclasses.asdict(self)}
+        if not self.checksums:
+            del facts["checksums"]
+        else:
+            facts["checksum"] = checksum_of(_canonical(facts))
         path.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
@@ -94,41 +110,119 @@ class Meta:
         """Read DIRECTORY/meta.json.
 
         Raises:
-            UserError: there is none, or it is not one this version can read.
+            UserError: there is none, or it is damaged or not one this version can read.
         """
         path = directory / META_FILE
+        if not os.path.lexists(path):
+            raise UserError(_no_token_files(directory))
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(_no_token_files(directory)) from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}); prepare the data again") from None
+            facts = read_json(path)
+        except UserError as error:
+            raise UserError(f"{str(error).rstrip('.')}; {_AGAIN}") from None
         if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
-            raise UserError(f"{path} describes no token files; give a folder made by `threefold data prepare`")
-        if (version := facts.pop("version", None)) not in READABLE:
-            raise UserError(f"{path} has version {version} of the format and this Threefold reads up to {VERSION}")
-        return cls._from_facts(facts, path)
+            raise UserError(f"{shown(path)} describes no token files; give a folder made by `threefold data prepare`")
+        version = facts.pop("version", None)
+        if type(version) is not int or not _WITHOUT_CHECKSUMS <= version <= VERSION:
+            raise UserError(
+                f"{shown(path)} has version {shown(repr(version))} of the format and this Threefold reads versions "
+                f"{_WITHOUT_CHECKSUMS} and {VERSION}"
+            )
+        if version == VERSION:
+            expected = facts.pop("checksum", None)
+            if expected != checksum_of(_canonical({"format": FORMAT, "version": version, **facts})):
+                raise UserError(f"{shown(path)} is damaged (its checksum is not the one that was written); {_AGAIN}")
+        return cls._from_facts(facts, path, has_checksums=version == VERSION)
 
     @classmethod
-    def _from_facts(cls, facts: dict[str, Any], path: Path) -> "Meta":
-        try:
-            facts["sources"] = tuple(Source(**source) for source in facts["sources"])
-            facts["beginning"] = tuple(facts.get("beginning", ()))
-            meta = cls(**facts)
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{path} is damaged ({error}); prepare the data again") from None
-        counts = (meta.vocab_size, meta.eod, meta.tokens, meta.documents, *meta.beginning)
-        known = meta.dtype in DTYPES and meta.special_tokens in get_args(SpecialTokens)
-        if not known or not all(isinstance(count, int) for count in counts) or not isinstance(meta.loss_mask, bool):
-            raise UserError(f"{path} is damaged (its dtype or a count is not one); prepare the data again")
-        return meta
+    def _from_facts(cls, facts: dict[str, Any], path: Path, has_checksums: bool) -> "Meta":
+        for name, is_valid in _FIELDS.items():
+            if name == "checksums" and not has_checksums:
+                continue
+            if name not in facts:
+                raise UserError(f"{shown(path)} is damaged (it has no {name}); {_AGAIN}")
+            if not is_valid(facts[name]):
+                value = shown(json.dumps(facts[name], default=repr))
+                raise UserError(f"{shown(path)} is damaged (its {name} is {value}); {_AGAIN}")
+        for name, is_valid in _OPTIONAL.items():
+            if name in facts and not is_valid(facts[name]):
+                value = shown(json.dumps(facts[name], default=repr))
+                raise UserError(f"{shown(path)} is damaged (its {name} is {value}); {_AGAIN}")
+        allowed = (_FIELDS.keys() | _OPTIONAL.keys()) - (set() if has_checksums else {"checksums"})
+        if unknown := facts.keys() - allowed:
+            raise UserError(f"{shown(path)} is damaged (it has an unknown {shown(min(unknown))}); {_AGAIN}")
+        sources = tuple(Source(**source) for source in facts.pop("sources"))
+        return cls(**facts | {"beginning": tuple(facts.get("beginning", ()))}, sources=sources)
+
+
+def _canonical(facts: Mapping[str, Any]) -> bytes:
+    return json.dumps(facts, sort_keys=True).encode()
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST_COUNT
+
+
+def _is_positive(value: object) -> bool:
+    return _is_count(value) and value != 0
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_source(value: object) -> bool:
+    kinds = {"name": _is_text, "bytes": _is_count, "documents": _is_count, "sha256": _is_text}
+    return (
+        isinstance(value, dict)
+        and value.keys() == kinds.keys()
+        and all(is_valid(value[name]) for name, is_valid in kinds.items())
+    )
+
+
+_FIELDS: Final = {
+    "dtype": lambda value: _is_text(value) and value in DTYPES,
+    "vocab_size": _is_positive,
+    "eod": _is_count,
+    "tokens": _is_positive,
+    "documents": _is_positive,
+    "text_bytes": _is_count,
+    "tokenizer_sha256": _is_text,
+    "sources": lambda value: isinstance(value, list) and all(map(_is_source, value)),
+    "checksums": lambda value: (
+        isinstance(value, dict)
+        and CHECKED <= value.keys() <= CHECKED | CHAT_FILES
+        and all(map(_is_text, value.values()))
+    ),
+}
+# Folders of a version that knew neither loss masks nor rules of special tokens do not have these.
+_OPTIONAL: Final = {
+    "special_tokens": lambda value: value in get_args(SpecialTokens),
+    "beginning": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+    "loss_mask": lambda value: isinstance(value, bool),
+}
+
+
+def file_checksums(folder: Path) -> dict[str, str]:
+    """The checksum of each file of a folder of token files, all but meta.json, which is to keep them."""
+    names = sorted(name for name in CHECKED | CHAT_FILES if name in CHECKED or (folder / name).exists())
+    return dict(zip(names, checksums(folder / name for name in names), strict=True))
+
+
+def list_token_files(folder: Path) -> Collection[str] | None:
+    """The names of the files of a folder of token files, of any version; None if it is none."""
+    try:
+        facts = read_json(folder / META_FILE)
+    except UserError:
+        return None
+    return {META_FILE, *CHECKED, *CHAT_FILES} if isinstance(facts, dict) and facts.get("format") == FORMAT else None
 
 
 def _no_token_files(directory: Path) -> str:
-    if not directory.exists():
-        return f"{directory} does not exist; make token files with `threefold data prepare INPUT --out {directory}`"
+    if not os.path.exists(directory):
+        name = shown(directory)
+        return f"{name} does not exist; make token files with `threefold data prepare INPUT --out {name}`"
     return (
-        f"{directory} holds no token files (it has no {META_FILE}); "
+        f"{shown(directory)} holds no token files (it has no {META_FILE}); "
         "give a folder made by `threefold data prepare INPUT --out FOLDER`, or whole files of another system: "
         "PREFIX.bin with PREFIX.idx, PREFIX_ids.npy with PREFIX_idx.npz, or PREFIX_ids.npz"
     )

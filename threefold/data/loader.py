@@ -30,6 +30,16 @@ class Batch:
     rows: torch.Tensor
     documents: torch.Tensor | None = None
 
+    def padding(self) -> torch.Tensor:
+        """int64 scalar: how many tokens only fill the samples up to their length.
+
+        Those are what follows the first of a row's last equal tokens that have no label: the first of them ends its
+        document.
+        """
+        fills = (self.labels == IGNORED) & (self.tokens == self.tokens[:, -1:])
+        tail = fills.flip(1).cumprod(1).sum(1)
+        return (tail - 1).clamp(min=0).sum()
+
 
 def fingerprint(batch: Batch) -> int:
     """63-bit content hash (BLAKE2b) of a batch on the CPU: ranks of one tp or pp group must agree on it."""

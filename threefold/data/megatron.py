@@ -1,4 +1,4 @@
-"""The token files of Megatron-LM: PREFIX.bin and PREFIX.idx, read through memory maps, and written.
+"""The token files of Megatron-LM: PREFIX.bin and PREFIX.idx, read and written.
 
 PREFIX.idx, little endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 code of the tokens' type, uint64 S =
 sequences, uint64 D = documents + 1, int32 [S] lengths in tokens, int64 [S] byte offsets into PREFIX.bin, int64 [D] the
@@ -6,6 +6,7 @@ sequence that each document starts with (the last is S), and in files of several
 PREFIX.bin is the tokens back to back.
 """
 
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 
 from threefold.data.corpus import StoredTokens
 from threefold.data.order import Int64Array
+from threefold.data.stored_array import StoredArray, load_column
 from threefold.errors import UserError
+from threefold.files import require_file, shown
 
 FORMAT: Final = "Megatron-LM"
 BIN: Final = ".bin"
@@ -50,8 +53,11 @@ def read_megatron(prefix: Path) -> StoredTokens:
     """
     idx, tokens_file = with_ending(prefix, IDX), with_ending(prefix, BIN)
     for path in (idx, tokens_file):
-        if not path.is_file():
-            raise UserError(f"{path} is missing, and the other file of the pair is useless without it; {_MAKE_AGAIN}.")
+        if not os.path.lexists(path):
+            raise UserError(
+                f"{shown(path)} is missing, and the other file of the pair is useless without it; {_MAKE_AGAIN}."
+            )
+        require_file(path)
     header = _read_header(idx)
     lengths = _column(idx, "<i4", _HEADER.size, header.sequences)
     offsets = _column(idx, "<i8", _HEADER.size + 4 * header.sequences, header.sequences)
@@ -60,7 +66,7 @@ def read_megatron(prefix: Path) -> StoredTokens:
     modes = _column(idx, "<i1", header.size, header.sequences) if has_modes else None
     sequences = _sequence_starts(idx, lengths, offsets, np.dtype(header.dtype).itemsize)
     _check_bounds(idx, bounds, header.sequences)
-    tokens = _map_tokens(tokens_file, idx, header.dtype, int(sequences[-1]))
+    tokens = _stored_tokens(tokens_file, idx, header.dtype, int(sequences[-1]))
     alone = len(bounds) == len(sequences) and bool(np.all(np.diff(bounds) == 1))
     return StoredTokens(
         path=prefix,
@@ -108,7 +114,7 @@ def _read_header(idx: Path) -> _Header:
 
 
 def _column(idx: Path, dtype: str, offset: int, count: int) -> NDArray:
-    return np.asarray(np.memmap(idx, dtype=dtype, mode="r", offset=offset, shape=(count,)))
+    return load_column(idx, dtype, count, offset)
 
 
 def _sequence_starts(idx: Path, lengths: NDArray, offsets: NDArray, itemsize: int) -> Int64Array:
@@ -135,7 +141,7 @@ def _check_bounds(idx: Path, bounds: NDArray, sequences: int) -> None:
         )
 
 
-def _map_tokens(path: Path, idx: Path, dtype: str, count: int) -> NDArray[np.integer]:
+def _stored_tokens(path: Path, idx: Path, dtype: str, count: int) -> StoredArray:
     size, expected = path.stat().st_size, count * np.dtype(dtype).itemsize
     if size != expected:
         raise UserError(
@@ -144,7 +150,7 @@ def _map_tokens(path: Path, idx: Path, dtype: str, count: int) -> NDArray[np.int
         )
     if not count:
         raise UserError(f"{path} holds no tokens, so there is nothing to read.")
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
+    return StoredArray(path, dtype, count)
 
 
 def write_idx(file: BinaryIO, stored: StoredTokens) -> None:

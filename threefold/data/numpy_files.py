@@ -1,6 +1,6 @@
-"""Arrays out of .npy and .npz files, memory-mapped where they are stored as they are."""
+"""Arrays out of .npy and .npz files, left in the file where they are stored as they are."""
 
-import mmap
+import os
 import struct
 import zipfile
 import zlib
@@ -11,8 +11,12 @@ from typing import IO, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from threefold.data.stored_array import StoredArray
 from threefold.errors import UserError
+from threefold.files import require_file, shown
 
+_MOST_PACKED: Final = 1100
+"""More times than deflate makes anything smaller, so that a larger claim is damage."""
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 # What the libraries raise over a damaged file: RuntimeError where the damage looks like encryption.
 _DAMAGE: Final = (OSError, EOFError, ValueError, KeyError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error)
@@ -24,11 +28,15 @@ class Column:
 
     Attributes:
         values: [N], read only.
-        unpacked: bytes of memory that it takes because it was stored compressed; 0 if it is memory-mapped.
+        unpacked: bytes of memory that it takes because it was stored compressed; 0 if it is left in the file.
     """
 
-    values: NDArray[np.integer]
+    values: NDArray[np.integer] | StoredArray
     unpacked: int = 0
+
+    def loaded(self) -> NDArray[np.integer]:
+        """The numbers in memory."""
+        return self.values[:]
 
 
 def read_npy(path: Path) -> Column:
@@ -37,9 +45,10 @@ def read_npy(path: Path) -> Column:
     Raises:
         UserError: the file cannot be read, is truncated, or holds anything but one row of whole numbers.
     """
+    _require(path)
     try:
         with path.open("rb") as file:
-            return Column(_mapped(file, path, 0, path.stat().st_size))
+            return Column(_stored(file, path, 0, path.stat().st_size))
     except _DAMAGE as error:
         raise _damaged(path, error) from None
 
@@ -47,12 +56,13 @@ def read_npy(path: Path) -> Column:
 def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
     """The arrays of a .npz file that have one of `names`; those that it does not hold are left out.
 
-    A member that is stored uncompressed, as `np.savez` does, is mapped in place; a compressed one is unpacked into
+    A member that is stored uncompressed, as `np.savez` does, is left in the file; a compressed one is unpacked into
     memory.
 
     Raises:
         UserError: the file cannot be read, is truncated, or holds anything but rows of whole numbers under these names.
     """
+    _require(path)
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             members = {member.filename: member for member in archive.infolist()}
@@ -67,30 +77,42 @@ def _member(archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfi
         # The directory at the end of a zip file does not tell how long the header before the data is.
         file.seek(member.header_offset)
         magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        if magic != b"PK\x03\x04":
+        if magic != b"PK\x03\x04" or file.read(name) != member.orig_filename.encode():
             raise ValueError(f"{member.filename} is not where the directory says")
         start = member.header_offset + _LOCAL_HEADER.size + name + extra
-        return Column(_mapped(file, path, start, start + member.file_size))
+        return Column(_stored(file, path, start, start + member.file_size))
     with archive.open(member) as stream:
-        shape, dtype = _read_header(stream)
-        values = np.frombuffer(stream.read(), dtype=dtype)
-    if values.shape != shape:
-        raise ValueError(f"{member.filename} holds {len(values):,} numbers and its header says {shape[0]:,}")
+        (count,), dtype = _read_header(stream)
+        header, size = stream.tell(), count * dtype.itemsize
+        if header + size != member.file_size or member.file_size > _MOST_PACKED * (member.compress_size + 1):
+            held = (member.file_size - header) // dtype.itemsize
+            raise ValueError(f"{member.filename} holds {max(0, held):,} numbers and its header says {count:,}")
+        if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2:
+            raise ValueError(
+                f"{member.filename} is compressed and takes {size:,} bytes of memory in every process, of which this "
+                f"machine has {memory:,}; store it with np.savez instead of np.savez_compressed"
+            )
+        values = np.frombuffer(stream.read(size), dtype=dtype)
+        if stream.read(1) or len(values) != count:
+            raise ValueError(f"{member.filename} does not hold the {count:,} numbers that its header says")
     return Column(values, values.nbytes)
 
 
-def _mapped(file: IO[bytes], path: Path, start: int, end: int) -> NDArray[np.integer]:
+def _require(path: Path) -> None:
+    if not os.path.lexists(path):
+        raise UserError(f"{shown(path)} is missing.")
+    require_file(path)
+
+
+def _stored(file: IO[bytes], path: Path, start: int, end: int) -> StoredArray:
     """The array whose header begins at byte `start` of a file and whose numbers end at byte `end`."""
     file.seek(start)
     (count,), dtype = _read_header(file)
     offset, size = file.tell(), path.stat().st_size
-    if offset + count * dtype.itemsize != end or end > size:
+    if count < 0 or offset + count * dtype.itemsize != end or end > size:
         held = (min(end, size) - offset) // dtype.itemsize
         raise ValueError(f"its header says {count:,} numbers of {dtype.name} and it holds {max(0, held):,}")
-    if not count:
-        return np.zeros(0, dtype=dtype)
-    data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return np.frombuffer(data, dtype=dtype, count=count, offset=offset)
+    return StoredArray(path, dtype, count, offset)
 
 
 def _read_header(stream: IO[bytes]) -> tuple[tuple[int], np.dtype]:
@@ -104,13 +126,11 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int], np.dtype]:
         raise ValueError("the header before its numbers is damaged") from None
     if dtype.kind not in "iu":
         raise ValueError(f"it holds {dtype.name} and not whole numbers")
-    if len(shape) != 1:
+    if len(shape) != 1 or type(shape[0]) is not int:
         raise ValueError(f"it has the shape {shape} and not one dimension")
     return shape, dtype
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
-    if isinstance(error, FileNotFoundError):
-        return UserError(f"{path} is missing.")
     reason = " ".join(str(error).split()) or type(error).__name__
     return UserError(f"{path} cannot be read: {reason}.")

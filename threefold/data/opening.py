@@ -1,5 +1,6 @@
 """From a path to a corpus, whatever system made the files there."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ def open_corpus(
         eod = _usual_end(stored, loaded)
     return Corpus(
         path=stored.path,
+        files=stored.files,
         tokens=stored.tokens,
         documents=stored.documents,
         vocab_size=vocab_size,
@@ -99,7 +101,7 @@ def open_corpus(
 
 def holds_tokens(path: Path) -> bool:
     """Whether anything at `path` looks like token files."""
-    return (path / META_FILE).is_file() or bool(_find(path))
+    return os.path.lexists(path / META_FILE) or bool(_find(path))
 
 
 def read_stored(path: Path) -> StoredTokens:
@@ -125,17 +127,19 @@ def read_stored(path: Path) -> StoredTokens:
 
 def is_own(path: Path) -> bool:
     """Whether `path` is to be read as a folder of `threefold data prepare`, which has the words for finding nothing."""
-    return (path / META_FILE).is_file() or not _find(path)
+    return os.path.lexists(path / META_FILE) or not _find(path)
 
 
 def _find(path: Path) -> list[_Found]:
     """The token files of other systems that `path` may name."""
-    if path.is_dir() and (inside := list(dict.fromkeys(_inside(path)))):
+    if os.path.isdir(path) and (inside := list(dict.fromkeys(_inside(path)))):
         return inside
     for ending, format_ in _endings():
-        if path.name.endswith(ending) and path.name != ending and path.is_file():
+        if path.name.endswith(ending) and path.name != ending and os.path.isfile(path):
             return [_Found(path.with_name(path.name[: -len(ending)]), format_)]
-    return [_Found(path, format_) for format_ in _FORMATS if any(_beside(path, e).is_file() for e in format_.endings)]
+    return [
+        _Found(path, format_) for format_ in _FORMATS if any(os.path.isfile(_beside(path, e)) for e in format_.endings)
+    ]
 
 
 def _inside(folder: Path) -> Iterator[_Found]:
@@ -143,12 +147,16 @@ def _inside(folder: Path) -> Iterator[_Found]:
     for name in names:
         for ending, format_ in _endings():
             prefix = folder / name.removesuffix(ending)
-            if name.endswith(ending) and name != ending and all(_beside(prefix, e).is_file() for e in format_.endings):
+            if name.endswith(ending) and name != ending and all(_has(prefix, e) for e in format_.endings):
                 yield _Found(prefix, format_)
 
 
 def _endings() -> Iterator[tuple[str, _Format]]:
     return ((ending, format_) for format_ in _FORMATS for ending in format_.endings)
+
+
+def _has(prefix: Path, ending: str) -> bool:
+    return os.path.isfile(_beside(prefix, ending))
 
 
 def _beside(prefix: Path, ending: str) -> Path:

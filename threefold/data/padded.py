@@ -1,18 +1,17 @@
 """Loose JSON: every line a sample, cut or padded to one length; or conversations, which `conversations` packs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from threefold.data.cache import cached, content_hash, entry_name
+from threefold.data.cache import CACHE_ENDING, cached, content_hash, entry_checksums, entry_name
 from threefold.data.chat_template import ChatTemplate
 from threefold.data.corpus import Corpus
 from threefold.data.encode import Encoded, Encoding, encode_documents
@@ -22,14 +21,15 @@ from threefold.data.order import Int64Array, samples_at
 from threefold.data.progress import Progress
 from threefold.data.sources import SourceReader, holds_chat
 from threefold.data.split import document_runs
+from threefold.data.stored_array import StoredArray, load_column
 from threefold.data.text import SpecialTokens, TextRule
 from threefold.data.tokenizer import find_end, id_count, load_tokenizer
 from threefold.errors import UserError
+from threefold.files import require_file, shown
 from threefold.host import usable_cores
 from threefold.labels import IGNORED
 
 LINES_FILE: Final = "lines.bin"
-_CACHE: Final = ".cache"
 # Raised when the same file, tokenizer and length give another cache.
 _VERSION: Final = 2
 # Starting processes takes longer than encoding so many bytes.
@@ -137,9 +137,10 @@ class JsonLines:
         chat = {"template": template.template, "special_tokens": template.special_tokens} if template else {}
         folder = self._cached({"chat": chat}, None, progress)
         lines = EncodedLines.open(folder, self)
-        mask = np.asarray(np.memmap(folder / LOSS_MASK_FILE, dtype=np.uint8, mode="r"))
+        mask = StoredArray(folder / LOSS_MASK_FILE, "u1", len(lines.tokens))
         return Corpus(
             path=self.path,
+            files=(folder / TOKENS_FILE, folder / LINES_FILE),
             tokens=lines.tokens,
             documents=lines.lines,
             vocab_size=self.vocab_size,
@@ -157,7 +158,7 @@ class JsonLines:
         Args:
             further: what the content follows from, beside what it always does.
         """
-        beside, of_user = self.path.with_name(self.path.name + _CACHE), Path.home() / ".cache" / "threefold"
+        beside, of_user = self.path.with_name(self.path.name + CACHE_ENDING), Path.home() / ".cache" / "threefold"
         roots = [beside, of_user] if self.cache is None else [self.cache]
         content = content_hash(self.path, roots)
         follows_from = {
@@ -235,21 +236,30 @@ class EncodedLines:
 
     Attributes:
         source: the file.
-        tokens: [N] uint16 or int32, memory-mapped: all lines back to back.
-        lines: int64 [L + 1], memory-mapped: where each line starts in `tokens`; the last is N.
+        folder: of the cache.
+        tokens: [N] uint16 or int32, in a file: all lines back to back.
+        lines: int64 [L + 1]: where each line starts in `tokens`; the last is N.
+        checksums: of each file of the folder; empty where an older version made it.
     """
 
+    lines_file: ClassVar[str] = LINES_FILE
+
     source: JsonLines
-    tokens: NDArray[np.integer]
+    folder: Path
+    tokens: StoredArray
     lines: Int64Array
+    checksums: Mapping[str, str]
 
     @classmethod
     def open(cls, folder: Path, source: JsonLines) -> "EncodedLines":
         """Those in a folder of the cache."""
-        tokens = np.memmap(folder / TOKENS_FILE, dtype=DTYPES[dtype_for(source.vocab_size)], mode="r")
-        lines = np.memmap(folder / LINES_FILE, dtype=DOCUMENT_DTYPE, mode="r")
-        # Plain arrays over the maps: np.memmap's own class costs a Python call for every slice taken.
-        return cls(source, np.asarray(tokens), np.asarray(lines))
+        tokens_file, lines_file = folder / TOKENS_FILE, folder / LINES_FILE
+        dtype = np.dtype(DTYPES[dtype_for(source.vocab_size)])
+        tokens = StoredArray(tokens_file, dtype, require_file(tokens_file) // dtype.itemsize)
+        lines = load_column(lines_file, DOCUMENT_DTYPE, require_file(lines_file) // 8)
+        if len(lines) < 2 or lines[0] != 0 or lines[-1] != len(tokens) or np.any(np.diff(lines) <= 0):
+            raise UserError(f"{shown(lines_file)} does not fit {TOKENS_FILE}; delete that folder, which is a cache.")
+        return cls(source, folder, tokens, lines, entry_checksums(folder) or {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,6 +275,7 @@ class PaddedSamples:
         first_samples: int64 [runs], the sample that each run of neighbouring lines starts with.
         shifts: int64 [runs], what to add to a sample's number to get its line's.
         count: number of samples.
+        name: the split.
     """
 
     encoded: EncodedLines
@@ -272,6 +283,7 @@ class PaddedSamples:
     first_samples: Int64Array
     shifts: Int64Array
     count: int
+    name: str
 
     @classmethod
     def open(cls, encoded: EncodedLines, name: str, split: str, sequence_length: int) -> "PaddedSamples":
@@ -288,7 +300,7 @@ class PaddedSamples:
             raise UserError(f'data.split "{split}" gives the {name} split no lines; give it a weight above 0')
         lengths = runs[:, 1] - runs[:, 0]
         first_samples = np.cumsum(lengths) - lengths
-        return cls(encoded, sequence_length, first_samples, runs[:, 0] - first_samples, int(lengths.sum()))
+        return cls(encoded, sequence_length, first_samples, runs[:, 0] - first_samples, int(lengths.sum()), name)
 
     def __len__(self) -> int:
         return self.count
@@ -305,14 +317,17 @@ class PaddedSamples:
         starts, ends = self.encoded.lines[lines], self.encoded.lines[lines + 1]
         places = starts[:, None] + np.arange(self.sequence_length + 1)
         held = places < ends[:, None]
-        windows = np.where(held, self.encoded.tokens[np.where(held, places, 0)], self.encoded.source.eod)
+        windows = np.full(places.shape, self.encoded.source.eod, dtype=np.int64)
+        windows[held] = self.encoded.tokens[places[held]]
         vocab_size = self.encoded.source.vocab_size
         if windows.size and not 0 <= windows.min() <= windows.max() < vocab_size:
+            row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0]
             raise UserError(
-                f"the cache of {self.encoded.source.path} holds a token outside the vocabulary of {vocab_size}, "
-                "so it is damaged; delete it."
+                f"{shown(self.encoded.folder / TOKENS_FILE)} holds token {windows[row, column]:,} at position "
+                f"{places[row, column]:,} (line {lines[row]:,} with text, sample {indices[row]:,} of the "
+                f"{self.name} split), outside the vocabulary of {vocab_size:,} tokens; delete that folder, which is a "
+                "cache."
             )
-        windows = windows.astype(np.int64)
         return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORED)
 
     def documents(self, indices: Int64Array) -> Int64Array:

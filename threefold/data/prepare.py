@@ -21,7 +21,6 @@ from threefold.data.format import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     DTYPES,
-    FORMAT,
     LOSS_MASK_FILE,
     META_FILE,
     TOKENIZER_FILE,
@@ -29,12 +28,15 @@ from threefold.data.format import (
     Meta,
     Source,
     dtype_for,
+    file_checksums,
+    list_token_files,
 )
 from threefold.data.progress import Progress
 from threefold.data.sources import SourceReader, find_inputs, holds_chat
 from threefold.data.staging import staged_directory
 from threefold.data.text import SpecialTokens, TextRule
 from threefold.data.tokenizer import check_vocab_size, end_of_document, id_count, load_tokenizer, train_tokenizer
+from threefold.data.written import check_replaceable
 from threefold.errors import UserError
 
 # The vocabulary of a larger corpus is learned from every n-th document: more text changes it little and costs memory.
@@ -71,6 +73,11 @@ class Request:
     special_tokens: SpecialTokens = "parse"
     chat_template: Path | None = None
 
+    @property
+    def read(self) -> tuple[Path, ...]:
+        """All files and folders that are read."""
+        return self.inputs if self.tokenizer is None else (*self.inputs, self.tokenizer)
+
 
 def prepare(request: Request, progress: Progress) -> TokenFiles:
     """Make token files at `request.out`, whole or not at all, and open them.
@@ -85,7 +92,9 @@ def prepare(request: Request, progress: Progress) -> TokenFiles:
     inputs = find_inputs(request.inputs)
     chats = [path for path in inputs if holds_chat(path, request.key)]
     template = _template(request, chats)
-    with staged_directory(request.out) as folder:
+    with staged_directory(
+        request.out, inputs=request.read, overwrite=request.overwrite, listing=list_token_files, marked=False
+    ) as folder:
         tokenizer = _tokenizer(request, inputs, progress)
         progress.phase("Encoding", sum(path.stat().st_size for path in inputs))
         sources = [SourceReader(path, request.key, progress.advance) for path in inputs]
@@ -112,28 +121,7 @@ def _check(request: Request) -> None:
         check_vocab_size(request.vocab_size)
     if request.workers < 1:
         raise UserError(f"--workers is {request.workers} but must be at least 1")
-    check_out(request.out, request.overwrite)
-
-
-def check_out(out: Path, overwrite: bool) -> None:
-    """Check that a folder of token files may be made at `out`.
-
-    Raises:
-        UserError: something stands there, and it is not token files that may be replaced.
-    """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not overwrite:
-        raise UserError(f"--out {out} exists already; choose another folder, or replace it with --overwrite")
-    if not _holds_token_files(out):
-        raise UserError(
-            f"--out {out} is no folder of token files, and --overwrite replaces nothing else; choose another"
-        )
-
-
-def _holds_token_files(folder: Path) -> bool:
-    meta = folder / META_FILE
-    return meta.is_file() and FORMAT in meta.read_text(encoding="utf-8", errors="replace")
+    check_replaceable(request.out, request.read, request.overwrite, listing=list_token_files)
 
 
 def _tokenizer(request: Request, inputs: list[Path], progress: Progress) -> Tokenizer:
@@ -210,6 +198,7 @@ def _write(
         special_tokens=rule.special_tokens,
         beginning=rule.beginning,
         loss_mask=holds_chat,
+        checksums=file_checksums(folder),
     ).write(folder / META_FILE)
 
 

@@ -7,6 +7,7 @@ import ast
 import inspect
 import json
 import os
+import stat
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
@@ -14,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from threefold.data.staging import staged_files
 from threefold.errors import UserError
+from threefold.files import shown
 
 TOPICS_FILE: Final = "python_topics.jsonl"
 DOCSTRINGS_FILE: Final = "python_docstrings.jsonl"
+_MARKED_AS: Final = "python_text"
 
 # Third-party packages, and tests, which are left out of some installations and say little in English.
 _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -59,11 +63,17 @@ def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
     }
     if not any(documents.values()):
         raise UserError(f"this Python has no source files under {library}; prepare a text of your own instead")
+    contents = {name: _json_lines(texts) for name, texts in documents.items() if texts}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = tuple(_write_lines(folder / name, texts) for name, texts in documents.items() if texts)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}); choose another folder") from None
+        raise UserError(f"{shown(folder)} cannot be written ({error.strerror}); choose another folder") from None
+    if any(not _holds(folder / name, content) for name, content in contents.items()):
+        # This program's files may be replaced, as another Python's are; they have its marker.
+        with staged_files(folder / _MARKED_AS, list(contents), inputs=(), overwrite=True) as staging:
+            for name, content in contents.items():
+                (staging / name).write_bytes(content)
+    files = tuple(folder / name for name in contents)
     return SampleSummary(files, sum(map(len, documents.values())), sum(file.stat().st_size for file in files))
 
 
@@ -120,12 +130,12 @@ def _distinct(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
             yield document
 
 
-def _write_lines(path: Path, texts: list[str]) -> Path:
-    partial = path.with_name(path.name + ".partial")
+def _json_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def _holds(path: Path, content: bytes) -> bool:
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+        return stat.S_ISREG(os.lstat(path).st_mode) and path.read_bytes() == content
+    except OSError:
+        return False

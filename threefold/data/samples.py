@@ -45,7 +45,9 @@ class PackedSamples:
         """
         runs = document_runs(files.document_count, split, name)
         if not len(runs):
-            raise UserError(f'data.split "{split}" gives the {name} split no documents; give it a weight above 0')
+            remedy = "give it a weight above 0" if files.document_count > 1 else "prepare more documents"
+            unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
+            raise UserError(f'data.split "{split}" gives the {name} split no documents; {remedy}{unevaluated}')
         bounds = np.asarray(files.documents[runs])
         ends = np.cumsum(bounds[:, 1] - bounds[:, 0])
         stream_starts = ends - (bounds[:, 1] - bounds[:, 0])
@@ -62,12 +64,12 @@ class PackedSamples:
         Raises:
             UserError: a token is outside the vocabulary, so the file is damaged.
         """
-        windows = self.files.tokens[self._places(indices, self.sequence_length + 1)].astype(np.int64)
+        places = self._places(indices, self.sequence_length + 1)
+        windows: Int64Array = self.files.tokens[places].astype(np.int64)
         if windows.size and not 0 <= windows.min() <= windows.max() < self.files.vocab_size:
-            raise UserError(
-                f"{self.files.path} holds a token outside its vocabulary of {self.files.vocab_size}, so it is damaged; "
-                f"{self.files.remedy}"
-            )
+            row, column = np.argwhere((windows < 0) | (windows >= self.files.vocab_size))[0]
+            sample = f", sample {indices[row]:,} of the {self.name} split"
+            raise self.files.outside(int(windows[row, column]), int(places[row, column]), sample)
         return windows
 
     @property
@@ -88,7 +90,7 @@ class PackedSamples:
         windows = self.read(indices)
         tokens, labels = windows[:, :-1], windows[:, 1:].copy()
         # After the end of a document the next token belongs to another one, which nothing here could predict.
-        labels[self.ends(indices)] = IGNORED
+        labels[self._ends(indices, tokens)] = IGNORED
         return tokens, labels
 
     def documents(self, indices: Int64Array) -> Int64Array:
@@ -101,9 +103,12 @@ class PackedSamples:
 
         That is the end-of-document token wherever it stands; without one, the last token of each document.
         """
-        places = self._places(indices, self.sequence_length)
+        return self._ends(indices, self.read(indices)[:, :-1])
+
+    def _ends(self, indices: Int64Array, tokens: Int64Array) -> NDArray[np.bool_]:
         if self.files.eod is not None:
-            return self.files.tokens[places] == self.files.eod
+            return tokens == self.files.eod
+        places = self._places(indices, self.sequence_length)
         following = np.searchsorted(self.files.documents, places + 1)
         return self.files.documents[following] == places + 1
 

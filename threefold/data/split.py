@@ -46,9 +46,10 @@ def document_counts(documents: int, split: str) -> dict[str, int]:
     wanted = int(np.count_nonzero(weights))
     if documents < wanted:
         nearest = ",".join(f"{w:g}" if i < documents else "0" for i, w in enumerate(weights))
+        unevaluated = " and train.eval_every to 0" if documents < 2 and weights[1] else ""
         raise UserError(
             f'data.split "{split}" needs at least {wanted} documents and the data holds {documents}; '
-            f'prepare more documents or set data.split to "{nearest}"'
+            f'prepare more documents, or set data.split to "{nearest}"{unevaluated}'
         )
     exact = weights / weights.sum() * documents
     counts = np.floor(exact).astype(np.int64)

@@ -205,10 +205,20 @@ def require_text(prompts: Sequence[Prompt]) -> None:
     """Check that there is something to go on from in each prompt.
 
     Raises:
-        UserError: one is empty, or there is none.
+        UserError: one is empty or no text, or there is none.
     """
     if not prompts or not all(prompts):
         raise UserError("--prompt is empty; give at least one character to go on from.")
+    for prompt in (prompt for prompt in prompts if isinstance(prompt, str)):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            code = ord(prompt[error.start])
+            # Python stands so for a byte of the command line that is not UTF-8
+            what = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character (U+{code:04X})"
+            raise UserError(
+                f"--prompt is not UTF-8 text: its character {error.start + 1} is {what}; give it as UTF-8."
+            ) from None
 
 
 class _Text:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from threefold.errors import UserError
 from threefold.inference.model import Model
 from threefold.parallel.collectives import shard_bounds
 from threefold.parallel.loss import ParallelCrossEntropy
@@ -71,6 +72,9 @@ def score(
         batch_size: windows that run together on a replica; the longest come first, so that little of them is padding.
         advance: told how many windows are done (of all replicas, as far as this rank can tell).
         masks: bool, for each token of each text whether it counts; None where all do that the windows count.
+
+    Raises:
+        UserError: a loss is not finite; on every rank.
     """
     mesh = model.mesh
     batches = _batches(model, windows, batch_size)
@@ -82,6 +86,10 @@ def score(
                 totals[:, batch] = found
         advance(len(batch))
     losses, hits = mesh.world.all_reduce_(totals).cpu()
+    if not bool(losses.isfinite().all()):
+        window = windows[int(losses.isfinite().logical_not().nonzero()[0])]
+        reason = "the weights hold values that are not finite, or the dtype is too narrow for them"
+        raise UserError(f"The loss of text {window.text + 1} is not finite: {reason}; try --dtype fp32.")
     return Scores(losses, hits.round().to(torch.int64))
 
 

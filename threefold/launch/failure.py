@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from threefold.errors import UserError
 from threefold.launch.output import log_file
@@ -56,12 +57,18 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     return Failure(rank, " ".join(line.strip() for line in lines if line.strip()), now)
 
 
+_HINTS: Final[dict[int, str]] = {
+    signal.SIGKILL: ", as when memory runs out",
+    signal.SIGBUS: ", as when a file that it reads is cut short (`threefold data verify` finds it)",
+}
+
+
 def from_exit_code(rank: int, code: int) -> Failure:
     """The failure of a rank whose process ended without a word: its exit status, or minus the signal's number."""
     now = time.monotonic()
     if code >= 0:
         return Failure(rank, f"its process ended with exit status {code}", now, silent=True)
-    hint = ", as when memory runs out" if -code == signal.SIGKILL else ""
+    hint = _HINTS.get(-code, "")
     return Failure(rank, f"its process was killed by {signal_name(-code)}{hint}", now, silent=-code != signal.SIGABRT)
 
 

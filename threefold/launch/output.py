@@ -1,5 +1,6 @@
 """What a rank prints goes to its log, and from chosen ranks to the console also."""
 
+import io
 import os
 import pty
 import re
@@ -12,7 +13,9 @@ import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
+
+from threefold.errors import OutputLost
 
 _CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 """Colours, cursor movements and titles of a terminal."""
@@ -62,20 +65,58 @@ def _redirected(target: int) -> Iterator[None]:
 def _replace_streams(output: int, error: int) -> None:
     """Point descriptors 1 and 2 elsewhere, with Python streams on them that write whole lines at once."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+        with suppress(OSError, ValueError, OutputLost):
+            if stream is not None:  # as where the console was closed from the start
+                stream.flush()
     os.dup2(output, 1)
     os.dup2(error, 2)
     sys.stdout, sys.stderr = _stream(1), _stream(2)
 
 
 def _stream(descriptor: int) -> TextIO:
-    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Tolerant(descriptor)), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+class _Tolerant(io.RawIOBase):
+    """A descriptor to write to whose failures, such as those of a log on a full disk, end no run."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            return len(memoryview(data))
 
 
 def _append(log: Path) -> int:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """A descriptor that appends to a log; where there can be none, to nothing."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        _warn(2, log, error)
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def _warn(descriptor: int, log: Path, error: OSError) -> None:
+    with suppress(OSError):
+        os.write(
+            descriptor, f"Warning: {log} cannot be written ({error.strerror}); the run continues without it.\n".encode()
+        )
 
 
 def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
@@ -97,7 +138,7 @@ def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # it ends when the last writer has
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         with open(_append(log), "ab", buffering=0) as file:
-            _copy(source, told, file, prefix.encode())
+            _copy(source, told, _Log(log, file), prefix.encode())
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -120,7 +161,22 @@ def _terminal() -> tuple[int, int]:
     return master, slave
 
 
-def _copy(source: int, told: int, log: BinaryIO, prefix: bytes) -> None:
+class _Log:
+    """A log that says once, on the console, that it cannot be written."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file, self._told = path, file, False
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                _warn(1, self._path, error)
+
+
+def _copy(source: int, told: int, log: _Log, prefix: bytes) -> None:
     pending = b""
     while source in select.select([source, told], [], [])[0] and (data := _read(source)):
         lines = (pending + data).split(b"\n")

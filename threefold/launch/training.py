@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from threefold.checkpoint.begin import find_beginning
-from threefold.checkpoint.folder import newest
+from threefold.checkpoint.folder import newest, write_durably
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, resolve
 from threefold.config.resolve import check_settings
@@ -115,7 +115,9 @@ def prepare_training(
 def _store(config: Config, run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG_FILE).write_text(config.to_yaml_for_any_layout(), encoding="utf-8")
+        fresh = run_dir / (CONFIG_FILE + ".tmp")  # a full disk leaves the one there is
+        write_durably(fresh, config.to_yaml_as_given())
+        fresh.replace(run_dir / CONFIG_FILE)
     except OSError as error:
         raise UserError(f"Cannot write to --run-dir {run_dir}: {error.strerror}.") from error
 
@@ -123,4 +125,4 @@ def _store(config: Config, run_dir: Path) -> None:
 def _train(info: RankInfo, config: Config, run_dir: Path, resume: bool) -> None:
     from threefold.train.run import train as train_rank
 
-    train_rank(config, run_dir, resume)
+    train_rank(config, run_dir, resume, reads=info.local_rank == 0)

@@ -2,9 +2,11 @@
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from threefold.errors import OutputLost
 from threefold.train.hooks import EvaluationRecord, Hook, StepRecord
 
 if TYPE_CHECKING:
@@ -21,8 +23,9 @@ def on_terminal() -> bool:
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
+    """Print a line at once; a console that is gone or full is no reason to end a run."""
+    with suppress(OSError, OutputLost):
+        print(line, flush=True)
 
 
 class LiveLine(Hook):
@@ -104,7 +107,8 @@ class Summary(Hook):
         self.places = places
         self._last: StepRecord | None = None
         self._valid: EvaluationRecord | None = None
-        self._steps, self._tokens, self._seconds, self._started = 0, 0, 0.0, 0.0
+        self._steps, self._counted, self._read, self._padding = 0, 0, 0, 0
+        self._seconds, self._started = 0.0, 0.0
 
     def before_fit(self, start: int) -> None:
         self._started = time.perf_counter()
@@ -112,7 +116,9 @@ class Summary(Hook):
     def after_step(self, record: StepRecord) -> None:
         self._last = record
         self._steps += 1
-        self._tokens += record.tokens_read
+        self._counted += 0 if record.skipped else record.tokens
+        self._read += record.tokens_read
+        self._padding += record.padding
         self._seconds += record.seconds
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
@@ -135,11 +141,17 @@ class Summary(Hook):
             rows.append(("validation loss", f"{self._valid.loss:.4f} at step {self._valid.step}"))
             rows += [(f"  of {name}", f"{loss:.4f}") for name, loss in self._valid.corpus_losses.items()]
         rows += [
-            ("tokens", f"{self._tokens:,} in {self._steps:,} steps"),
+            ("tokens trained on", f"{self._counted:,} in {self._steps:,} steps, those counted for the loss"),
+            ("tokens read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
             ("time", f"{clock(time.perf_counter() - self._started)}, of which {clock(self._seconds)} in steps"),
-            ("speed", f"{self._tokens / self._seconds:,.0f} tokens/s"),
+            ("speed", f"{self._read / self._seconds:,.0f} tokens/s read" + self._padded_speed()),
         ]
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
+
+    def _padded_speed(self) -> str:
+        if not self._padding:
+            return ""
+        return f", {(self._read + self._padding) / self._seconds:,.0f} with padding"
 
 
 def clock(seconds: float) -> str:

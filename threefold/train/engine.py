@@ -29,6 +29,7 @@ from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.split import ModelPlan
 from threefold.parallel.streams import RandomStreams, lend
 from threefold.parallel.zero import ShardedGradients, make_sharing
+from threefold.train.divergence import DivergenceError
 from threefold.train.division import stage_map
 from threefold.train.loss_scale import LossScale
 from threefold.train.optimizer import Optimizer
@@ -51,6 +52,7 @@ class StepResult:
         tokens: tokens of the global batch that count.
         skipped: whether the gradient was not finite, so that no update was made.
         loss_scale: what the loss was multiplied by for the backward pass; None where it never is.
+        padding: tokens that fill the global batch's samples up to their length.
     """
 
     loss: float
@@ -59,6 +61,7 @@ class StepResult:
     tokens: int
     skipped: bool = False
     loss_scale: float | None = None
+    padding: int = 0
 
 
 class Engine:
@@ -107,6 +110,7 @@ class Engine:
         modules = [module for stage in self.stages for module in stage.modules()]
         self._drops = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
         self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
+        self._padding = 0
         if config.train.compile:
             _compile(self.stages)
         self.runner = self._make_runner()
@@ -143,7 +147,8 @@ class Engine:
             step: 0 for the first; decides the dropout masks and the learning rate.
 
         Raises:
-            UserError: the gradient is not finite, or no token counts.
+            DivergenceError: as `update` says.
+            UserError: no token counts.
         """
         loss, tokens = self.compute_gradients(batch, step)
         return self.update(loss, tokens, step)
@@ -159,26 +164,26 @@ class Engine:
             step: 0 for the first.
 
         Raises:
-            UserError: loss or norm are not finite, and no smaller loss scale could mend it.
+            DivergenceError: loss or norm are not finite, and no smaller loss scale could mend it.
         """
         loss, norm = self._loss_and_norm(local_loss)
         lr, scale = learning_rate(step + 1, self.config.optimizer), self.loss_scale
         used = None if scale is None else scale.value
         if not (isfinite(loss) and isfinite(norm)):
             if scale is None or scale.is_least:
-                raise UserError(
+                raise DivergenceError(
                     f"Training diverged at step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
                     f"lower optimizer.lr ({self.config.optimizer.lr:g}), to {self.config.optimizer.lr / 2:g} say."
                 )
             scale.overflowed()
-            return StepResult(loss, norm, lr, tokens, True, used)
+            return StepResult(loss, norm, lr, tokens, True, used, self._padding)
         if scale is not None:
             scale.held()
         limit = self.config.optimizer.clip_grad_norm
         if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
             self.gradients.scale_(coefficient)
         self.optimizer.step(lr)
-        return StepResult(loss, norm, lr, tokens, False, used)
+        return StepResult(loss, norm, lr, tokens, False, used, self._padding)
 
     def compute_gradients(self, batch: Batch, step: int) -> tuple[Tensor, int]:
         """Fill the gradients with those of the global batch's mean loss.
@@ -187,7 +192,7 @@ class Engine:
             this replica's share of the mean loss (on the last stage, zero elsewhere), and how many tokens of the global
             batch count.
         """
-        tokens = self._count(batch.labels)
+        tokens, self._padding = self._count(batch)
         if tokens == 0:
             raise UserError(f"No token of the batch of step {step + 1} counts for the loss; look at data.path.")
         keys = sample_keys(self.config.train.seed, step, batch.rows) if self._drops else None
@@ -256,9 +261,11 @@ class Engine:
         ]
         return squared_norm(mine) if mine else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
-    def _count(self, labels: Tensor) -> int:
-        """Tokens of the global batch that count, from the labels of this replica's rows."""
-        return int(self.mesh.dp.all_reduce_((labels != IGNORED).sum()))
+    def _count(self, batch: Batch) -> tuple[int, int]:
+        """Tokens of the global batch that count, and that are padding, from this replica's rows."""
+        counts = torch.stack([(batch.labels != IGNORED).sum(), batch.padding()])
+        counted, padding = self.mesh.dp.all_reduce_(counts).tolist()
+        return counted, padding
 
     def _work(self, batch: Batch, keys: Tensor | None = None, weights: Tensor | None = None) -> Work:
         """The batch as this rank works on it: its own positions of every sequence, on its device."""

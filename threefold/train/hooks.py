@@ -19,13 +19,14 @@ class StepRecord:
         grad_norm: before clipping; not finite where it overflowed.
         lr: the rate of this update.
         tokens: tokens of the global batch that count for the loss.
-        tokens_read: all tokens of the global batch.
+        tokens_read: all tokens of the global batch but padding.
         epoch: passes over the training samples completed before it.
         batch: the step's number in its epoch, 0 for the first.
         reader_cost: seconds that the step waited for its data.
         seconds: that it took, reading included.
         skipped: whether the gradient overflowed, so that no update was made.
         loss_scale: what the loss was multiplied by for the backward pass; None where it never is.
+        padding: tokens that fill the global batch's samples up to their length.
         corpus_epochs: for a mixture, passes over each corpus before it, by name.
     """
 
@@ -41,10 +42,12 @@ class StepRecord:
     seconds: float
     skipped: bool = False
     loss_scale: float | None = None
+    padding: int = 0
     corpus_epochs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens read, without padding, over the time of the step."""
         return self.tokens_read / self.seconds
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 from threefold.train.hooks import EvaluationRecord, Hook, StepRecord
+from threefold.train.line_file import LineFile
 
 FILE = "train.log"
 
@@ -12,23 +12,26 @@ FILE = "train.log"
 class StepLog(Hook):
     """A line every so many steps, and one for each evaluation and checkpoint.
 
-    The costs, speeds and tokens per second of a line are averages since the line before; its loss is the global mean of
-    that step and its learning rate the one that was used.
+    The costs, speeds and tokens per second (those read, without padding) of a line are averages since the line before;
+    its loss is the global mean of that step and its learning rate the one that was used.
 
     Args:
         path: of the file; a resumed run appends.
         every: steps between lines.
         ranks: of the run, for the tokens per second of each.
         emit: gets each line too.
+        say: gets a warning where the file cannot be written.
     """
 
-    def __init__(self, path: Path, every: int, ranks: int, emit: Callable[[str], None]) -> None:
-        self.path, self.every, self.ranks, self.emit = path, every, ranks, emit
-        self._file: TextIO | None = None
+    def __init__(
+        self, path: Path, every: int, ranks: int, emit: Callable[[str], None], say: Callable[[str], None]
+    ) -> None:
+        self.every, self.ranks, self.emit = every, ranks, emit
+        self._file = LineFile(path, say)
         self._since: list[StepRecord] = []
 
     def before_fit(self, start: int) -> None:
-        self._file = self.path.open("a" if start else "w", encoding="utf-8", buffering=1)
+        self._file.open(append=bool(start))
 
     def after_step(self, record: StepRecord) -> None:
         self._since.append(record)
@@ -51,12 +54,10 @@ class StepLog(Hook):
         self._write(f"global step {step}, checkpoint: {path}")
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _write(self, line: str) -> None:
-        if self._file is not None:
-            self._file.write(line + "\n")
+        self._file.write(line)
         self.emit(line)
 
 

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from math import isfinite
 
 from threefold.config import Config
 from threefold.data.loader import Loader
+from threefold.train.divergence import CheckpointStore, DivergenceError, SafeSaving
 from threefold.train.engine import Engine
 from threefold.train.evaluate import evaluate
-from threefold.train.hooks import Hook, StepRecord
+from threefold.train.hooks import EvaluationRecord, Hook, StepRecord
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -26,13 +27,15 @@ class Trainer:
         loader: this replica's batches.
         config: resolved.
         hooks: told of everything, in this order.
-        save: makes the checkpoint after a number of updates, and returns its folder.
+        store: gets the checkpoints.
     """
 
     def __init__(
-        self, engine: Engine, loader: Loader, config: Config, hooks: Sequence[Hook], save: Callable[[int], Path]
+        self, engine: Engine, loader: Loader, config: Config, hooks: Sequence[Hook], store: CheckpointStore
     ) -> None:
-        self.engine, self.loader, self.config, self.hooks, self.save = engine, loader, config, hooks, save
+        self.engine, self.loader, self.config, self.hooks = engine, loader, config, hooks
+        self.saving = SafeSaving(store)
+        self._evaluation: EvaluationRecord | None = None
 
     def fit(self, start: int = 0) -> None:
         """Make the updates that are left of `train.max_steps`, after `start` have been made."""
@@ -48,8 +51,10 @@ class Trainer:
                     self._end_epoch(step)
                 if is_due(step, self.config.train.eval_every, last):
                     self._evaluate(step)
-                if step == last or is_due(step, self.config.checkpoint.every, last):
-                    self._checkpoint(step)
+                if step == last:
+                    self._save_last(step)
+                else:
+                    self._save(step)
             self._tell(lambda hook: hook.after_fit())
         finally:
             self._tell(lambda hook: hook.close())
@@ -59,7 +64,10 @@ class Trainer:
         batch = self.loader.batch(done)
         read = time.perf_counter()
         self._tell(lambda hook: hook.before_step(done + 1, batch))
-        result = self.engine.train_step(batch, done)
+        try:
+            result = self.engine.train_step(batch, done)
+        except DivergenceError as error:
+            raise self.saving.explained(error) from error
         ended = time.perf_counter()
         epoch = self._epoch(done)
         record = StepRecord(
@@ -68,7 +76,8 @@ class Trainer:
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens=result.tokens,
-            tokens_read=self.config.train.global_batch_size * self.config.data.sequence_length,
+            tokens_read=self.config.train.global_batch_size * self.config.data.sequence_length - result.padding,
+            padding=result.padding,
             epoch=epoch,
             batch=done - self._first_step(epoch),
             reader_cost=read - started,
@@ -77,16 +86,32 @@ class Trainer:
             loss_scale=result.loss_scale,
             corpus_epochs=self.loader.corpus_epochs(done),
         )
+        self.saving.after_step(record)
         self._tell(lambda hook: hook.after_step(record))
 
     def _evaluate(self, step: int) -> None:
         self._tell(lambda hook: hook.before_evaluation(step))
-        record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
+        self._evaluation = record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
+        self.saving.after_evaluation(record)
         self._tell(lambda hook: hook.after_evaluation(record))
 
-    def _checkpoint(self, step: int) -> None:
-        path = self.save(step)
+    def _save(self, step: int) -> None:
+        path = self.saving.save(step, is_due(step, self.config.checkpoint.every, self.config.train.max_steps))
+        if path is not None:
+            self._tell(lambda hook: hook.after_checkpoint(step, path))
+
+    def _save_last(self, step: int) -> None:
+        """The checkpoint of a process that makes no more steps."""
+        path = self.saving.save_last(step, lambda: self._loss_after(step))
         self._tell(lambda hook: hook.after_checkpoint(step, path))
+
+    def _loss_after(self, step: int) -> float:
+        """A loss of the weights after `step` updates: that of the evaluation just made, or of the last batch again."""
+        known = self._evaluation
+        if known is not None and known.step == step and isfinite(known.loss):
+            return known.loss
+        loss, tokens = self.engine.evaluate(self.loader.batch(step - 1))
+        return loss / max(1, tokens)
 
     def _begin_epoch(self, done: int) -> None:
         self._tell(lambda hook: hook.before_epoch(self._epoch(done)))

@@ -1,11 +1,13 @@
 """RUN/loss.png: the loss curve."""
 
+from collections.abc import Callable
 from itertools import accumulate
 from math import log
 from pathlib import Path
 from typing import Any
 
 from threefold.train.hooks import Hook
+from threefold.train.line_file import reason_of
 from threefold.train.metrics import read_metrics
 
 FILE = "loss.png"
@@ -20,24 +22,39 @@ class LossCurve(Hook):
         metrics: the metrics file, complete by then.
         vocab_size: for the loss of a model that knows nothing.
         title: above the picture.
+        say: gets a warning where it cannot be drawn.
     """
 
-    def __init__(self, path: Path, metrics: Path, vocab_size: int, title: str) -> None:
-        self.path, self.metrics, self.vocab_size, self.title = path, metrics, vocab_size, title
+    def __init__(self, path: Path, metrics: Path, vocab_size: int, title: str, say: Callable[[str], None]) -> None:
+        self.path, self.metrics, self.vocab_size, self.title, self.say = path, metrics, vocab_size, title, say
 
     def after_fit(self) -> None:
-        draw(self.path, list(read_metrics(self.metrics)), self.vocab_size, self.title)
+        # Whatever goes wrong in a library that draws, the run has been made.
+        try:
+            draw(self.path, list(read_metrics(self.metrics)), self.vocab_size, self.title)
+        except Exception as error:
+            self.say(f"Warning: {self.path} cannot be drawn ({reason_of(error)}).")
 
 
 def smoothed(values: list[float], span: int) -> list[float]:
-    """Means over `span` neighbours centred on each value, fewer towards the ends, so that the curve does not lag."""
-    sums, last = [0.0, *accumulate(values)], len(values) - 1
-    reaches = [min(span // 2, place, last - place) for place in range(len(values))]
-    return [(sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1) for place, reach in enumerate(reaches)]
+    """Means over `span` neighbours centred on each value, so that the curve does not lag.
+
+    The first and last `span // 2` values have none: a mean over fewer would follow the single steps, and the curve
+    would rise or dive at its end with the last of them.
+
+    Args:
+        values: one a step.
+        span: how many, odd.
+
+    Returns:
+        one for each value but `span // 2` at either end.
+    """
+    sums = [0.0, *accumulate(values)]
+    return [(sums[place + span] - sums[place]) / span for place in range(len(values) - span + 1)]
 
 
 def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str) -> None:
-    """Draw the losses over the steps, with the tokens read along the upper edge.
+    """Draw the losses over the steps, with the tokens trained on (counted for the loss) along the upper edge.
 
     Args:
         path: of the PNG.
@@ -51,7 +68,7 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     steps = [line for line in metrics if line.get("loss") is not None]
-    evaluations = [line for line in metrics if "valid_loss" in line]
+    evaluations = [line for line in metrics if line.get("valid_loss") is not None]
     numbers, losses = [line["step"] for line in steps], [line["loss"] for line in steps]
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -62,7 +79,8 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
         span = len(losses) // 40 * 2 + 1
         if span > 1:
             label = f"training, mean over {span} steps"
-            axes.plot(numbers, smoothed(losses, span), color=_TRAIN, linewidth=2, label=label)
+            middle = numbers[span // 2 : len(numbers) - span // 2]
+            axes.plot(middle, smoothed(losses, span), color=_TRAIN, linewidth=2, label=label)
     if evaluations:
         last = evaluations[-1]
         axes.plot(
@@ -85,8 +103,8 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
     axes.legend(frameon=False)
     if numbers:
         axes.set_xlim(0, numbers[-1])
-        per_step = sum(line["tokens"] for line in steps) / len(steps)
+        per_step = max(1, sum(line["tokens"] for line in steps if not line.get("skipped"))) / len(steps)
         upper = axes.secondary_xaxis("top", functions=(lambda x: x * per_step, lambda x: x / per_step))
         upper.xaxis.set_major_formatter(EngFormatter(sep=""))
-        upper.set_xlabel("training tokens")
+        upper.set_xlabel("tokens trained on (counted for the loss)")
     figure.savefig(path, dpi=150)

@@ -25,15 +25,17 @@ from threefold.train.hooks import Hook
 from threefold.train.loop import Trainer
 from threefold.train.start import Start
 from threefold.train.state import Checkpoints
+from threefold.train.token_check import TokenCheck
 
 
-def train(config: Config, run_dir: Path, resume: bool) -> None:
+def train(config: Config, run_dir: Path, resume: bool, reads: bool = True) -> None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
     Args:
         config: resolved, `train.device` being the device.
         run_dir: a folder that all ranks see; gets the metrics, logs, curves and checkpoints.
         resume: whether to go on from its newest checkpoint.
+        reads: whether this rank checks the token files of its host in the background.
 
     Raises:
         UserError: on every rank, what the user can mend: bad data, nothing to resume, divergence, a full disk.
@@ -45,15 +47,16 @@ def train(config: Config, run_dir: Path, resume: bool) -> None:
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
         plan = model_plan(config.model, config.data.sequence_length)
         engine = Engine(partial(make_model, config.model), plan, mesh, config)
-        checkpoints = Checkpoints(run_dir, engine, config, dataset)
+        checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents())
         step, lines = start.load(checkpoints)
-        hooks: list[Hook] = [DataAgreement(mesh, config.log.every)]
+        check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
+        hooks: list[Hook] = [DataAgreement(mesh, config.log.every), check]
         if mesh.rank == 0:
             _announce(config, mesh, loader)
             for line in lines:
                 say(line)
             hooks += reporting_hooks(config, run_dir, mesh.layout.world_size)
-        Trainer(engine, loader, config, hooks, checkpoints.save).fit(step)
+        Trainer(engine, loader, config, hooks, checkpoints).fit(step)
 
 
 def check_division(config: Config) -> None:
@@ -82,10 +85,10 @@ def reporting_hooks(config: Config, run_dir: Path, ranks: int) -> list[Hook]:
     metrics_path, plot_path = run_dir / metrics.FILE, run_dir / plot.FILE
     live = on_terminal()
     hooks: list[Hook] = [
-        metrics.MetricsFile(metrics_path),
-        tensorboard.TensorBoard(run_dir / tensorboard.FOLDER),
-        log.StepLog(run_dir / log.FILE, config.log.every, ranks, emit=(lambda _: None) if live else say),
-        plot.LossCurve(plot_path, metrics_path, config.model.vocab_size, f"Loss of {run_dir.name}"),
+        metrics.MetricsFile(metrics_path, say),
+        tensorboard.TensorBoard(run_dir / tensorboard.FOLDER, say),
+        log.StepLog(run_dir / log.FILE, config.log.every, ranks, emit=(lambda _: None) if live else say, say=say),
+        plot.LossCurve(plot_path, metrics_path, config.model.vocab_size, f"Loss of {run_dir.name}", say),
         Summary({"loss curve": plot_path, "metrics": metrics_path, "TensorBoard": run_dir / tensorboard.FOLDER}),
     ]
     return [LiveLine(config.train.max_steps), *hooks] if live else hooks

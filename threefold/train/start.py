@@ -5,6 +5,7 @@ from pathlib import Path
 from threefold.checkpoint.begin import Beginning, find_beginning
 from threefold.checkpoint.choose import from_first
 from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.folder import Checkpoint
 from threefold.checkpoint.resume import Resumption, find_resumption
 from threefold.config import Config
 from threefold.parallel.mesh import Axis
@@ -28,6 +29,11 @@ class Start:
         self._config, self._run_dir, self._resume, self._world = config, run_dir, resume, world
         self._damaged: dict[Path, str] = {}
         self._found = self._find()
+
+    @property
+    def resumed(self) -> Checkpoint | None:
+        """The run's own checkpoint that it starts from, as `load` left it."""
+        return self._found.checkpoint if isinstance(self._found, Resumption) else None
 
     def load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
         """Put the engine where the run starts; what turns out to be damaged as it is read is passed over by all ranks.

@@ -1,16 +1,19 @@
 """An engine's state as named global tensors, and a run's checkpoints made of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts, complete
 from threefold.checkpoint.huggingface.carried import PREFIX, carried_by
 from threefold.checkpoint.naming import MODEL, OPTIMIZER
-from threefold.checkpoint.save import save_checkpoint
+from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config import Config
 from threefold.data.chat_template import CONFIG_FILE
+from threefold.data.content import Content
 from threefold.data.dataset import Dataset
 from threefold.parallel.streams import STREAMS, stored_as
 from threefold.train.engine import Engine
@@ -42,14 +45,24 @@ class Checkpoints:
         engine: whose state it is.
         config: resolved.
         dataset: trained on, with its tokenizer if that is known.
+        contents: tells what the tokens of each of its corpora are.
     """
 
-    def __init__(self, run_dir: Path, engine: Engine, config: Config, dataset: Dataset) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        engine: Engine,
+        config: Config,
+        dataset: Dataset,
+        contents: Callable[[], tuple[Content, ...]] = tuple,
+    ) -> None:
         self.run_dir, self.engine, self.config, self.dataset = run_dir, engine, config, dataset
+        self.contents = contents
         self._sizes = dataset.sizes()
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
-            self._texts = {CONFIG: config.to_yaml()}
+            # Model and data in full, as the weights follow from them; the rest follows as it does in the run's own.
+            self._texts = {CONFIG: config.to_yaml_as_given(resolved=("model", "data"))}
             if dataset.tokenizer_file is not None:
                 self._texts[TOKENIZER] = dataset.tokenizer_file.read_text(encoding="utf-8")
             if dataset.template is not None:
@@ -61,11 +74,38 @@ class Checkpoints:
         Raises:
             UserError: on every rank, when it cannot be written.
         """
-        world, keep = self.engine.mesh.world, self.config.checkpoint.keep
         tensors = engine_tensors(self.engine)
         if self.engine.streams.used:
             tensors |= self.engine.streams.stored(self.engine.mesh.layout)
-        return save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, world, keep)
+        return save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, self.engine.mesh.world)
+
+    def prune(self, step: int) -> None:
+        """Delete all but the newest `checkpoint.keep` up to that of `step`.
+
+        Raises:
+            UserError: on every rank, when one cannot be deleted.
+        """
+        prune_checkpoints(self.run_dir, self.config.checkpoint.keep, step, self.engine.mesh.world)
+
+    def whole(self) -> list[Path]:
+        """The folders of the whole ones, oldest first."""
+        return [checkpoint.path for checkpoint in complete(self.run_dir)]
+
+    def set_aside(self, step: int) -> tuple[Path, Path] | None:
+        """As `set_aside_checkpoint`."""
+        return set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
+
+    def is_finite(self) -> bool:
+        """Whether weights and optimizer state are finite on every rank."""
+        optimizer = self.engine.optimizer
+        tensors = [entry.master.detach() for entry in optimizer.entries]
+        tensors += [value for _, _, value in optimizer.states()]
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        largest = torch.stack(
+            [norm.double().to(self.engine.mesh.device) for norm in torch._foreach_norm(filled, torch.inf)]
+        )
+        bad = (~largest.isfinite()).sum()
+        return int(self.engine.mesh.world.all_reduce_(bad)) == 0
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Put the engine into the state of a checkpoint, and return the updates made for it.
@@ -127,6 +167,7 @@ class Checkpoints:
             corpora=self._sizes,
             special_tokens=None if dataset.rule.is_assumed else dataset.rule.special_tokens,
             beginning=dataset.rule.beginning,
+            contents=self.contents(),
             loss_scale=scale.value if scale else None,
             good_steps=scale.good_steps if scale else 0,
         )

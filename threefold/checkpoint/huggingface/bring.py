@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -13,9 +13,18 @@ import yaml
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, Facts, path_of, write_durably, write_manifest
+from threefold.checkpoint.folder import (
+    CONFIG,
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    Facts,
+    path_of,
+    write_durably,
+    write_manifest,
+)
 from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
-from threefold.checkpoint.huggingface.carried import PREFIX, WITH_TOKENIZER, end_tokens, texts_of
+from threefold.checkpoint.huggingface.carried import PREFIX, WITH_TOKENIZER, check_tokenizer, end_tokens, texts_of
 from threefold.checkpoint.huggingface.config_in import read_model
 from threefold.checkpoint.huggingface.families import Family
 from threefold.checkpoint.huggingface.files import TensorFiles, read_json
@@ -29,7 +38,9 @@ from threefold.config.loading import config_of
 from threefold.data.progress import Progress
 from threefold.data.staging import staged_directory
 from threefold.data.tokenizer import end_of_document
+from threefold.data.written import check_replaceable, list_marked
 from threefold.errors import UserError
+from threefold.files import read_json as read_own_json
 from threefold.host import return_freed_memory
 from threefold.models.registry import make_model
 
@@ -50,12 +61,14 @@ class Import:
         out: the run to make.
         ignored: keys of config.json that the user takes to be harmless.
         overwrite: whether a folder at `out` is replaced.
+        allow_not_finite: whether weights may be NaN or infinite.
     """
 
     source: Path
     out: Path
     ignored: tuple[str, ...] = ()
     overwrite: bool = False
+    allow_not_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
             at `out` then.
     """
     return_freed_memory()
-    require_free(request.source, request.out, request.overwrite)
+    check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)
     values = read_json(request.source / THEIR_CONFIG)
     family, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
     files = TensorFiles(request.source, family.prefix)
@@ -100,14 +113,21 @@ def import_model(request: Import, progress: Progress) -> Imported:
     config = resolve(config_of(_of_checkpoint(template)), 1)
     weights = _checked_weights(family, config, files)
     texts = texts_of(request.source)
+    if TOKENIZER in texts:
+        check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
     eod = _end_token(request.source, texts)
     tensors = _streamed(weights, files, progress)
     total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     progress.phase("Importing", total)
-    with staged_directory(request.out) as partial:
+    with staged_directory(
+        request.out, inputs=[request.source], overwrite=request.overwrite, listing=list_imported
+    ) as partial:
         folder = path_of(partial, 0)
         folder.mkdir(parents=True)
+        files.not_finite()  # what the checks before have read counts anew
         save_tensors_alone(tensors, folder)
+        if not request.allow_not_finite:
+            _check_finite(files)
         for name, text in {**texts, CONFIG: config.to_yaml()}.items():
             write_durably(folder / name, text)
         write_manifest(folder, _facts(config, eod, texts))
@@ -120,16 +140,19 @@ def import_model(request: Import, progress: Progress) -> Imported:
     return Imported(family.name, config, parameters, names, total, TOKENIZER in texts)
 
 
-def require_free(source: Path, out: Path, overwrite: bool) -> None:
-    """Check that a folder may be made.
-
-    Raises:
-        UserError: there is one that may not be replaced.
-    """
-    if out.resolve() == source.resolve():
-        raise UserError(f"--out is {out}, which is what is read; choose another folder.")
-    if out.exists() and not overwrite:
-        raise UserError(f"--out {out} exists already; choose another folder, or give --overwrite.")
+def list_imported(run: Path) -> Collection[str] | None:
+    """The files of an imported run by its marker; before there were markers, by the manifest of its only checkpoint."""
+    if (marked := list_marked(run)) is not None:
+        return marked
+    folder = path_of(Path(), 0)
+    try:
+        manifest = read_own_json(run / folder / MANIFEST)
+    except UserError:
+        return None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("step") != 0:
+        return None
+    names = [str(name) for name in manifest.get("files", ())]
+    return {CONFIG, TOKENIZER, *((folder / name).as_posix() for name in (*names, MANIFEST))}
 
 
 def _template(settings: Mapping[str, Any], precision: str, out: Path) -> dict[str, dict[str, Any]]:
@@ -152,8 +175,17 @@ def _of_checkpoint(template: Mapping[str, dict[str, Any]]) -> dict[str, dict[str
 
 def _checked_weights(family: Family, config: Config, files: TensorFiles) -> list[Weight]:
     """The weights of the model that a config asks for, each known to be in the files, in its shape."""
-    with torch.device("meta"):
-        model = make_model(config.model)
+    named = f"{files.folder / THEIR_CONFIG}"
+    if (config.model.num_layers or 0) > len(files.tensors):
+        raise UserError(
+            f"{named} asks for {config.model.num_layers:,} layers and {files.folder} holds {len(files.tensors)} "
+            "tensors; fetch both again."
+        )
+    try:
+        with torch.device("meta"):
+            model = make_model(config.model)
+    except (RuntimeError, OverflowError, TypeError, MemoryError):
+        raise UserError(f"{named} asks for weights that are larger than any can be; fetch it again.") from None
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     weights = weights_of(family, config.model, shapes, files.tensors)
     expected = {name: shape for weight in weights for name, shape in weight.theirs().items()}
@@ -192,6 +224,20 @@ def _check_tie(files: TensorFiles, weights: list[Weight]) -> None:
     raise UserError(
         f"{files.folder}: {THEIR_CONFIG} says tie_word_embeddings true, and lm_head.weight is not {part.name}; "
         "set it to false if the model has a head of its own."
+    )
+
+
+def _check_finite(files: TensorFiles) -> None:
+    """Check that what has been read is finite."""
+    counts = files.not_finite()
+    if not counts:
+        return
+    order = {name: place for place, name in enumerate(files.tensors)}
+    first = min(counts, key=lambda name: order[name])
+    others = f" and {len(counts) - 1} more tensors {sum(counts.values()) - counts[first]:,}" if len(counts) > 1 else ""
+    raise UserError(
+        f"{files.tensors[first].file}: {first} holds {counts[first]:,} values that are NaN or infinite{others}; "
+        "fetch it again, or give --allow-not-finite to import them as they are."
     )
 
 

@@ -4,14 +4,16 @@ They lie in a checkpoint beside its tensors as `huggingface-NAME`, and each late
 them has them too.
 """
 
+import os
 from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
 from threefold.checkpoint.folder import TOKENIZER
-from threefold.checkpoint.huggingface.files import read_json
+from threefold.checkpoint.huggingface.files import read_json, shortened
 from threefold.errors import UserError
+from threefold.files import read_text
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
@@ -40,20 +42,39 @@ def texts_of(source: Path) -> dict[str, str]:
         UserError: a file cannot be read, or the tokenizer is none.
     """
     kept = {TOKENIZER: source / TOKENIZER, **{PREFIX + name: source / name for name in CARRIED}}
-    texts = {name: _text_of(path) for name, path in kept.items() if path.is_file()}
+    texts = {name: read_text(path) for name, path in kept.items() if os.path.lexists(path)}
+    for path in (path for name, path in kept.items() if name in texts and path.suffix == ".json"):
+        read_json(path)
     if TOKENIZER in texts:
-        try:
-            Tokenizer.from_str(texts[TOKENIZER])
-        except Exception as error:  # the library raises a bare Exception
-            raise UserError(f"{source / TOKENIZER} cannot be read ({error}); fetch it again.") from None
+        _tokenizer(texts[TOKENIZER], source / TOKENIZER)
     return texts
 
 
-def _text_of(path: Path) -> str:
+def _tokenizer(text: str, path: Path) -> Tokenizer:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); fetch it again.") from None
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises a bare Exception
+        raise UserError(f"{path} cannot be read ({shortened(str(error))}); fetch it again.") from None
+
+
+def check_tokenizer(text: str, path: Path, rows: int) -> None:
+    """Check that every token of a tokenizer has a row in the embedding.
+
+    Args:
+        text: of the tokenizer.
+        path: names it in sentences.
+        rows: of the embedding.
+
+    Raises:
+        UserError: a token has none.
+    """
+    ids = _tokenizer(text, path).get_vocab(with_added_tokens=True).values()
+    largest = max(ids, default=-1)
+    if largest >= rows:
+        raise UserError(
+            f"{path} has {len(ids):,} tokens with ids up to {largest:,} and the embedding has {rows:,} rows "
+            f"(vocab_size in {CONFIG}); give the tokenizer that belongs to the model, with ids up to {rows - 1:,}."
+        )
 
 
 def end_tokens(folder: Path, prefix: str = "") -> list[int]:
@@ -68,9 +89,15 @@ def end_tokens(folder: Path, prefix: str = "") -> list[int]:
     """
     found: list[Any] = []
     for path in (folder / f"{prefix}{name}" for name in (CONFIG, GENERATION)):
-        named = read_json(path).get("eos_token_id") if path.is_file() else None
-        found += named if isinstance(named, list) else [named]
-    return list(dict.fromkeys(token for token in found if isinstance(token, int)))
+        named = read_json(path).get("eos_token_id") if os.path.lexists(path) else None
+        named = named if isinstance(named, list) else [named]
+        if not all(each is None or (type(each) is int and 0 <= each < 1 << 31) for each in named):
+            shown = shortened(repr(named[0] if len(named) == 1 else named))
+            raise UserError(
+                f"{path}: eos_token_id is {shown} but must be a token's id or a list of them; fetch it again."
+            )
+        found += named
+    return list(dict.fromkeys(token for token in found if token is not None))
 
 
 def carried_by(checkpoint: Path) -> dict[str, str]:

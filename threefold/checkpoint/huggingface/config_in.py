@@ -4,10 +4,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from threefold.checkpoint.huggingface.families import COMMON_DEFAULTS, FAMILIES, Family
+from threefold.checkpoint.huggingface.files import shortened
 from threefold.checkpoint.huggingface.keys import Keys
 from threefold.checkpoint.huggingface.rope import read_rope
 from threefold.errors import UserError
 
+_MOST_LAYERS, _MOST_EXPERTS = 100_000, 65_536
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -23,9 +25,9 @@ def read_model(values: Mapping[str, Any], where: str, ignored: Collection[str] =
         UserError: another family, or anything that Threefold cannot do.
     """
     name = values.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
-            f"{where}: model_type is {name!r} and Threefold reads {', '.join(FAMILIES)}; "
+            f"{where}: model_type is {shortened(repr(name))} and Threefold reads {', '.join(FAMILIES)}; "
             "give a model of one of these families."
         )
     family = FAMILIES[name]
@@ -39,7 +41,7 @@ def read_model(values: Mapping[str, Any], where: str, ignored: Collection[str] =
 
 
 def _gpt(keys: Keys) -> dict[str, Any]:
-    hidden = keys.whole("n_embd")
+    hidden = keys.whole("n_embd", least=1)
     keys.require("activation_function", "gelu_new", "gelu_pytorch_tanh")
     keys.require("scale_attn_weights", True)
     keys.require("scale_attn_by_inverse_layer_idx", False)
@@ -50,18 +52,18 @@ def _gpt(keys: Keys) -> dict[str, Any]:
             f"embd_pdrop is {dropped[0]} and resid_pdrop {dropped[1]}", "Threefold has one rate; make them equal"
         )
     return {
-        "num_layers": keys.whole("n_layer"),
+        "num_layers": keys.whole("n_layer", least=1, most=_MOST_LAYERS),
         "hidden_size": hidden,
-        "num_attention_heads": keys.whole("n_head"),
-        "ffn_hidden_size": keys.whole("n_inner", 4 * hidden),
-        "vocab_size": keys.whole("vocab_size"),
-        "max_position_embeddings": keys.whole("n_positions", 1024),
+        "num_attention_heads": keys.whole("n_head", least=1),
+        "ffn_hidden_size": keys.whole("n_inner", 4 * hidden, least=1),
+        "vocab_size": keys.whole("vocab_size", least=1),
+        "max_position_embeddings": keys.whole("n_positions", 1024, least=1),
         "hidden_dropout": dropped[0],
         "attention_dropout": float(keys.number("attn_pdrop", 0.1)),
         "position_embedding": "learned",
         "norm_eps": float(keys.number("layer_norm_epsilon", 1e-5)),
         "initializer_range": float(keys.number("initializer_range", 0.02)),
-        "tie_embeddings": bool(keys.take("tie_word_embeddings", True)),
+        "tie_embeddings": keys.flag("tie_word_embeddings", True),
     }
 
 
@@ -69,42 +71,45 @@ def _llama(keys: Keys, family: Family) -> dict[str, Any]:
     keys.require("hidden_act", "silu", "swish")
     keys.require("mlp_bias", False)
     keys.require("attention_bias", False)  # transformers adds one to the output projection then, too
-    hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
-    layers, positions = keys.whole("num_hidden_layers"), keys.whole("max_position_embeddings")
+    hidden, heads = keys.whole("hidden_size", least=1), keys.whole("num_attention_heads", least=1)
+    layers, positions = (
+        keys.whole("num_hidden_layers", least=1, most=_MOST_LAYERS),
+        keys.whole("max_position_embeddings", least=1),
+    )
     if "head_dim" not in dict(family.defaults) and hidden % heads and not keys.take("head_dim"):
         raise keys.problem(f"hidden_size is {hidden}, no multiple of num_attention_heads {heads}", "give head_dim too")
     settings = {
         "num_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.whole("num_key_value_heads", heads),
-        "head_dim": keys.whole("head_dim", hidden // heads),
-        "ffn_hidden_size": keys.whole("intermediate_size"),
-        "vocab_size": keys.whole("vocab_size"),
+        "num_key_value_heads": keys.whole("num_key_value_heads", heads, least=1),
+        "head_dim": keys.whole("head_dim", hidden // heads, least=1),
+        "ffn_hidden_size": keys.whole("intermediate_size", least=1),
+        "vocab_size": keys.whole("vocab_size", least=1),
         "max_position_embeddings": positions,
         "attention_dropout": float(keys.number("attention_dropout")),
         "norm_eps": float(keys.number("rms_norm_eps")),
         "qkv_bias": _qkv_bias(keys, family),
         "qk_norm": family.qk_norm,
         "initializer_range": float(keys.number("initializer_range")),
-        "tie_embeddings": bool(keys.take("tie_word_embeddings", False)),
+        "tie_embeddings": keys.flag("tie_word_embeddings"),
     }
     settings |= read_rope(keys, positions) | _window(keys, family, layers)
     return settings | (_experts(keys, family, layers) if family.experts else {})
 
 
 def _qkv_bias(keys: Keys, family: Family) -> bool:
-    return bool(keys.take("qkv_bias", True)) if family.name == "qwen2_moe" else family.qkv_bias[0]
+    return keys.flag("qkv_bias", True) if family.name == "qwen2_moe" else family.qkv_bias[0]
 
 
 def _window(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
     """The sliding window, which all layers have or all but the first few."""
     if family.window == "none":
         return {}
-    window = keys.take("sliding_window")
-    if family.name not in ("mistral", "mixtral") and not keys.take("use_sliding_window", False):
+    window = None if keys.take("sliding_window") is None else keys.whole("sliding_window")
+    if family.name not in ("mistral", "mixtral") and not keys.flag("use_sliding_window"):
         window = None
-    limit, kinds = keys.whole("max_window_layers"), keys.take("layer_types")
+    limit, kinds = keys.whole("max_window_layers"), keys.listed("layer_types", str)
     first_full = limit if family.window == "tail" else 0  # other families do not look at it
     if not window:
         if kinds and _SLIDING in kinds:
@@ -122,37 +127,41 @@ def _window(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
             raise keys.refuse("layer_types", kinds, "full attention in the first layers and sliding in all others")
     if first_full >= layers:
         return {}
-    return {"sliding_window": int(window), "full_attention_layers": first_full}
+    return {"sliding_window": window, "full_attention_layers": first_full}
 
 
 def _experts(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
     keys.require("router_jitter_noise", 0.0, None)
-    count = keys.take("num_local_experts") or keys.whole("num_experts")
+    given = "num_local_experts" if keys.take("num_local_experts") else "num_experts"
+    count = keys.whole(given, least=1, most=_MOST_EXPERTS)
     keys.take("num_experts")
     settings: dict[str, Any] = {
-        "num_experts": int(count),
-        "experts_per_token": keys.whole("num_experts_per_tok"),
+        "num_experts": count,
+        "experts_per_token": keys.whole("num_experts_per_tok", least=1),
         "router_aux_loss": float(keys.number("router_aux_loss_coef")),
     }
     if family.name == "mixtral":
-        return settings | {"normalize_expert_weights": True, "expert_ffn_hidden_size": keys.whole("intermediate_size")}
-    settings["expert_ffn_hidden_size"] = keys.whole("moe_intermediate_size")
-    settings["normalize_expert_weights"] = bool(keys.take("norm_topk_prob", False))
+        return settings | {
+            "normalize_expert_weights": True,
+            "expert_ffn_hidden_size": keys.whole("intermediate_size", least=1),
+        }
+    settings["expert_ffn_hidden_size"] = keys.whole("moe_intermediate_size", least=1)
+    settings["normalize_expert_weights"] = keys.flag("norm_topk_prob")
     if family.shared:
-        settings["shared_expert_ffn_hidden_size"] = keys.whole("shared_expert_intermediate_size")
+        settings["shared_expert_ffn_hidden_size"] = keys.whole("shared_expert_intermediate_size", least=1)
         settings["shared_expert_gate"] = True
     return settings | _sparse_layers(keys, layers)
 
 
 def _sparse_layers(keys: Keys, layers: int) -> dict[str, Any]:
     """`moe_every` and `dense_layers` that give experts to the same layers."""
-    step, dense = keys.whole("decoder_sparse_step", 1), keys.take("mlp_only_layers") or []
+    step, dense = keys.whole("decoder_sparse_step", 1, least=1), set(keys.listed("mlp_only_layers", int) or [])
     wanted = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
     if not any(wanted):
         raise keys.refuse("decoder_sparse_step", step, "experts in one layer at least for this family")
     first = wanted.index(True)
-    for every in range(1, layers + 1):
+    for every in range(1, min(layers, first + 1) + 1):
         for skipped in (0, first):
             if wanted == [layer >= skipped and (layer + 1) % every == 0 for layer in range(layers)]:
                 return {"moe_every": every, "dense_layers": skipped}
-    raise keys.refuse("mlp_only_layers", dense, "experts in every so many-th layer after the first dense ones")
+    raise keys.refuse("mlp_only_layers", sorted(dense), "experts in every so many-th layer after the first dense ones")

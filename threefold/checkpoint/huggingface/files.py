@@ -1,6 +1,6 @@
 """Reading a folder of safetensors, slice by slice."""
 
-import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,10 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from threefold.errors import UserError
+from threefold.files import parse_json, read_text, require_file
 
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FILE = re.compile(r"[\w@+=-][\w@+=., -]{0,240}\.safetensors")
+"""Names of files, without a folder."""
 _BUFFERS = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)")
 """What old files hold beside the weights: masks and frequencies, which follow from the config."""
 
@@ -47,6 +50,7 @@ class TensorFiles:
     def __init__(self, folder: Path, prefix: str) -> None:
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
+        self._not_finite: list[tuple[str, int]] = []
         for path in _files(folder):
             for stored in _contents(path):
                 name = stored.key if stored.key.startswith((prefix, "lm_head.")) else prefix + stored.key
@@ -73,10 +77,25 @@ class TensorFiles:
         with _opened(stored.file) as file:
             whole = file.get_slice(stored.key)
             if index is not None:
-                return whole[index : index + 1, down, across][0]
-            if len(stored.shape) == 1:
-                return whole[down]
-            return whole[across, down].t() if transposed else whole[down, across]
+                found = whole[index : index + 1, down, across][0]
+            elif len(stored.shape) == 1:
+                found = whole[down]
+            else:
+                found = whole[across, down].t() if transposed else whole[down, across]
+        if count := found.numel() - int(found.isfinite().sum()):
+            self._not_finite.append((name, count))
+        return found
+
+    def not_finite(self) -> dict[str, int]:
+        """How many values that are not finite each tensor has, as far as it has been read; first those read first.
+
+        The count starts anew.
+        """
+        counts: dict[str, int] = {}
+        while self._not_finite:
+            name, count = self._not_finite.pop(0)
+            counts[name] = counts.get(name, 0) + count
+        return counts
 
 
 class _opened:
@@ -86,10 +105,11 @@ class _opened:
         self.path = path
 
     def __enter__(self) -> Any:
+        require_file(self.path)
         try:
             self._file = safe_open(self.path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.path} cannot be read ({error}); fetch it again.") from None
+        except (SafetensorError, OSError, ValueError, MemoryError) as error:
+            raise UserError(f"{self.path} cannot be read ({shortened(str(error))}); fetch it again.") from None
         return self._file.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -102,24 +122,27 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give a folder that holds a model of Hugging Face.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); fetch it again.") from None
+    if not os.path.lexists(path):
+        raise UserError(f"{path} does not exist; give a folder that holds a model of Hugging Face.")
+    value = parse_json(read_text(path), str(path))
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; fetch it again.")
     return value
 
 
+def shortened(text: str) -> str:
+    """A text for a sentence: printable, and cut where it is long."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if len(text) <= 120 else f"{text[:119]}…"
+
+
 def _files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
+    if os.path.lexists(folder / INDEX):
         names = sorted(set(_weight_map(folder).values()))
-        if lost := [name for name in names if not (folder / name).is_file()]:
+        if lost := [name for name in names if not os.path.lexists(folder / name)]:
             raise UserError(f"{folder / INDEX} names {lost[0]}, which is not there; fetch it too.")
         return [folder / name for name in names]
-    if (folder / WHOLE).is_file():
+    if os.path.lexists(folder / WHOLE):
         return [folder / WHOLE]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise UserError(
@@ -131,13 +154,19 @@ def _files(folder: Path) -> list[Path]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     found = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) and "/" not in name for name in found.values()):
-        raise UserError(f"{folder / INDEX} has no weight_map of names in that folder; fetch it again.")
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"{folder / INDEX} has no weight_map of tensors to files; fetch it again.")
+    for key, name in found.items():
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise UserError(
+                f"{folder / INDEX}: weight_map gives {shortened(key)} the file {shortened(repr(name))}, which is no "
+                "name of a safetensors file in that folder; fetch it again."
+            )
     return found
 
 
 def _check_index(folder: Path, keys: set[str]) -> None:
-    if (folder / INDEX).is_file():
+    if os.path.lexists(folder / INDEX):
         lost = [key for key in _weight_map(folder) if key not in keys and not _BUFFERS.fullmatch("." + key)]
         if lost:
             raise UserError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from threefold.checkpoint.choose import Choice, choose
 from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint
-from threefold.checkpoint.huggingface.bring import PRECISIONS, require_free
+from threefold.checkpoint.huggingface.bring import PRECISIONS
 from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
 from threefold.checkpoint.huggingface.carried import imported_config, write_texts
 from threefold.checkpoint.huggingface.config_out import choose_family, left_out, write_model
@@ -26,6 +26,7 @@ from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config
 from threefold.data.progress import Progress
 from threefold.data.staging import staged_directory
+from threefold.data.written import check_replaceable
 from threefold.host import return_freed_memory
 
 _AT_ONCE: Final = 64 << 20
@@ -94,7 +95,7 @@ def export_model(request: Export, progress: Progress) -> Exported:
             left at `out` then.
     """
     return_freed_memory()
-    require_free(request.run, request.out, request.overwrite)
+    check_replaceable(request.out, [request.run], request.overwrite)
     damaged: dict[Path, str] = {}
     while True:
         choice = choose(request.run, lambda none: f"{request.run} has {none}; give the folder of a run.", damaged)
@@ -125,7 +126,7 @@ def _export(request: Export, choice: Choice, progress: Progress) -> Exported:
     by_bytes = {dtype: sum(each.bytes for each in planned if each.dtype == dtype) for dtype in dtypes.values()}
     dtype = str(max(by_bytes, key=lambda each: by_bytes[each])).removeprefix("torch.")
     progress.phase("Exporting", total)
-    with staged_directory(request.out) as partial:
+    with staged_directory(request.out, inputs=[request.run], overwrite=request.overwrite) as partial:
         values = write_model(config.model, family, dtype, checkpoint.facts.eod, imported)
         (partial / THEIR_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         texts = write_texts(checkpoint.path, partial)

@@ -3,7 +3,12 @@
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+from threefold.checkpoint.huggingface.files import shortened
 from threefold.errors import UserError
+
+LARGEST_SIZE: Final = 1 << 30
+"""Of a width, a vocabulary, positions: far above those of any model, and a product of two is still a whole number."""
+_LARGEST_NUMBER: Final = 1e30
 
 HARMLESS: Final = frozenset(
     (
@@ -116,20 +121,66 @@ class Keys:
         value = default if value is None else value
         if value is None:
             raise self.problem(f"{key} is missing", "take it from the model's page")
+        return self.checked_number(key, value)
+
+    def checked_number(self, key: str, value: Any) -> Any:
+        """A value that is a number.
+
+        Raises:
+            UserError: it is something else, or not finite.
+        """
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.problem(f"{key} is {value!r}, which is no number", "fetch the file again")
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is no number", "fetch the file again")
+        if abs(value) > _LARGEST_NUMBER or value != value:
+            raise self.problem(
+                f"{key} is {shortened(str(value))}, which is no number of a model", "fetch the file again"
+            )
         return value
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def whole(self, key: str, default: int | None = None, least: int = 0, most: int = LARGEST_SIZE) -> int:
         """A whole number.
+
+        Args:
+            key: of config.json.
+            default: where it is missing.
+            least: the smallest that it can be.
+            most: the largest.
 
         Raises:
             UserError: it is missing, or something else.
         """
         value = self.number(key, default)
-        if value % 1 != 0:  # also of what JSON calls Infinity or NaN
+        if value % 1 != 0:
             raise self.problem(f"{key} is {value!r}, which is no whole number", "fetch the file again")
+        if not least <= value <= most:
+            rule = f"at least {least}" if value < least else f"at most {most}"
+            raise self.problem(f"{key} is {shortened(str(value))} but must be {rule}", "fetch the file again")
         return int(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false; null is the default.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self.take(key, default)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            shown = shortened(repr(value))
+            raise self.problem(f"{key} is {shown}, which is neither true nor false", "fetch the file again")
+        return value
+
+    def listed(self, key: str, kind: type) -> list[Any] | None:
+        """A list of values of a kind; None where it is missing or null.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self.take(key)
+        if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
+            what = {int: "whole numbers", str: "texts"}[kind]
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is no list of {what}", "fetch it again")
+        return value
 
     def require(self, key: str, *allowed: Any) -> None:
         """Check that a key, where it is given, has one of the values that Threefold can do.
@@ -138,12 +189,12 @@ class Keys:
             UserError: it has another.
         """
         value = self.take(key, allowed[0])
-        if value not in allowed:
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
             raise self.refuse(key, value, f"{key} {' or '.join(repr(each) for each in allowed)} alone")
 
     def refuse(self, key: str, value: Any, can: str) -> UserError:
         """The error that Threefold cannot do what `key` asks for."""
-        return self.problem(f"{key} is {value!r}", f"Threefold has {can}")
+        return self.problem(f"{key} is {shortened(repr(value))}", f"Threefold has {can}")
 
     def problem(self, what: str, remedy: str) -> UserError:
         return UserError(f"{self._where}: {what}; {remedy}.")
@@ -161,8 +212,7 @@ class Keys:
         asked = {key: value for key, value in self._values.items() if key not in known and value}
         if asked:
             key = min(asked)
-            shown = repr(asked[key])
             raise UserError(
-                f"{self._where}: {key} is {shown if len(shown) < 80 else shown[:77] + '...'}, which Threefold does not "
-                f"know; if it changes neither logits nor loss, give --ignore {key}."
+                f"{self._where}: {shortened(key)} is {shortened(repr(asked[key]))}, which Threefold does not know; "
+                f"if it changes neither logits nor loss, give --ignore {shortened(key)}."
             )

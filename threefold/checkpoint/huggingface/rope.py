@@ -27,6 +27,7 @@ _METHODS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Our setting and their key of each method."""
 _WHOLE = "rope_original_positions"
+_NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_theta", "mscale", "mscale_all_dim"}
 
 
 def read_rope(keys: Keys, positions: int) -> dict[str, Any]:
@@ -49,13 +50,15 @@ def read_rope(keys: Keys, positions: int) -> dict[str, Any]:
     if old and new and _plain(old) != _plain(new):
         raise keys.problem(f"rope_scaling is {old} and rope_parameters {new}", "delete the one that is wrong")
     given = {key: value for key, value in (old or new).items() if value is not None}
+    for key in _NUMBERS & given.keys():
+        keys.checked_number(key, given[key])
     theta = given.get("rope_theta", keys.number("rope_theta"))
     settings: dict[str, Any] = {"position_embedding": "rope", "rope_theta": float(theta)}
     keys.require("partial_rotary_factor", 1.0, None)
     method = given.get("rope_type", given.get("type", "default"))
     if method == "default":
         return settings
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise keys.refuse("rope_type", method, f"default, {', '.join(_METHODS)}")
     return settings | {"rope_scaling": method} | _scaling(keys, method, given, positions)
 
@@ -89,7 +92,7 @@ def _scaling(keys: Keys, method: str, given: dict[str, Any], positions: int) -> 
 
 def _default_factor(keys: Keys, method: str, given: dict[str, Any], positions: int) -> float:
     if method == "yarn" and "original_max_position_embeddings" in given:
-        return positions / float(given["original_max_position_embeddings"])
+        return positions / max(1.0, float(given["original_max_position_embeddings"]))
     if "factor" not in given:
         raise keys.problem(f"factor of rope_type {method} is missing", "fetch the file again")
     return 1.0

@@ -2,6 +2,7 @@
 
 import ast
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,24 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "min": min, "max": max, "round": round}
+
+
+_MOST_PARTS = 10_000
+"""Parts of a list or dict, those of its parts among them; one that has more stays as it is written."""
+
+
+def parsed(text: str, expression: bool = False) -> ast.AST:
+    """The syntax tree of Python that someone else wrote; what Python would warn of is not told.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python, or is nested too deeply.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text, mode="eval" if expression else "exec")
 
 
 def constant(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -30,9 +47,12 @@ def constant(node: ast.expr, names: Mapping[str, Any]) -> Any:
         return _binary(node, names)
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         keys = (key.value for key in node.keys if isinstance(key, ast.Constant))
-        return {str(key): constant(value, names) for key, value in zip(keys, node.values, strict=True)}
+        found = {str(key): constant(value, names) for key, value in zip(keys, node.values, strict=True)}
+        return _bounded(found, node)
     if isinstance(node, ast.List | ast.Tuple):
-        return [constant(part, names) for part in node.elts]
+        return _bounded([constant(part, names) for part in node.elts], node)
+    if isinstance(node, ast.Subscript):
+        return _part(constant(node.value, names), constant(node.slice, names), node)
     return _call(node, names) if isinstance(node, ast.Call) else ast.unparse(node)
 
 
@@ -40,7 +60,7 @@ def _call(node: ast.Call, names: Mapping[str, Any]) -> Any:
     function = node.func.id if isinstance(node.func, ast.Name) else ""
     keywords = {part.arg: part.value for part in node.keywords}
     if function == "dict" and not node.args and None not in keywords:
-        return {str(key): constant(value, names) for key, value in keywords.items()}
+        return _bounded({str(key): constant(value, names) for key, value in keywords.items()}, node)
     if function in _FUNCTIONS and node.args and not keywords:
         values = [constant(part, names) for part in node.args]
         if all(_is_number(value) for value in values):
@@ -50,6 +70,8 @@ def _call(node: ast.Call, names: Mapping[str, Any]) -> Any:
 
 def _binary(node: ast.BinOp, names: Mapping[str, Any]) -> Any:
     sides = [constant(side, names) for side in (node.left, node.right)]
+    if isinstance(node.op, ast.Pow) and not all(_is_number(side) and abs(side) <= 64 for side in sides):
+        return ast.unparse(node)
     if all(_is_number(side) for side in sides):
         return _applied(node, _OPERATORS[type(node.op)], sides)
     return ast.unparse(node)
@@ -60,7 +82,25 @@ def _applied(node: ast.expr, function: Callable[..., Any], values: list[Any]) ->
         result = function(*values)
     except (ArithmeticError, TypeError, ValueError):
         return ast.unparse(node)
-    return result if abs(result) <= _LARGEST else ast.unparse(node)
+    return result if isinstance(result, int | float) and abs(result) <= _LARGEST else ast.unparse(node)
+
+
+def _bounded(value: Any, node: ast.expr) -> Any:
+    """A list or dict; what is written where names in it stand for so much that it would fill the memory."""
+    waiting, count = [value], 0
+    while waiting and count <= _MOST_PARTS:
+        part = waiting.pop()
+        count += 1
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return value if not waiting and count <= _MOST_PARTS else ast.unparse(node)
+
+
+def _part(value: Any, key: Any, node: ast.expr) -> Any:
+    if isinstance(value, dict) and isinstance(key, str) and key in value:
+        return value[key]
+    if isinstance(value, list) and isinstance(key, int) and -len(value) <= key < len(value):
+        return value[key]
+    return ast.unparse(node)
 
 
 def _is_number(value: Any) -> bool:

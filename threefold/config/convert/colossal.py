@@ -2,26 +2,30 @@
 
 import ast
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from threefold.config.convert.arithmetic import constant
+from threefold.config.convert.arithmetic import constant, parsed
 from threefold.config.convert.draft import (
     Draft,
+    Given,
+    Note,
     Same,
     count,
     dp_of,
     flat,
+    foreign_text,
     number,
     put_chunks,
     put_zero,
+    shortened,
     switch,
     text,
     whole,
 )
 from threefold.config.presets import PRESETS
 from threefold.errors import UserError
-from threefold.files import read_text
 
 USED = "used by other settings"
 """Pseudo-key: names that other settings are made of, which have done their part."""
@@ -60,15 +64,26 @@ OTHER_NAMES = {
     "LEARNING_RATE": "optimizer.lr",
     "WEIGHT_DECAY": "optimizer.weight_decay",
 }
+
+
+def _sizes(layers: int, hidden: int, heads: int, positions: int = 1024) -> dict[str, int]:
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+    }
+
+
 _SIZES = {
-    "small": "gpt2-124m",
-    "medium": "gpt2-medium",
-    "large": "gpt2-large",
-    "exlarge": "gpt2-xl",
-    "xl": "gpt2-xl",
-    "gpt3": "gpt3-175b",
+    "small": _sizes(12, 768, 12),
+    "medium": _sizes(24, 1024, 16),
+    "large": _sizes(36, 1536, 12),
+    "exlarge": _sizes(48, 1600, 32),
+    "xl": _sizes(48, 1600, 16),
+    "gpt3": _sizes(96, 12288, 96, 2048),
 }
-"""What the name of a model's class says of its size."""
+"""What the name of a model's function says of its size: those of Colossal-AI's own functions of these names."""
 REASONS = {
     "NUM_EPOCHS": "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size",
     "WARMUP_*": "optimizer.warmup_steps counts steps",
@@ -88,41 +103,100 @@ REASONS = {
 }
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The assignments of a config file as `name` or `name.key`, and the names that went into others.
+def read(path: Path) -> Given:
+    """The settings of a config file as `name` or `name.key`, and the names that went into others.
+
+    Settings are assignments, those inside `CONFIG = dict(…)` as well, and of a whole training script also the model and
+    the optimizer that its functions make.
 
     Raises:
         UserError: not Python, or nothing is set there.
     """
+    text = foreign_text(path)
+    reader = _Reader()
     try:
-        module = ast.parse(read_text(path))
+        for statement in ast.iter_child_nodes(parsed(text)):
+            if isinstance(statement, ast.stmt):
+                reader.statement(statement)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UserError(f"{path}{line}: not Python, so it is no Colossal-AI config.") from None
-    values: dict[str, Any] = {}
-    used: set[str] = set()
-    for statement in module.body:
-        _run(statement, values, used)
+    values = reader.values
     if not values:
         raise UserError(f"{path} sets nothing such as BATCH_SIZE = 8, so it is no Colossal-AI config.")
-    return {**flat(values), USED: sorted(used)}
+    for name in [name for name, value in values.items() if name.lower() == "config" and isinstance(value, dict)]:
+        for key, value in values.pop(name).items():
+            if values.get(key, value) != value:
+                reader.notes.append(Note(key, values[key], f"that of {name} counts: {shortened(str(value))}"))
+            values[key] = value
+    settings = flat(values, str(path))
+    return Given({**settings, USED: sorted(reader.used)}, reader.notes)
 
 
-def _run(statement: ast.stmt, values: dict[str, Any], used: set[str]) -> None:
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return
-    docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    if docstring:
-        return
-    named = isinstance(statement, ast.Assign) and all(isinstance(target, ast.Name) for target in statement.targets)
-    if not isinstance(statement, ast.Assign) or not named:
-        values[f"line {statement.lineno}"] = ast.unparse(statement).splitlines()[0]
-        return
-    used.update(node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name))
-    value = constant(statement.value, values)
-    for target in statement.targets:
-        if isinstance(target, ast.Name):
-            values[target.id] = value
+_MADE: Final = re.compile(r"^(?:model|optimizer)$")
+_CODE: Final = "code is not run, so what it sets is not known; set it here if it matters"
+
+
+class _Reader:
+    """Collects what a Python file sets, without running it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.used: set[str] = set()
+        self.notes: list[Note] = []
+
+    def statement(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass):
+            return
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            return
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            self._definition(statement)
+            return
+        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+            return
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            targets = [statement.target]
+        if not targets or not all(isinstance(target, ast.Name) for target in targets):
+            self.notes.append(Note(f"line {statement.lineno}", _first_line(statement), _CODE, unsupported=True))
+            return
+        assert isinstance(statement, ast.Assign | ast.AnnAssign)
+        assert statement.value is not None
+        self.used.update(node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name))
+        value = constant(statement.value, self.values)
+        self.values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+
+    def _definition(self, definition: ast.FunctionDef | ast.ClassDef) -> None:
+        self.notes.append(Note(f"line {definition.lineno}", _first_line(definition), "code is not run"))
+        if isinstance(definition, ast.ClassDef):
+            return
+        for node in ast.walk(definition):
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+                continue
+            name = node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
+            made = ast.unparse(node.value.func)
+            whose = _MODEL_CALL if name == "model" else _OPTIMIZER_CALL
+            if _MADE.fullmatch(name) and whose.search(made) and name not in self.values:
+                keywords = {part.arg: part.value for part in node.value.keywords if part.arg}
+                settings = {key: constant(value, self.values) for key, value in keywords.items()}
+                settings = {key: value for key, value in settings.items() if not _is_local(keywords[key], self.values)}
+                self.values[name] = {"type": made, **settings}
+                self.used.update(part.id for part in ast.walk(node.value) if isinstance(part, ast.Name))
+                self.notes.append(Note(f"line {node.lineno}", _first_line(node), f"taken for {name}"))
+
+
+_MODEL_CALL: Final = re.compile(r"(?i)gpt")
+_OPTIMIZER_CALL: Final = re.compile(r"(?i)adam|sgd|lamb|lars")
+
+
+def _is_local(node: ast.expr, names: Mapping[str, Any]) -> bool:
+    """Whether a value is a variable of the function, which is known when it runs."""
+    return isinstance(node, ast.Name) and node.id not in names
+
+
+def _first_line(statement: ast.stmt) -> str:
+    return shortened(ast.unparse(statement).splitlines()[0])
 
 
 def fill(draft: Draft, world: int | None) -> None:
@@ -145,23 +219,26 @@ def fill(draft: Draft, world: int | None) -> None:
 def _model(draft: Draft) -> None:
     name = draft.take("model.type", text, "")
     parts = re.split(r"[^a-z0-9]+", name.lower())
-    preset = next((preset for part, preset in _SIZES.items() if part in parts), None)
-    if preset is not None:
-        sizes = {key: value for key, value in PRESETS[preset].items() if key not in ("vocab_size",)}
+    sizes = next((sizes for part, sizes in _SIZES.items() if part in parts), None)
+    if sizes is not None:
         for key, value in sizes.items():
             draft.settings.setdefault(f"model.{key}", value)
-        reason = f"its sizes are in its own code; those of preset {preset} are taken for what the file does not set"
-        draft.note("model.type", name, reason)
+        shown = ", ".join(f"{key} {value}" for key, value in sizes.items())
+        reason = f"its sizes are in its own code; those of Colossal-AI's function of that name are taken: {shown}"
+        draft.note("model.type", name, f"{reason}, where the file sets no others")
     elif name:
-        draft.note("model.type", name, "its sizes are in its own code; set those of model that the file does not")
+        reason = "its sizes are in its own code; set those of model that the file does not"
+        draft.note("model.type", name, reason, unsupported=True)
     length = draft.settings.get("data.sequence_length")
     if length is not None:
         draft.settings["model.max_position_embeddings"] = max(
             length, draft.settings.get("model.max_position_embeddings", 0)
         )
     if "model.vocab_size" not in draft.settings:
-        draft.put("model.vocab_size", PRESETS["gpt2-124m"]["vocab_size"])
-        draft.note("VOCAB_SIZE", "not given", "model.vocab_size is that of GPT-2, 50257")
+        size = 50304 if name else PRESETS["gpt2-124m"]["vocab_size"]
+        draft.put("model.vocab_size", size)
+        whose = "Colossal-AI's models, GPT-2's 50257 padded" if name else "GPT-2"
+        draft.note("VOCAB_SIZE", "not given", f"model.vocab_size is that of {whose}: {size}")
     if draft.take("model.checkpoint", switch, False):
         draft.put("train.recompute", "full")
 
@@ -181,7 +258,8 @@ def _layout(draft: Draft, world: int | None) -> None:
     elif mode not in ("1d", "None") and tp > 1:
         draft.note("parallel.tensor.mode", mode, f"parallel.tp {tp} splits weights along one dim")
     draft.put("parallel.dp", dp_of(draft, world, tp * pp, "world size"))
-    put_chunks(draft, draft.take("model.num_chunks", whole, 1), "model.num_chunks")
+    chunks = draft.take("NUM_CHUNKS", whole, 1)
+    put_chunks(draft, draft.take("model.num_chunks", whole, chunks), "model.num_chunks")
     if any(key == "zero" or key.startswith("zero.") for key in draft.given):
         put_zero(draft, 3, "zero", draft.given.pop("zero", "given"))
 

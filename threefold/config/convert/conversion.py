@@ -2,24 +2,26 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args
+
+import yaml
 
 from threefold.config.convert import colossal, fleet, megatron
-from threefold.config.convert.draft import Draft, Note
+from threefold.config.convert.detection import Kind, detected
+from threefold.config.convert.draft import Draft, Given, Note, shortened
 from threefold.config.loading import config_of, known_keys
 from threefold.config.resolve import resolve
 from threefold.config.schema import Config, section_types, to_yaml
 from threefold.errors import UserError
 
-Kind = Literal["fleet", "colossal", "megatron"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-_ENDINGS: Final[dict[str, Kind]] = {".yaml": "fleet", ".yml": "fleet", ".py": "colossal"}
 _USUAL_VOCABULARY: Final = 50257
 _PLACE_OF_DATA: Final = "tokens"
+_LONGEST_SENTENCE: Final = 800
 
 
 class _System(NamedTuple):
-    read: Callable[[Path], Mapping[str, Any]]
+    read: Callable[[Path], Given]
     fill: Callable[[Draft, int | None], None]
 
 
@@ -35,15 +37,22 @@ class Converted(NamedTuple):
 
     Attributes:
         kind: the system it is of.
+        evidence: what it was known by; nothing where the caller said it.
         sections: our settings that are not the default.
         notes: their settings that have no counterpart, or one that is not the same.
         refusal: why the settings cannot go together as they are, in one sentence; or nothing.
     """
 
     kind: Kind
+    evidence: str
     sections: dict[str, dict[str, Any]]
     notes: list[Note]
     refusal: str
+
+    @property
+    def unsupported(self) -> list[Note]:
+        """The notes on settings without which the training is another, or that are not known."""
+        return [note for note in self.notes if note.unsupported]
 
     def to_yaml(self) -> str:
         """Our settings as YAML that `load_config` reads."""
@@ -55,20 +64,62 @@ def convert(path: Path, kind: Kind | None = None, world_size: int | None = None)
 
     Args:
         path: the file.
-        kind: the system it is of; what its name says if not given.
+        kind: the system it is of; what its content says if not given.
         world_size: ranks of the run, from which data parallelism follows where the file does not say it.
 
     Raises:
         UserError: it cannot be read, or a value in it is none that the setting can have.
     """
-    kind = kind or _ENDINGS.get(path.suffix.lower(), "megatron")
-    draft = Draft(str(path), _SYSTEMS[kind].read(path))
+    try:
+        return _converted(path, kind, world_size)
+    except UserError as error:  # may quote a damaged file at length
+        raise UserError(shortened(str(error), _LONGEST_SENTENCE)) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML, {shortened(str(error))}.") from None
+    except RecursionError:
+        raise UserError(f"{path}: it is nested too deeply to be read.") from None
+
+
+def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Converted:
+    evidence = ""
+    if kind is None:
+        kind, evidence = detected(path)
+    given = _SYSTEMS[kind].read(path)
+    draft = Draft(str(path), given.settings, given.spelled)
+    for note in given.notes:
+        draft.note(*note)
     _SYSTEMS[kind].fill(draft, world_size)
     if not {"data.path", "data.mixture"} & draft.settings.keys():
         draft.put("data.path", _PLACE_OF_DATA)
         draft.note("data", "not given", f"data.path {_PLACE_OF_DATA} stands for the folder or the token files of yours")
     config = _config(draft)
-    return Converted(kind, _differing(config, draft.settings), draft.notes, _refusal(config))
+    return Converted(kind, evidence, _differing(config, draft.settings), draft.notes, _refusal(config))
+
+
+_NAMES: Final[dict[Kind, str]] = {
+    "fleet": "PaddlePaddle Fleet",
+    "colossal": "Colossal-AI",
+    "megatron": "Megatron-LM",
+}
+
+
+def listed_notes(converted: Converted, path: Path) -> list[str]:
+    """Lines that tell whose file it was taken for, and every note, what changes the training first."""
+    whose = _NAMES[converted.kind]
+    lines = [f"{path} is taken for {whose}'s" + (f" by {converted.evidence}." if converted.evidence else ".")]
+    unsupported = converted.unsupported
+    others = [note for note in converted.notes if not note.unsupported]
+    for title, notes in (("Unsupported:", unsupported), ("Without an equal counterpart:", others)):
+        if notes:
+            lines += ["", title]
+        for note in notes:
+            value = f"({note.value})" if note.value == "not given" else f"= {shortened(_shown(note.value))}"
+            lines.append(f"  {shortened(note.key)} {value}: {note.reason}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _config(draft: Draft) -> Config:

@@ -1,11 +1,16 @@
 """What every conversion does: take their settings one by one, put ours, and tell what is left."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from threefold.errors import UserError
+from threefold.files import read_text
 
+LARGEST_FILE = 4 << 20
+"""Bytes of a script or config: far above what any has."""
 NOT_KNOWN = "not known to this converter, so nothing stands for it"
 
 
@@ -26,18 +31,47 @@ class Same(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What the user is to know of one of their settings: it has no counterpart, or one that is not the same."""
+    """What the user is to know of one of their settings: it has no counterpart, or one that is not the same.
+
+    Attributes:
+        key: theirs.
+        value: theirs.
+        reason: what stands for it, or why nothing does.
+        unsupported: whether the training would be another without it, or it is not known what it does.
+    """
 
     key: str
     value: Any
     reason: str
+    unsupported: bool = False
+
+
+class Given(NamedTuple):
+    """What a file of theirs says.
+
+    Attributes:
+        settings: by their keys.
+        notes: what reading it has to tell.
+        spelled: how keys are written in the file, where that is otherwise.
+    """
+
+    settings: Mapping[str, Any]
+    notes: Sequence[Note] = ()
+    spelled: Mapping[str, str] = MappingProxyType({})
 
 
 class Draft:
-    """Their settings that are not yet dealt with, ours so far, and notes."""
+    """Their settings that are not yet dealt with, ours so far, and notes.
 
-    def __init__(self, where: str, given: Mapping[str, Any]) -> None:
+    Args:
+        where: names their file in sentences.
+        given: their settings.
+        spelled: how a key is written in the file, where that is otherwise.
+    """
+
+    def __init__(self, where: str, given: Mapping[str, Any], spelled: Mapping[str, str] | None = None) -> None:
         self.where = where
+        self._spelled = dict(spelled or {})
         self.given = {key: value for key, value in given.items() if value is not None}
         self.settings: dict[str, Any] = {}
         self.notes: list[Note] = []
@@ -52,12 +86,13 @@ class Draft:
             return default
         value = self.given.pop(key)
         if isinstance(value, str) and value.startswith("$") and kind not in (text, texts):
-            self.note(key, value, "a variable that the file does not set; taken as not given")
+            self.note(key, value, "a variable that the file does not set; taken as not given", unsupported=True)
             return default
         try:
             return kind(value)
         except (TypeError, ValueError) as error:
-            raise UserError(f"{self.where}: {key} is {value!r} but must be {error}.") from None
+            shown = shortened(repr(value))
+            raise UserError(f"{self.where}: {self._spelled.get(key, key)} is {shown} but must be {error}.") from None
 
     def given_whole(self, key: str, default: int) -> int:
         """Their whole number of `key`, which stays to be dealt with."""
@@ -74,16 +109,37 @@ class Draft:
         for theirs, ours, kind, default in table:
             self.put(ours, self.take(theirs, kind, default))
 
-    def note(self, key: str, value: Any, reason: str) -> None:
+    def note(self, key: str, value: Any, reason: str, unsupported: bool = False) -> None:
         """Tell the user of one of their settings."""
-        self.notes.append(Note(key, value, reason))
+        self.notes.append(Note(self._spelled.get(key, key), value, reason, unsupported))
 
-    def leave(self, reasons: Mapping[str, str]) -> None:
-        """Tell of every setting that is left, with the reason of the first pattern that it matches."""
+    def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
+        """Tell of every setting that is left, with the reason of the first pattern that it matches.
+
+        Args:
+            reasons: of what has no counterpart and needs none.
+            unsupported: of what changes the training and has no counterpart.
+        """
         for key, value in self.given.items():
-            matching = (reason for pattern, reason in reasons.items() if fnmatchcase(key, pattern))
-            self.note(key, value, next(matching, NOT_KNOWN))
+            changing = next((why for pattern, why in (unsupported or {}).items() if fnmatchcase(key, pattern)), None)
+            harmless = next((why for pattern, why in reasons.items() if fnmatchcase(key, pattern)), None)
+            self.note(key, value, changing or harmless or NOT_KNOWN, unsupported=bool(changing or not harmless))
         self.given.clear()
+
+
+def foreign_text(path: Path) -> str:
+    """The text of a file of another system.
+
+    Raises:
+        UserError: it cannot be read, is too large, or is not UTF-8.
+    """
+    return read_text(path, limit=LARGEST_FILE)
+
+
+def shortened(text: str, longest: int = 200) -> str:
+    """A text for a line of a message: in one line, and cut if it is long."""
+    text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def whole(value: Any) -> int:
@@ -110,7 +166,7 @@ def _number(value: Any, what: str) -> float:
         if isinstance(value, bool):
             raise ValueError
         result = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(what) from None
     if result != result or result in (float("inf"), float("-inf")):
         raise ValueError(what)
@@ -154,8 +210,9 @@ def dp_of(draft: Draft, world: int | None, others: int, where: str) -> int:
         return 1
     if world % others:
         rule = f"must be a multiple of {others}, the ranks of one replica"
+        nearest = max(1, round(world / others)) * others
         raise UserError(
-            f"{draft.where}: the world size is {world} but {rule}; use {max(1, round(world / others)) * others}."
+            f"{draft.where}: the world size is {world} but {rule}; use {nearest}, as with --world-size {nearest}."
         )
     return world // others
 
@@ -187,10 +244,26 @@ def take_sequence_parallel(draft: Draft, key: str) -> None:
             draft.note(key, True, "without tensor parallelism there is nothing to share")
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their keys with dots between; an empty section is a value."""
+MOST_SETTINGS = 20_000
+"""Settings of a file: far above what any config has."""
+
+
+def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Nested settings by their keys with dots between; an empty section is a value.
+
+    Raises:
+        UserError: there are more than `MOST_SETTINGS`, as where sections hold each other.
+    """
     found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        found.update(flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value})
+    waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in reversed(list(values.items()))]
+    seen = 0
+    while waiting:
+        name, value = waiting.pop()
+        seen += 1
+        if seen > MOST_SETTINGS or name.count(".") > 100:
+            raise UserError(f"{where} has more than {MOST_SETTINGS:,} settings, or sections that hold each other.")
+        if isinstance(value, dict) and value:
+            waiting += [(f"{name}.{key}", inner) for key, inner in reversed(list(value.items()))]
+        else:
+            found[name] = value
     return found

@@ -5,11 +5,13 @@ from typing import Any
 
 from threefold.config.convert.draft import (
     Draft,
+    Given,
     Same,
     anything,
     count,
     dp_of,
     flat,
+    foreign_text,
     number,
     put_chunks,
     put_zero,
@@ -18,6 +20,7 @@ from threefold.config.convert.draft import (
     text,
     whole,
 )
+from threefold.config.convert.fleet_flags import is_script, read_flags
 from threefold.config.document import read_document
 from threefold.errors import UserError
 
@@ -104,13 +107,20 @@ IMPLIED = {
 """Values that say what is so with us too."""
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The settings of a Fleet YAML and of the files that it is based on, as `Section.key`.
+def read(path: Path) -> Given:
+    """The settings of a Fleet YAML and of the files that it is based on, or of a script with Fleet's flags.
 
     Raises:
-        UserError: not YAML, no mapping, or a base that is not there or goes in a circle.
+        UserError: not YAML, no mapping, a base that is not there or goes in a circle; or no flags.
     """
-    return {key: value for key, value in flat(_merged(path, ())).items() if value != {}}
+    if is_script(foreign_text(path)):
+        return read_flags(path, _of_yaml)
+    return Given(_of_yaml(path))
+
+
+def _of_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a YAML as `Section.key`."""
+    return {key: value for key, value in flat(_merged(path, ()), str(path)).items() if value != {}}
 
 
 def _merged(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
@@ -228,7 +238,7 @@ def _recompute(draft: Draft) -> None:
 def _optimizer(draft: Draft) -> None:
     name = draft.take("Optimizer.name", text, "FusedAdamW")
     if name not in ("FusedAdamW", "AdamW"):
-        draft.note("Optimizer.name", name, "optimizer.name is adamw, the nearest")
+        draft.note("Optimizer.name", name, "optimizer.name is adamw, the nearest", unsupported=True)
     betas = [draft.take(f"Optimizer.beta{n}", number, default) for n, default in ((1, 0.9), (2, 0.999))]
     draft.put("optimizer.betas", betas)
     draft.put("optimizer.clip_grad_norm", draft.take("Optimizer.grad_clip.clip_norm", number, 0.0))

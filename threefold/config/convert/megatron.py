@@ -1,13 +1,17 @@
 """Megatron-LM: the flags of a GPT pre-training, in a shell script or one after the other in a text."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from threefold.config.convert.draft import (
     Draft,
+    Given,
+    Note,
     Same,
     count,
     dp_of,
+    foreign_text,
     number,
     put_chunks,
     put_zero,
@@ -17,11 +21,11 @@ from threefold.config.convert.draft import (
     texts,
     whole,
 )
+from threefold.config.convert.launch_line import Launch, launch_of
 from threefold.config.convert.megatron_model import fill_model
-from threefold.config.convert.megatron_reasons import REASONS
-from threefold.config.convert.shell import flags_of
+from threefold.config.convert.megatron_reasons import REASONS, SATISFIED, SWITCHES, UNSUPPORTED
+from threefold.config.document import read_document
 from threefold.errors import UserError
-from threefold.files import read_text
 
 GPT2_TOKENS = 50257
 
@@ -51,14 +55,77 @@ OLD_NAMES = {
 }
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The flags of a script, without their dashes, and `world-size`, if it says how many ranks it starts.
+_OTHER_MODELS: Final = re.compile(r"bert|t5|mamba|hybrid|retro|ict|vision|vlm|mimo|dino|inpaint|multimodal|rl", re.I)
+"""What the script's name says of models that are no decoder-only GPT."""
+_OTHER_FLAGS: Final = {
+    "hybrid-layer-pattern": "Mamba layers",
+    "hybrid-override-pattern": "Mamba layers",
+    "hybrid-attention-ratio": "Mamba layers",
+    "mamba-state-dim": "Mamba layers",
+    "encoder-num-layers": "an encoder",
+    "decoder-num-layers": "an encoder",
+    "encoder-seq-length": "an encoder",
+    "decoder-seq-length": "an encoder",
+    "bert-no-binary-head": "BERT's heads",
+    "vocab-extra-ids": "T5's masks",
+    "retro-project-dir": "retrieval",
+}
+
+
+def read(path: Path) -> Given:
+    """The flags of a script or of a YAML with `MODEL_ARGS`, without their dashes, and `world-size`, if it is known.
 
     Raises:
-        UserError: the file cannot be read or has no flags.
+        UserError: the file cannot be read, has no flags, or starts a model that is no decoder-only transformer.
     """
-    flags, world = flags_of(read_text(path), str(path))
-    return flags if world is None else {**flags, "world-size": world}
+    text = foreign_text(path)
+    launch = _of_yaml(path) if re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE) else launch_of(text, path, SWITCHES)
+    _refuse_other_models(launch, path)
+    notes = [Note(*remark) for remark in launch.remarks]
+    notes += [Note(word, "a word", "belongs to no flag that is known", unsupported=True) for word in launch.unread]
+    flags: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for name, value in launch.flags.items():
+        plain = name.replace("_", "-")
+        if plain in flags:
+            notes.append(Note(plain, flags[plain], "given twice in two spellings; the last counts"))
+        flags[plain], spelled[plain] = value, name
+    spelled = {plain: name for plain, name in spelled.items() if name.replace("_", "-") != name}
+    return Given(flags if launch.world is None else {**flags, "world-size": launch.world}, notes, spelled)
+
+
+def _of_yaml(path: Path) -> Launch:
+    """The flags of a YAML whose section MODEL_ARGS maps each flag to its value; one that is false is not given."""
+    document, _ = read_document(path)
+    found = document.get("MODEL_ARGS") if isinstance(document, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"{path}: MODEL_ARGS must map flags to values, such as --num-layers: 24.")
+    flags = {
+        str(name).removeprefix("--"): value if isinstance(value, bool | list) else str(value)
+        for name, value in found.items()
+        if value is not False and value is not None
+    }
+    remarks: list[tuple[str, Any, str]] = [
+        (str(name), "a section", "the launcher's; it says nothing of the model")
+        for name in document
+        if name != "MODEL_ARGS"
+    ]
+    return Launch("", flags, [], None, remarks)
+
+
+def _refuse_other_models(launch: Launch, path: Path) -> None:
+    name = Path(launch.script).stem
+    words = re.split(r"[_\W]+", name)
+    if found := next((word for word in words if _OTHER_MODELS.fullmatch(word)), None):
+        raise UserError(
+            f"{path} starts {Path(launch.script).name}, which trains {found} models, and Threefold trains decoder-only "
+            "GPT and Llama models; give a script that starts pretrain_gpt.py."
+        )
+    if flag := next((flag for flag in _OTHER_FLAGS if flag in launch.flags), None):
+        raise UserError(
+            f"{path} has --{flag}, so its model has {_OTHER_FLAGS[flag]}, and Threefold trains decoder-only GPT and "
+            "Llama models; give a script of one of these."
+        )
 
 
 def fill(draft: Draft, world: int | None) -> None:
@@ -79,7 +146,10 @@ def fill(draft: Draft, world: int | None) -> None:
     _evaluation(draft)
     fill_model(draft)
     draft.put("checkpoint.keep", 0)
-    draft.leave(REASONS)
+    for key, allowed in SATISFIED.items():
+        if key in draft.given and str(draft.given[key]).lower() in allowed:
+            del draft.given[key]
+    draft.leave(REASONS, UNSUPPORTED)
 
 
 def _layout(draft: Draft, world: int | None) -> None:
@@ -92,11 +162,23 @@ def _layout(draft: Draft, world: int | None) -> None:
     for flag, stage in (("use-distributed-optimizer", 1), ("use-torch-fsdp2", 3), ("use-megatron-fsdp", 3)):
         if draft.take(flag, switch, False):
             put_zero(draft, stage, flag, True)
+    if draft.take("grad-reduce-in-bf16", switch, False):
+        _reduce_in_bf16(draft)
     layers = draft.take("num-layers-per-virtual-pipeline-stage", count)
     chunks = draft.take("num-virtual-stages-per-pipeline-rank", count, 1)
     if layers:
         chunks = max(1, draft.given_whole("num-layers", 1) // pp // layers)
     put_chunks(draft, chunks, "virtual pipeline stages")
+
+
+def _reduce_in_bf16(draft: Draft) -> None:
+    if draft.settings.get("parallel.zero"):
+        reason = "gradients are summed in fp32: parallel.gradient_compression does not go with parallel.zero"
+        draft.note("grad-reduce-in-bf16", True, reason)
+    elif draft.settings["parallel.dp"] * draft.settings.get("parallel.cp", 1) > 1:
+        draft.put("parallel.gradient_compression", "bf16")
+    else:
+        draft.note("grad-reduce-in-bf16", True, "one replica sums no gradients with others")
 
 
 def _batch(draft: Draft) -> None:
@@ -119,7 +201,8 @@ def _data(draft: Draft) -> None:
     elif paths:
         draft.put("data.mixture", _mixture(draft, paths))
     kind = draft.take("tokenizer-type", text, "GPT2BPETokenizer" if "merge-file" in draft.given else "")
-    size = draft.take("vocab-size", whole)
+    padded = draft.take("padded-vocab-size", whole)
+    size = draft.take("vocab-size", whole, padded)
     if kind == "GPT2BPETokenizer":
         size = size or GPT2_TOKENS
         draft.put("data.eod", GPT2_TOKENS - 1)
@@ -196,7 +279,7 @@ def _recompute(draft: Draft) -> None:
 def _optimizer(draft: Draft) -> None:
     name = draft.take("optimizer", text, "adam")
     if name not in ("adam", "sgd"):
-        draft.note("optimizer", name, "optimizer.name is adamw, the nearest")
+        draft.note("optimizer", name, "optimizer.name is adamw, the nearest", unsupported=True)
     draft.put("optimizer.name", "sgd" if name == "sgd" else "adamw")
     draft.put("optimizer.betas", [draft.take("adam-beta1", number, 0.9), draft.take("adam-beta2", number, 0.999)])
     _schedule(draft)
@@ -217,7 +300,7 @@ def _schedule(draft: Draft) -> None:
     style, last = draft.take("lr-decay-style", text, "linear"), draft.take("lr-wsd-decay-iters", whole)
     decay = style.lower()
     if decay not in ("constant", "linear", "cosine", "wsd"):
-        draft.note("lr-decay-style", style, "optimizer.decay is cosine, the nearest")
+        draft.note("lr-decay-style", style, "optimizer.decay is cosine, the nearest", unsupported=True)
         decay = "cosine"
     draft.put("optimizer.decay", decay)
     if decay == "wsd" and steps is not None and last is not None:

@@ -1,5 +1,6 @@
 """The model that Megatron-LM's flags describe: each part of it is a flag there, a family here."""
 
+import re
 from typing import Any
 
 from threefold.config.convert.draft import Draft, Same, number, switch, text, whole
@@ -44,11 +45,16 @@ def fill_model(draft: Draft) -> None:
     if llama:
         draft.put("model.architecture", "llama")
         draft.move(FOR_LLAMA)
+        _rope_scaling(draft)
         _experts(draft)
     else:
-        _leave(draft, [row.theirs for row in FOR_LLAMA], _LLAMA_ONLY)
+        head = draft.given.get("kv-channels")
+        heads, hidden = (draft.settings.get(f"model.{key}") for key in ("num_attention_heads", "hidden_size"))
+        if head is not None and heads and str(head).isdecimal() and int(head) * heads == hidden:
+            del draft.given["kv-channels"]
+        _leave(draft, [row.theirs for row in FOR_LLAMA], _LLAMA_ONLY, unsupported=True)
     if not draft.settings.get("model.num_experts"):
-        _leave(draft, [row.theirs for row in FOR_EXPERTS], _NO_EXPERTS)
+        _leave(draft, [row.theirs for row in FOR_EXPERTS], _NO_EXPERTS, unsupported=False)
         if draft.settings.pop("parallel.ep", 1) > 1:
             draft.note("expert-model-parallel-size", "above 1", "parallel.ep is 1: this model has no experts")
 
@@ -71,7 +77,7 @@ def _is_llama(draft: Draft) -> bool:
         _differ(differing, not rope, "position-embedding-type", position, "llama has rotary positions")
         _differ(differing, not bare, "disable-bias-linear", "not given", "llama has no biases")
     for key, value, reason in differing:
-        draft.note(key, value, f"not convertible exactly: {reason}")
+        draft.note(key, value, f"not convertible exactly: {reason}", unsupported=True)
     return llama
 
 
@@ -92,7 +98,7 @@ def _groups(draft: Draft, llama: bool) -> None:
     if grouped and llama:
         draft.put("model.num_key_value_heads", groups)
     elif grouped and groups != draft.settings.get("model.num_attention_heads"):
-        draft.note("num-query-groups", groups, f"not convertible exactly: {_LLAMA_ONLY}")
+        draft.note("num-query-groups", groups, f"not convertible exactly: {_LLAMA_ONLY}", unsupported=True)
     elif groups != 1 and not grouped:
         draft.note("num-query-groups", groups, "Megatron-LM does not look at it without --group-query-attention")
 
@@ -105,7 +111,8 @@ def _experts(draft: Draft) -> None:
     if balancing == "none":
         draft.put("model.router_aux_loss", 0.0)
     elif balancing != "aux_loss":
-        draft.note("moe-router-load-balancing-type", balancing, "experts are balanced by model.router_aux_loss")
+        reason = "experts are balanced by model.router_aux_loss"
+        draft.note("moe-router-load-balancing-type", balancing, reason, unsupported=True)
     if (factor := draft.settings.get("model.expert_capacity_factor")) is not None:
         draft.note(
             "moe-expert-capacity-factor", factor, "counts the tokens of each sequence, not of a rank's micro-batch"
@@ -116,11 +123,42 @@ def _experts(draft: Draft) -> None:
     if every.isdecimal() and int(every) > 1:
         draft.put("model.moe_every", int(every))
         draft.note("moe-layer-freq", every, "the last layer of each run has experts, not the first")
+    elif pattern := _layer_pattern(every, draft.settings.get("model.num_layers", 0)):
+        draft.settings |= pattern
     elif every != "1":
-        draft.note("moe-layer-freq", every, "model.moe_every and model.dense_layers say which layers have experts")
+        reason = "model.moe_every and model.dense_layers say which layers have experts"
+        draft.note("moe-layer-freq", every, reason, unsupported=True)
 
 
-def _leave(draft: Draft, keys: list[str], reason: str) -> None:
+def _layer_pattern(text: str, layers: int) -> dict[str, int] | None:
+    """Settings for a list such as `([0]*3+[1]*58)`, if only the first layers are dense."""
+    parts = text.replace(" ", "").strip("()").split("+")
+    found = [re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,6}))?", part) for part in parts]
+    kinds: list[str] = []
+    for each in found:
+        if each is None:
+            return None
+        kinds += each[1].split(",") * min(int(each[2] or 1), 10_000)
+    dense = kinds.index("1") if "1" in kinds else 0
+    if len(kinds) != layers or "0" in kinds[dense:]:
+        return None
+    return {"model.dense_layers": dense} if dense else {"model.moe_every": 1}
+
+
+def _rope_scaling(draft: Draft) -> None:
+    """Llama 3.1's scaling, with the constants that Megatron-LM has for it."""
+    factor = draft.take("rope-scaling-factor", number, 8.0)
+    if draft.take("use-rope-scaling", switch, False):
+        draft.settings |= {
+            "model.rope_scaling": "llama3",
+            "model.rope_factor": factor,
+            "model.rope_original_positions": 8192,
+            "model.rope_low_frequency_factor": 1.0,
+            "model.rope_high_frequency_factor": 4.0,
+        }
+
+
+def _leave(draft: Draft, keys: list[str], reason: str, unsupported: bool) -> None:
     for key in keys:
         if key in draft.given:
-            draft.note(key, draft.given.pop(key), reason)
+            draft.note(key, draft.given.pop(key), reason, unsupported)

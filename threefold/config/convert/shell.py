@@ -1,134 +1,371 @@
-"""The flags of a command in a shell script: enough of the language for the scripts that start trainings."""
+"""Shell scripts followed far enough to see which command they start, without running anything."""
 
-import ast
 import re
-import shlex
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
 
-from threefold.config.convert.arithmetic import constant
+from threefold.config.convert.draft import foreign_text
+from threefold.config.convert.shell_syntax import Block, Case, Chain, Function, If, Loop, Node, Simple, parse
+from threefold.config.convert.shell_tests import holds
+from threefold.config.convert.shell_values import Expander, Scope
+from threefold.config.convert.shell_words import Word
 from threefold.errors import UserError
 
-_COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
-_ASSIGNED = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
-_USED = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\})")
-_SUM = re.compile(r"\$\(\(([^()]*)\)\)")
-_NOT_OURS = re.compile(r"^(?:\d*>.*|&>.*|\||&|&&|\|\|)$")
-_DEEPEST = 20
+_ASSIGNED: Final = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=(.*)", re.DOTALL)
+_DECLARING: Final = ("export", "declare", "local", "readonly", "typeset")
+_SILENT: Final = re.compile(
+    r"echo|printf|mkdir|rm|ls|cat|tee|cp|mv|cd|pip|pip3|git|set|trap|ulimit|module|wait|sleep|date|which|"
+    r"chmod|touch|ln|kill|pkill|read|test|\[|\[\[|\(\(|true|false|:|logger|hostname|nvidia\-smi|unalias|alias|"
+    r"conda|pushd|popd|tar|wget|curl|awk|sed|grep|head|tail|sort|uniq|wc"
+)
+"""Commands that start no training, whatever their words are."""
+_SCRIPT_RUNNERS: Final = ("bash", "sh", "zsh", "sbatch", "qsub")
+_SBATCH: Final = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
+_FLAG: Final = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
+_TEXT: Final = re.compile(r"\S\s.*\.py(?=[\s;]|$)|\.py\s", re.DOTALL)
+"""A command that is one word of another, as after `bash -c`."""
+_MOST_COMMANDS: Final = 20_000
+_DEEPEST: Final = 12
 
 
-def flags_of(text: str, where: str) -> tuple[dict[str, Any], int | None]:
-    """The flags of the last training that a script starts, and how many ranks it starts, if it says.
+@dataclass(frozen=True)
+class Command:
+    """A command that a script starts.
 
-    A flag's value is True, a text, or a list of texts. A text that begins with `$` is a variable that is not set.
+    Attributes:
+        words: of it, values and all.
+        line: from 1, of its script.
+        batch: the words of `#SBATCH` lines above it, and of the commands that it stands in a text of.
+    """
+
+    words: list[str]
+    line: int
+    batch: list[str]
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What was decided about a part of a script.
+
+    Attributes:
+        line: from 1.
+        what: the part.
+        reason: what was decided and what is left out.
+    """
+
+    line: int
+    what: str
+    reason: str
+
+
+@dataclass
+class Script:
+    """What a script does.
+
+    Attributes:
+        scope: its variables at the end.
+        commands: in the order in which it starts them.
+        remarks: on what depends on things that are not in it.
+        missing: files that it reads and that are not there, each with its line.
+    """
+
+    scope: Scope
+    commands: list[Command] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
+    missing: list[tuple[int, str]] = field(default_factory=list)
+
+
+class _Ended(Exception):
+    """`exit`, or `return` outside a function."""
+
+
+class _Runner:
+    def __init__(self, script: Script) -> None:
+        self.script, self.scope = script, script.scope
+        self.functions: dict[str, list[Node]] = {}
+        self.batch: list[str] = []
+        self.depth = self.count = 0
+
+    def text(self, text: str, where: str) -> None:
+        """Follow a script's text in the same shell."""
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise UserError(
+                f"{self.scope.where}: scripts or functions in it call each other more than {_DEEPEST} deep."
+            )
+        self.batch = [*self.batch, *(word for line in _SBATCH.findall(text) for word in line.split())]
+        self.nodes(parse(text, where))
+        self.depth -= 1
+
+    def _descend(self) -> None:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise UserError(f"{self.scope.where}: scripts or functions in it call each other over {_DEEPEST} deep.")
+
+    def nodes(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            self.node(node)
+
+    def node(self, node: Node) -> None:
+        if isinstance(node, Simple):
+            self.simple(node)
+        elif isinstance(node, Chain):
+            self.chain(node)
+        elif isinstance(node, If):
+            self.choose(node)
+        elif isinstance(node, Case):
+            self.case(node)
+        elif isinstance(node, Loop):
+            self.loop(node)
+        elif isinstance(node, Function):
+            self.functions[node.name] = node.body
+        else:
+            self.nodes(node.body)
+
+    def chain(self, chain: Chain) -> None:
+        """`a && b || c`: what does not test anything is taken to succeed."""
+        success: bool | None = True
+        for operator, node in chain.parts:
+            if (operator == "&&" and success is False) or (operator == "||" and success is not False):
+                self._leave_out(_line_of(node), operator, [node], "not reached if all before it succeeds")
+                continue
+            assumed: list[str] = []
+            result = holds([node], self.scope, assumed)
+            if result is None:
+                self.node(node)
+                success = True
+            else:
+                success = result
+
+    def choose(self, node: If) -> None:
+        taken: list[Node] | None = None
+        left: list[list[Node]] = []
+        assumed: list[str] = []
+        for condition, body in node.branches:
+            if taken is not None or _ends(body):
+                left.append(body)
+                continue
+            result = holds(condition, self.scope, assumed)
+            if result is None:
+                assumed.append("a command's result")
+            if result:
+                taken = body
+            else:
+                left.append(body)
+        if taken is None:
+            taken = node.otherwise if not _ends(node.otherwise) else []
+        else:
+            left.append(node.otherwise)
+        unknown = _assumption(list(dict.fromkeys(assumed)))
+        for body in left:
+            self._leave_out(node.line, "if", body, unknown)
+        self.nodes(taken)
+
+    def case(self, node: Case) -> None:
+        expander = Expander(self.scope, empty=True)
+        before = len(self.scope.unset)
+        value = expander.text(node.word.text)
+        assumed = self.scope.unset[before:]
+        taken = False
+        for patterns, body in node.branches:
+            if not taken and any(fnmatchcase(value, expander.text(pattern)) for pattern in patterns):
+                taken = True
+                if not _ends(body):
+                    self.nodes(body)
+                continue
+            self._leave_out(node.line, "case", body, _assumption(assumed))
+
+    def loop(self, node: Loop) -> None:
+        if not node.name or node.name == "((":
+            assumed: list[str] = []
+            if node.condition and holds(node.condition, self.scope, assumed) is False:
+                return
+            self._leave_out(node.line, "loop", node.body, "not taken, as how often it runs is not in the file")
+            return
+        values = [value for word in node.words for value in Expander(self.scope).fields(word.text)]
+        for value in values:
+            self.scope.put(node.name, value)
+            self.nodes(node.body)
+
+    def _leave_out(self, line: int, what: str, body: list[Node], reason: str) -> None:
+        if flags := list(dict.fromkeys(_flags_in(body))):
+            self.script.remarks.append(Remark(line, what, f"{reason}; left out: {', '.join(flags)}"))
+
+    def simple(self, node: Simple) -> None:
+        self.count += 1
+        if self.count > _MOST_COMMANDS:
+            raise UserError(f"{self.scope.where}: it runs more than {_MOST_COMMANDS:,} commands.")
+        words = node.words
+        while words and (found := _ASSIGNED.fullmatch(words[0].text)):
+            self.assign(found, words[0])
+            words = words[1:]
+        if words and words[0].text in _DECLARING:
+            for word in words[1:]:
+                if found := _ASSIGNED.fullmatch(word.text):
+                    self.assign(found, word)
+            return
+        if words:
+            self.command([field for word in words for field in Expander(self.scope).fields(word.text)], node)
+
+    def assign(self, found: re.Match[str], word: Word) -> None:
+        name, index, appended, raw = found.groups()
+        expander = Expander(self.scope)
+        old = self.scope.variables.get(name)
+        if word.items is not None:
+            items = [field for item in word.items for field in expander.fields(item.text)]
+            before = old if isinstance(old, list) else [old] if old else []
+            self.scope.put(name, [*before, *items] if appended else items)
+            return
+        if old is None and re.search(rf"\$\{{?{name}\b", raw) and not re.fullmatch(rf'"?\$\{{?{name}\}}?"?', raw):
+            self.scope.variables[name] = ""  # as in ARGS="$ARGS --more" for the first time
+            value = expander.text(raw)
+        else:
+            value = expander.text(raw)
+        if index is not None:
+            items = list(old) if isinstance(old, list) else []
+            place = int(index) if index.isdecimal() and int(index) < 1000 else len(items)
+            items += [""] * (place + 1 - len(items))
+            items[place] = value
+            self.scope.put(name, items)
+        elif appended:
+            items = [*old, value] if isinstance(old, list) else []
+            self.scope.put(name, items or (old or "") + value if not isinstance(old, list) else items)
+        else:
+            self.scope.put(name, value)
+
+    def command(self, words: list[str], node: Simple) -> None:
+        name = words[0] if words else ""
+        if name in ("source", ".") and len(words) > 1:
+            self.source(words[1], node.line)
+        elif name in ("exit", "return"):
+            raise _Ended
+        elif name == "eval":
+            self.text(" ".join(words[1:]), self.scope.where)
+        elif name == "unset":
+            for each in words[1:]:
+                self.scope.variables.pop(each, None)
+        elif name == "shift":
+            del self.scope.positional[:1]
+        elif name in self.functions:
+            self.call(name, words[1:])
+        elif not _SILENT.fullmatch(name):
+            self.start(words, node)
+
+    def call(self, name: str, given: list[str]) -> None:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise UserError(
+                f"{self.scope.where}: scripts or functions in it call each other more than {_DEEPEST} deep."
+            )
+        before, self.scope.positional = self.scope.positional, given
+        with suppress(_Ended):
+            self.nodes(self.functions[name])
+        self.scope.positional = before
+        self.depth -= 1
+
+    def start(self, words: list[str], node: Simple) -> None:
+        """A command that is none of the shell's own."""
+        texts = [word for word in words[1:] if _TEXT.search(re.sub(r"<[^<>]*>", "", word))]
+        scripts = [word for word in words if word.endswith((".sh", ".slurm", ".sbatch"))]
+        if texts or (node.heredoc and words[0] in (*_SCRIPT_RUNNERS, "srun", "ssh")):
+            outer, self.batch = self.batch, [*self.batch, *(word for word in words if word not in texts)]
+            for text in texts:
+                self._inside(text.removeprefix("--wrap="))
+            if node.heredoc and not texts:
+                self._inside(node.heredoc.replace("\\$", "$"))
+            self.batch = outer
+        elif scripts and not any(word.endswith(".py") for word in words):
+            self._run_script(scripts[0], words, node.line)
+        elif any(word.startswith("--") or word.endswith(".py") for word in words):
+            self.script.commands.append(Command(words, node.line, list(self.batch)))
+
+    def _inside(self, text: str) -> None:
+        """Follow a command that is given as a text."""
+        try:
+            self.text(text, self.scope.where)
+        except _Ended:
+            self.depth -= 1
+
+    def _run_script(self, name: str, words: list[str], line: int) -> None:
+        path = self._path(name)
+        if not path.is_file():
+            self.script.missing.append((line, name))
+            return
+        before, self.scope.positional = self.scope.positional, words[words.index(name) + 1 :]
+        outer, self.batch = self.batch, [*self.batch, *words[: words.index(name)]]
+        self._inside(foreign_text(path))
+        self.scope.positional, self.batch = before, outer
+
+    def source(self, name: str, line: int) -> None:
+        path = self._path(name)
+        if path.is_file():
+            self._inside(foreign_text(path))
+        else:
+            self.script.missing.append((line, name))
+
+    def _path(self, name: str) -> Path:
+        name = re.sub(r"^(?:\$PWD|\$\{PWD\}|\$\(pwd\))/", "", name)
+        return self.scope.folder / name if len(name) < 1000 and "\0" not in name else self.scope.folder
+
+
+def _line_of(node: Node) -> int:
+    if isinstance(node, Simple | If | Case | Loop):
+        return node.line
+    inner = node.body if isinstance(node, Block | Function) else [part for _, part in node.parts]
+    return _line_of(inner[0]) if inner else 0
+
+
+def _assumption(unset: list[str]) -> str:
+    return f"not taken, as though {', '.join(unset)} were not set" if unset else "not taken, as the script sets it"
+
+
+def _ends(body: list[Node]) -> bool:
+    """Whether a branch ends the script, as after a message on what is missing."""
+    return any(
+        (isinstance(node, Simple) and node.words and node.words[0].text in ("exit", "return"))
+        or (isinstance(node, Block) and _ends(node.body))
+        or (isinstance(node, Chain) and any(_ends([part]) for _, part in node.parts[:1]))
+        for node in body
+    )
+
+
+def _flags_in(nodes: list[Node]) -> Iterator[str]:
+    """The flags that commands have in them; those of what only prints are none."""
+    for node in nodes:
+        if isinstance(node, Simple):
+            if node.words and not _SILENT.fullmatch(node.words[0].text):
+                for word in node.words:
+                    for part in (word, *(word.items or ())):
+                        yield from _FLAG.findall(part.text)
+        elif isinstance(node, Chain):
+            yield from _flags_in([part for _, part in node.parts])
+        elif isinstance(node, If):
+            yield from (flag for _, body in node.branches for flag in _flags_in(body))
+            yield from _flags_in(node.otherwise)
+        elif isinstance(node, Case):
+            yield from (flag for _, body in node.branches for flag in _flags_in(body))
+        else:
+            yield from _flags_in(node.body)
+
+
+def follow(text: str, path: Path) -> Script:
+    """What a script without arguments, in an empty environment, does.
+
+    Args:
+        text: of the script.
+        path: of its file; files that it reads are looked for beside it.
 
     Raises:
-        UserError: quotes that do not close, or no flags at all.
+        UserError: it cannot be read as a shell script, or does not end.
     """
-    statements = list(_statements(text, where))
-    variables: dict[str, str] = {}
-    commands = []
-    for words in statements:
-        words = words[1:] if words[:1] == ["export"] else words
-        while words and (assigned := _ASSIGNED.match(words[0])):
-            variables[assigned[1]] = " ".join(_expanded([assigned[2]], variables))
-            words = words[1:]
-        commands.append(_expanded(words, variables))
-    training = [words for words in commands if any(word.endswith(".py") for word in words)]
-    training = training[-1:] or [words for words in commands if any(word.startswith("--") for word in words)]
-    words = [word for command in training for word in command]
-    if not any(word.startswith("--") for word in words):  # a script that is sourced
-        words = [word for value in variables.values() for word in _expanded([value], variables)]
-    if not any(word.startswith("--") for word in words):
-        raise UserError(
-            f"{where} has no flags such as --num-layers 24, so it is not Megatron-LM's; say whose it is with --from."
-        )
-    return _flags(words, variables)
-
-
-def _flags(words: list[str], variables: dict[str, str]) -> tuple[dict[str, Any], int | None]:
-    scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
-    start = scripts[-1] + 1 if scripts else 0
-    launcher, flags = dict(_collect(words[:start])), dict(_collect(words[start:]))
-    nodes, local = (launcher.get(name) for name in ("nnodes", "nproc-per-node"))
-    world = flags.pop("world-size", None) or _product(local, nodes)
-    if world is None and "WORLD_SIZE" in variables:
-        world = " ".join(_expanded([variables["WORLD_SIZE"]], variables))
-    return flags, int(str(world)) if str(world).isdecimal() and int(str(world)) > 0 else None
-
-
-def _product(local: Any, nodes: Any) -> str | None:
-    nodes = "1" if nodes is None else str(nodes)
-    return str(int(str(local)) * int(nodes)) if str(local).isdecimal() and nodes.isdecimal() else None
-
-
-def _collect(words: list[str]) -> Iterator[tuple[str, Any]]:
-    name, values = "", []
-    for word in [*words, "--"]:
-        if not word.startswith("--"):
-            values.append(word)
-            continue
-        if name:
-            yield name, True if not values else values[0] if len(values) == 1 else values
-        name, equals, value = word[2:].partition("=")
-        name, values = name.replace("_", "-"), [value] if equals else []
-
-
-def _statements(text: str, where: str) -> Iterator[list[str]]:
-    """The words of each statement; an array `NAME=(a b)` is one word `NAME=a b`."""
-    text = _COMMENT.sub(r"\1", text).replace("\\\r\n", " ").replace("\\\n", " ")
-    text = _SUM.sub(lambda found: f"$(({''.join(found[1].split())}))", text)
-    for part in _parts(text):
-        array = re.match(r"^\s*(?:export\s+|declare\s+-a\s+)?([A-Za-z_]\w*)=\((?!\()(.*)\)\s*$", part, re.DOTALL)
-        try:
-            words = shlex.split(array[2] if array else part)
-        except ValueError:
-            raise UserError(f"{where} is not a shell script that can be read: a quote in it does not close.") from None
-        yield [f"{array[1]}={' '.join(words)}"] if array else _without_plumbing(words)
-
-
-def _without_plumbing(words: list[str]) -> list[str]:
-    return words[: next((place for place, word in enumerate(words) if _NOT_OURS.match(word)), len(words))]
-
-
-def _parts(text: str) -> Iterator[str]:
-    """What stands between ends of lines and semicolons, those inside quotes and parentheses apart."""
-    quote, depth, part = "", 0, ""
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "()":
-            depth = max(0, depth + (1 if char == "(" else -1))
-        elif char in "\n;" and depth == 0:
-            yield part
-            part = ""
-            continue
-        part += char
-    yield part
-
-
-def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
-    """The words with the values of variables in them; a value of several words is as many."""
-    result = []
-    for word in words:
-        for _ in range(_DEEPEST):
-            replaced = _SUM.sub(_summed, _USED.sub(lambda used: _value(used, variables), word))
-            if replaced == word:
-                break
-            word = replaced
-        result += word.split()
-    return result
-
-
-def _value(used: re.Match[str], variables: dict[str, str]) -> str:
-    default = used[0] if used[3] is None else used[3]
-    return variables.get(used[1] or used[2], default)
-
-
-def _summed(found: re.Match[str]) -> str:
+    script = Script(Scope(str(path), path.parent))
     try:
-        return str(int(constant(ast.parse(found[1], mode="eval").body, {})))
-    except (SyntaxError, ValueError):
-        return found[0]
+        with suppress(_Ended):
+            _Runner(script).text(text, str(path))
+    except RecursionError:
+        raise UserError(f"{path}: not a shell script that can be read: it is nested too deeply.") from None
+    return script

@@ -1,0 +1,35 @@
+"""What `make demo` says to type next."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FEW_STEPS = "--set train.max_steps=2 --set train.eval_every=0 --set parallel.pp=1 --set parallel.tp=1"
+
+
+@pytest.mark.slow
+def test_the_command_after_the_demo_works_when_pasted(tmp_path: Path) -> None:
+    """In a copy of the files that it needs, whose environment is the one of the tests."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    (tmp_path / ".venv" / "ready").touch()
+    options = {"cwd": tmp_path, "text": True, "capture_output": True, "timeout": 500}
+    demo = subprocess.run(["make", "demo", f"DEMO_OPTIONS={FEW_STEPS}"], **options)
+    assert demo.returncode == 0, demo.stderr
+    *_, heading, command, activate = demo.stdout.splitlines()
+    assert heading == "Next, in this folder:"
+    assert command.strip().startswith(".venv/bin/threefold generate demo/run --prompt ")
+    outside = {**options, "env": {"PATH": os.defpath, "HOME": str(tmp_path)}}
+    pasted = subprocess.run(["bash", "-c", command.strip()], **outside)
+    assert pasted.returncode == 0, pasted.stderr
+    assert pasted.stdout.startswith("In Python, a list")
+    assert activate.split("#")[0].strip() == "source .venv/bin/activate"
+    assert Path(sys.executable).with_name("activate").exists()

@@ -1,0 +1,173 @@
+"""`--overwrite` replaces what this program wrote and nothing else, whatever the command."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.support import write_llama
+from tests.cli.conftest import Command
+from tests.support.other_systems import write_megatron
+from threefold.data.format import META_FILE, Meta
+from threefold.data.written import MARKER
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture
+def work(tmp_path: Path, tokens: Path) -> Path:
+    """A folder with an input for each command, and an output of each."""
+    write_llama(tmp_path / "models" / "hf")
+    shutil.copytree(tokens, tmp_path / "corpora" / "tokens")
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "Some text of a document. " * 9}) + "\n")
+    write_megatron(tmp_path / "corpora" / "m", [[[5, 6, 7]], [[8, 9, 0]]])
+    return tmp_path
+
+
+Make = Callable[[Path, Path], tuple[object, ...]]
+
+COMMANDS: dict[str, Make] = {
+    "prepare": lambda work, out: ("data", "prepare", work / "text.jsonl", "--vocab-size", 260, "--out", out),
+    "convert": lambda work, out: ("data", "convert", work / "corpora" / "tokens", "--to", "threefold", "--out", out),
+    "import": lambda work, out: ("checkpoint", "import", work / "models" / "hf", "--out", out),
+    "export": lambda work, out: ("checkpoint", "export", work / "runs" / "a" / "run", "--out", out),
+}
+
+
+def make_run(threefold: Command, work: Path) -> None:
+    made = threefold("checkpoint", "import", work / "models" / "hf", "--out", work / "runs" / "a" / "run")
+    assert made.status == 0, made
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_only_an_output_is_replaced(threefold: Command, work: Path, name: str) -> None:
+    make_run(threefold, work)
+    out = work / "new" / "out"
+    arguments = COMMANDS[name](work, out)
+    assert threefold(*arguments).status == 0
+    (work / "new" / "out.partial").write_text("mine")
+    (work / "new" / "out.replaced").mkdir()
+    (work / "new" / "out.replaced" / "mine").write_text("mine")
+    assert "exists already" in threefold(*arguments).error
+    again = threefold(*arguments, "--overwrite")
+    assert again.status == 0, again
+    assert sorted(path.name for path in (work / "new").iterdir()) == ["out", "out.partial", "out.replaced"]
+    assert (work / "new" / "out.replaced" / "mine").read_text() == "mine"
+
+    for foreign in ("thesis.txt", "deep/thesis.txt", ".hidden"):
+        (out / foreign).parent.mkdir(exist_ok=True)
+        (out / foreign).write_text("mine")
+        before = contents(work)
+        refused = threefold(*arguments, "--overwrite")
+        assert refused.status == 2
+        assert refused.error.count("\n") == 1
+        assert f"has {foreign.split('/')[0]}" in refused.error
+        assert contents(work) == before
+        (out / foreign).unlink()
+        shutil.rmtree(out / "deep", ignore_errors=True)
+    (out / "link").symlink_to(work / "corpora")
+    assert "has link, which this program did not write" in threefold(*arguments, "--overwrite").error
+    assert (out / "link").is_symlink()
+
+
+def sources(work: Path) -> list[tuple[str, tuple[object, ...], Path]]:
+    corpora, models, runs = work / "corpora", work / "models", work / "runs"
+    (work / "alias").symlink_to(models)
+    return [
+        ("is what is read", ("checkpoint", "import", models / "hf"), models / "hf"),
+        ("contains", ("checkpoint", "import", models / "hf"), models),
+        ("contains", ("checkpoint", "import", work / "alias" / "hf"), models),
+        ("contains", ("checkpoint", "export", runs / "a" / "run"), runs / "a"),
+        ("is what is read", ("checkpoint", "export", runs / "a" / "run"), runs / "a" / "run"),
+        ("lies in", ("checkpoint", "export", runs / "a" / "run"), runs / "a" / "run" / "checkpoints"),
+        ("contains", ("data", "prepare", corpora / "text.jsonl"), corpora),
+        ("contains", ("data", "prepare", work / "text.jsonl", "--tokenizer", corpora / "tokens" / "tokenizer.json"),
+         corpora / "tokens"),
+        ("is what is read", ("data", "convert", corpora / "tokens", "--to", "threefold"), corpora / "tokens"),
+        ("is what is read", ("data", "convert", corpora / "m", "--to", "megatron"), corpora / "m"),
+        ("is what is read", ("data", "convert", corpora / "m.idx", "--to", "megatron"), corpora / "m.bin"),
+    ]  # fmt: skip
+
+
+def test_no_input_is_replaced(threefold: Command, work: Path) -> None:
+    make_run(threefold, work)
+    shutil.copy(work / "text.jsonl", work / "corpora")
+    for rule, arguments, out in sources(work):
+        before = contents(work)
+        refused = threefold(*arguments, "--out", out, "--overwrite")
+        assert refused.status == 2, (arguments, refused)
+        assert rule in refused.error, (arguments, refused)
+        assert refused.error.count("\n") == 1
+        assert contents(work) == before
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_out_that_is_no_folder_to_make(
+    threefold: Command, work: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    make_run(threefold, work)
+    monkeypatch.chdir(work)
+    (work / "dangling").symlink_to(work / "nowhere")
+    (work / "linked").symlink_to(work / "runs")
+    os.mkfifo(work / "fifo")
+    for out, rule in (
+        (".", "--out . is a folder that other things are in"),
+        ("..", "--out .. is a folder that other things are in"),
+        ("/", "--out / is a folder that other things are in"),
+        ("a/..", "is a folder that other things are in"),
+        ("dangling", "--out dangling is a symbolic link to"),
+        ("linked", "--out linked is a symbolic link to"),
+        ("fifo", "--out fifo is a pipe, socket or device"),
+        ("text.jsonl", "--out text.jsonl is a file"),
+        ("text.jsonl/out", "text.jsonl/out cannot be made (Not a directory)"),
+        ("/proc/out", "/proc/out cannot be made"),
+        ("/".join(["x" * 100] * 50), "cannot be used (File name too long)"),
+    ):
+        before = sorted(map(str, work.rglob("*")))
+        refused = threefold(*COMMANDS[name](work, Path(out)), "--overwrite")
+        assert refused.status == 2, (out, refused)
+        assert rule in refused.error, (out, refused)
+        assert refused.error.count("\n") == 1
+        assert sorted(map(str, work.rglob("*"))) == before
+
+
+def test_outputs_of_older_versions(threefold: Command, work: Path) -> None:
+    """Token files without checksums and runs without a marker are known by what they are; models of Hugging Face are
+    not, as nothing tells them from another's."""
+    make_run(threefold, work)
+    old = work / "corpora" / "old"
+    shutil.copytree(work / "corpora" / "tokens", old)
+    meta = Meta.read(old)
+    Meta(**{**vars(meta), "checksums": {}}).write(old / META_FILE)
+    assert threefold(*COMMANDS["prepare"](work, old), "--overwrite").status == 0
+    for name, replaced in (("import", True), ("export", False)):
+        assert threefold(*COMMANDS[name](work, work / name)).status == 0
+        (work / name / MARKER).unlink()
+        ended = threefold(*COMMANDS[name](work, work / name), "--overwrite")
+        assert (ended.status == 0) == replaced, ended
+    assert "was not written by this program" in ended.error
+
+
+def test_a_pair_of_files(threefold: Command, work: Path) -> None:
+    arguments = ("data", "convert", work / "corpora" / "tokens", "--to", "megatron", "--out", work / "new" / "p.bin")
+    assert threefold(*arguments).status == 0
+    assert sorted(path.name for path in (work / "new").iterdir()) == [f".p{MARKER}", "p.bin", "p.idx"]
+    (work / "new" / "p.bin.partial").write_text("mine")
+    assert "p.idx exists already" in threefold(*arguments).error
+    assert threefold(*arguments, "--overwrite").status == 0
+    assert (work / "new" / "p.bin.partial").read_text() == "mine"
+    write_megatron(work / "new" / "p", [[[1, 2, 3]]])  # Megatron's, under the same name
+    before = contents(work)
+    refused = threefold(*arguments, "--overwrite")
+    assert refused.status == 2
+    assert "p.idx was not written by this program" in refused.error
+    assert contents(work) == before
+    assert "has no name before .bin" in threefold(*arguments[:-1], work / ".bin").error

@@ -1,0 +1,80 @@
+"""Standard streams that may be closed, full or read by nobody any more."""
+
+import errno
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+from threefold.errors import CLOSED_OUTPUT, OutputLost, UserError
+
+
+def guard_streams() -> None:
+    """Open closed standard streams on nothing, and have a failure to write to standard output raise `OutputLost`.
+
+    A descriptor that is closed would be given to the next file that is opened, and what is printed would land there.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    if sys.stdout is None or sys.stdout is sys.__stdout__:
+        sys.stdout = _guarded(sys.stdout)
+
+
+def read_standard_input() -> str:
+    """All of standard input, which is UTF-8 whatever the locale.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    source = getattr(sys.stdin, "buffer", None)
+    if source is None:
+        return sys.stdin.read()
+    content: bytes = source.read()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"Standard input is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}); convert it first, "
+            "with `iconv -f latin1 -t utf-8` say."
+        ) from None
+
+
+def _guarded(stream: TextIO | None) -> TextIO:
+    encoding, errors = ("utf-8", None) if stream is None else (stream.encoding, stream.errors)
+    raw = _Output()
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding, errors=errors, line_buffering=raw.isatty())
+
+
+class _Output(io.RawIOBase):
+    """Descriptor 1. After its first failure, which is raised, what is written is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lost = False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+    def isatty(self) -> bool:
+        return os.isatty(1)
+
+    def write(self, data: Any) -> int:
+        if self._lost:
+            return len(memoryview(data))
+        try:
+            return os.write(1, data)
+        except OSError as error:
+            self._lost = True
+            if error.errno == errno.EPIPE:
+                raise OutputLost(CLOSED_OUTPUT) from None
+            raise OutputLost(f"Standard output cannot be written ({error.strerror}).") from None

@@ -1,0 +1,156 @@
+"""Arrays read out of files piece by piece.
+
+They are read with `pread` and not through memory maps: a file that becomes shorter while it is mapped ends the process
+with SIGBUS, where a short read is an error that can be told.
+"""
+
+import os
+from pathlib import Path
+from typing import IO, Any, Final, overload
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from threefold.errors import UserError
+from threefold.files import require_file, shown
+
+_AT_ONCE: Final = 1 << 30
+"""Bytes of one read; Linux gives no more than 2 GiB."""
+_GAP: Final = 1 << 12
+"""Numbers between two that are wanted, up to which reading them too takes less time than another call."""
+_SPAN: Final = 1 << 20
+"""Numbers that are read together at most where there are such gaps."""
+
+LARGEST_IN_MEMORY: Final = 1 << 28
+"""Bytes of the largest column that `load_column` keeps in memory; every rank has one of its own."""
+
+
+class StoredArray:
+    """A one-dimensional array of numbers in a file, which is opened once and read where it is indexed.
+
+    Indexing gives arrays in memory, read only: an integer a number, a slice of step 1 or an integer array (of any
+    shape) an array. Safe to use from several threads and after a fork.
+
+    Args:
+        path: a regular file.
+        dtype: of the numbers, with their byte order.
+        count: how many there are.
+        offset: the byte that the first begins at.
+
+    Raises:
+        UserError: the file cannot be read, or is too short.
+    """
+
+    def __init__(self, path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> None:
+        self.path, self.dtype, self.count, self.offset = path, np.dtype(dtype), count, offset
+        require_file(path)
+        try:
+            self._file: IO[bytes] = path.open("rb", buffering=0)
+        except OSError as error:
+            raise UserError(f"Cannot read {shown(path)}: {error.strerror}.") from None
+        self._handle = self._file.fileno()
+        if os.fstat(self._handle).st_size < self._end:
+            raise self._truncated()
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.count,)
+
+    @property
+    def size(self) -> int:
+        return self.count
+
+    def __len__(self) -> int:
+        return self.count
+
+    @overload
+    def __getitem__(self, index: int | np.integer) -> np.integer: ...
+    @overload
+    def __getitem__(self, index: slice | NDArray[np.integer]) -> NDArray[np.integer]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self.count)
+            if step != 1:
+                raise IndexError("a stored array is read in steps of 1")
+            values = np.empty(max(0, stop - start), dtype=self.dtype)
+            self._read(start, values)
+        elif isinstance(index, np.ndarray) and index.ndim:
+            values = self._gather(index)
+        else:
+            place = range(self.count)[index]
+            values = np.empty(1, dtype=self.dtype)
+            self._read(place, values)
+            return values[0]
+        values.flags.writeable = False
+        return values
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        values = self[:]
+        return values if dtype is None else values.astype(dtype)
+
+    def tolist(self) -> list[int]:
+        return self[:].tolist()
+
+    def _gather(self, places: NDArray[np.integer]) -> NDArray[np.integer]:
+        """The numbers at `places`: neighbours, and what is not far apart, in one read."""
+        flat = np.ascontiguousarray(places).ravel()
+        values = np.empty(flat.size, dtype=self.dtype)
+        if flat.size:
+            if flat.min() < 0 or flat.max() >= self.count:
+                raise IndexError(f"an index is outside the {self.count} numbers of {self.path}")
+            cuts = np.flatnonzero(np.diff(flat) != 1)
+            before, after = flat[cuts], flat[cuts + 1]
+            apart = (after <= before) | (after - before > _GAP) | (before // _SPAN != after // _SPAN)
+            firsts = np.append(0, cuts[apart] + 1)
+            ends = np.append(firsts[1:], flat.size)
+            starts, spans = flat[firsts], flat[ends - 1] - flat[firsts] + 1
+            for first, end, start, span in zip(*map(np.ndarray.tolist, (firsts, ends, starts, spans)), strict=True):
+                if span == end - first:
+                    self._read(start, values[first:end])
+                else:
+                    between = np.empty(span, dtype=self.dtype)
+                    self._read(start, between)
+                    np.take(between, flat[first:end] - start, out=values[first:end])
+        return values.reshape(places.shape)
+
+    def _read(self, start: int, values: NDArray[Any]) -> None:
+        """Fill an array with the numbers from number `start` on."""
+        if not values.size:
+            return
+        place = self.offset + start * self.dtype.itemsize
+        view = memoryview(values.view(np.uint8).data)
+        while view:
+            try:
+                got = os.preadv(self._handle, [view[:_AT_ONCE]], place)
+            except OSError as error:
+                raise UserError(f"Cannot read {shown(self.path)}: {error.strerror}.") from None
+            if not got:
+                raise self._truncated()
+            view, place = view[got:], place + got
+
+    @property
+    def _end(self) -> int:
+        return self.offset + self.nbytes
+
+    def _truncated(self) -> UserError:
+        size = os.fstat(self._handle).st_size
+        return UserError(
+            f"{shown(self.path)} holds {size:,} bytes and must hold {self._end:,}, so it was truncated; copy it "
+            "again, or make it again."
+        )
+
+
+def load_column(path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> NDArray[Any]:
+    """The numbers of a file that is read all over: in memory, or, where that would take too much of it, mapped.
+
+    Raises:
+        UserError: the file cannot be read, or is too short.
+    """
+    stored = StoredArray(path, dtype, count, offset)
+    if stored.nbytes <= LARGEST_IN_MEMORY:
+        return stored[:]
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))

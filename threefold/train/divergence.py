@@ -1,0 +1,137 @@
+"""What becomes of a run's checkpoints when its numbers stop being finite."""
+
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Protocol
+
+from threefold.errors import UserError
+from threefold.train.hooks import EvaluationRecord, StepRecord
+
+
+class DivergenceError(UserError):
+    """The loss, the gradient or the weights are not finite, and no smaller loss scale could mend it."""
+
+
+class CheckpointStore(Protocol):
+    """Where a run's checkpoints go. Each method is collective over the world."""
+
+    def save(self, step: int) -> Path:
+        """Make the checkpoint after `step` updates, and return its folder."""
+        ...
+
+    def prune(self, step: int) -> None:
+        """Delete those that are too old now that the one of `step` is good."""
+        ...
+
+    def is_finite(self) -> bool:
+        """Whether weights and optimizer state are finite on every rank."""
+        ...
+
+    def whole(self) -> list[Path]:
+        """The folders of the whole ones, oldest first."""
+        ...
+
+    def set_aside(self, step: int) -> tuple[Path, Path] | None:
+        """Rename the one of `step` so that none resumes from it; its new and the next older folder, or None where it
+        is the only one and stays."""
+        ...
+
+
+class SafeSaving:
+    """Saves when a checkpoint is due, and never lets one of a diverged model replace a good one.
+
+    A checkpoint is good once a loss has been computed from its weights that is finite, by a step that was not skipped
+    or by an evaluation: what an update did to the weights shows in the loss after it. So
+
+    - a save that is due while steps are skipped, or the last loss was not finite, waits for the next good step;
+    - older checkpoints are deleted only when the new one has proved good;
+    - when the run diverges, a checkpoint from which no good step was made is renamed, and a resumed run starts from
+      the one before it.
+
+    All ranks see the same losses, so all decide alike.
+
+    Args:
+        store: where the checkpoints go.
+    """
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+        self._due, self._healthy = False, True
+        self._unproved: int | None = None
+        self._steps = 0
+
+    def after_step(self, record: StepRecord) -> None:
+        """Take note of a step; call before anything else is done after it."""
+        self._healthy = not record.skipped
+        if self._healthy:
+            self._steps += 1
+            self._prove()
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        """Take note of the loss on the validation part."""
+        self._healthy = self._healthy and isfinite(record.loss)
+
+    def save(self, step: int, due: bool) -> Path | None:
+        """Make the checkpoint after `step` updates if one is due, or was, and the run is well; None otherwise.
+
+        Raises:
+            DivergenceError: the weights are not finite.
+            UserError: on every rank, when it cannot be written.
+        """
+        self._due = self._due or due
+        if not (self._due and self._healthy):
+            return None
+        return self._save(step)
+
+    def save_last(self, step: int, loss: Callable[[], float]) -> Path:
+        """Make the checkpoint after the last step of this process, which none can prove good later.
+
+        Args:
+            step: updates made.
+            loss: computes a loss from the weights as they are.
+
+        Raises:
+            DivergenceError: weights or loss are not finite.
+            UserError: on every rank, when it cannot be written.
+        """
+        value = loss()
+        if not isfinite(value):
+            raise self.explained(
+                DivergenceError(f"Training diverged at step {step}: the loss of the weights after it is {value:g}")
+            )
+        path = self._save(step)
+        if self._healthy:  # else all that is known is that the weights have not changed since the last good step
+            self._prove()
+        return path
+
+    def explained(self, error: DivergenceError) -> DivergenceError:
+        """The error with what to resume from; a checkpoint from which no good step was made is set aside."""
+        told = str(error).removesuffix(".")
+        if self._unproved is not None and (moved := self._store.set_aside(self._unproved)):
+            aside, older = moved
+            return DivergenceError(
+                f"{told}; no good step followed the newest checkpoint, which is {aside} now, so --resume starts from "
+                f"{older}."
+            )
+        whole = self._store.whole()
+        if not whole:
+            return DivergenceError(f"{told}; there is no checkpoint to resume from.")
+        if self._steps and self._unproved is None:
+            return DivergenceError(f"{told}; --resume starts from {whole[-1]}.")
+        ways = f"remove it to resume from {whole[-2]}" if len(whole) > 1 else "start a new run in another folder"
+        return DivergenceError(f"{told}; no good step followed {whole[-1]}: {ways}.")
+
+    def _save(self, step: int) -> Path:
+        if not self._store.is_finite():
+            raise self.explained(
+                DivergenceError(f"Training diverged at step {step}: weights or optimizer state are not finite after it")
+            )
+        path = self._store.save(step)
+        self._due, self._unproved = False, step
+        return path
+
+    def _prove(self) -> None:
+        if self._unproved is not None:
+            self._store.prune(self._unproved)
+            self._unproved = None

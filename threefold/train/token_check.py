@@ -1,0 +1,167 @@
+"""Reading all tokens of a run once while it trains: whether they are what was written, and trained on before."""
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from threefold.checkpoint.folder import Checkpoint
+from threefold.checkpoint.resume import other_text
+from threefold.data.content import Content, ReadCorpus, checksum_of_tokens
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.parallel.mesh import Mesh
+from threefold.train.console import say
+from threefold.train.hooks import EvaluationRecord, Hook
+
+if TYPE_CHECKING:
+    from threefold.data.loader import Batch
+
+_READING, _DONE, _PROBLEMS = 0, 1, 2
+"""What a rank says of its reading; from the last on, the number of a problem."""
+_DAMAGED, _OTHER, _UNREADABLE = range(3)
+WORTH_WAITING: Final = 4 << 30
+"""Bytes left to read for which a checkpoint, and the end of the run, wait: seconds."""
+
+
+class TokenCheck(Hook):
+    """Reads all tokens in the background and ends the run, on all ranks at one step, where they are not what they were.
+
+    Collective over the world. One rank of each host reads, at the lowest priority.
+
+    Args:
+        mesh: this rank's place.
+        corpora: what the run reads.
+        every: steps between the ranks' exchanges.
+        resumed: the checkpoint that the run continues.
+        reads: whether this rank reads.
+        wait_for: bytes left to read for which a checkpoint and the end of the run wait.
+
+    Raises:
+        UserError: on every rank, naming the file.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        corpora: Sequence[ReadCorpus],
+        every: int,
+        resumed: Checkpoint | None,
+        reads: bool,
+        wait_for: int = WORTH_WAITING,
+    ) -> None:
+        self.mesh, self.corpora, self.every, self.resumed = mesh, corpora, every, resumed
+        self._wait_for = wait_for
+        self._found: list[str | None] = [None] * len(corpora)
+        self._problem = 0
+        self._left = sum(corpus.tokens.nbytes for corpus in corpora)
+        self._settled = self._stopped = False
+        self._reader = threading.Thread(target=self._read, name="threefold-token-check", daemon=True) if reads else None
+
+    def before_fit(self, start: int) -> None:
+        if self._reader is not None:
+            self._reader.start()
+
+    def before_step(self, step: int, batch: "Batch") -> None:
+        if self.mesh.world.size == 1 or step % self.every == 0:
+            self._agree()
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._agree()
+
+    def after_fit(self) -> None:
+        self._wait()
+        self._agree()
+        if not self._settled and self._reader is not None and self.mesh.rank == 0:
+            total = sum(corpus.tokens.nbytes for corpus in self.corpora)
+            say(
+                f"The run ended when {1 - self._left / total:.0%} of its tokens had been checked; "
+                "`threefold data verify` checks them all."
+            )
+
+    def close(self) -> None:
+        self._stopped = True
+
+    def contents(self) -> tuple[Content, ...]:
+        """What the tokens of each corpus are, as far as it is known; waits for what little is left to read.
+
+        Raises:
+            UserError: they are not what they were.
+        """
+        self._wait()
+        if self._problem:
+            raise self._error(self._problem)
+        return tuple(
+            replace(corpus.content, tokens=corpus.content.tokens or found)
+            for corpus, found in zip(self.corpora, self._found, strict=True)
+        )
+
+    def _wait(self) -> None:
+        if self._reader is not None and self._reader.ident is not None and self._left <= self._wait_for:
+            self._reader.join()
+
+    def _agree(self) -> None:
+        """End the run on all ranks if one has found a problem."""
+        if self._settled:
+            return
+        reading = self._reader is not None and self._reader.is_alive()
+        mine = self._problem or (_READING if reading else _DONE)
+        found = [mine]
+        if self.mesh.world.size > 1:
+            table = torch.zeros(self.mesh.world.size, dtype=torch.int64, device=self.mesh.device)
+            table[self.mesh.rank] = mine
+            found = self.mesh.world.all_reduce_(table).tolist()
+        if max(found) >= _PROBLEMS:
+            raise self._error(max(found))
+        self._settled = min(found) == _DONE
+
+    def _error(self, problem: int) -> UserError:
+        number, kind = divmod(problem - _PROBLEMS, 3)
+        file, remedy = self.corpora[number].files[0], self.corpora[number].remedy
+        if kind == _OTHER and self.resumed is not None:
+            return other_text(file, self.resumed)
+        if kind == _UNREADABLE:
+            return UserError(f"{shown(file)} cannot be read to its end; {remedy}")
+        return UserError(f"{shown(file)} is damaged (its checksum is not the one that was written); {remedy}")
+
+    def _read(self) -> None:
+        if sys.platform == "linux":
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for number in range(len(self.corpora)):
+            kind = self._problem_of(number)
+            if kind is not None:
+                self._problem = _PROBLEMS + 3 * number + kind
+                return
+
+    def _problem_of(self, number: int) -> int | None:
+        corpus = self.corpora[number]
+        written, dtype = corpus.content.tokens, corpus.content.dtype
+        then = self.resumed.facts.contents[number] if self.resumed and self.resumed.facts.contents else None
+        try:
+            self._found[number] = found = checksum_of_tokens(corpus.tokens, dtype, self._advance)
+            if written is not None and found != written:
+                return _DAMAGED
+            if then is None or then.tokens is None:
+                return None
+            if then.dtype != dtype:
+                found = checksum_of_tokens(corpus.tokens, then.dtype, lambda size: self._advance(0))
+            return None if found == then.tokens else _OTHER
+        except _Stopped:
+            return None
+        except UserError:
+            return _UNREADABLE
+
+    def _advance(self, size: int) -> None:
+        self._left -= size
+        if self._stopped:
+            raise _Stopped
+
+
+class _Stopped(Exception):
+    pass
