@@ -131,6 +131,6 @@ def test_what_comes_after_a_text_is_no_beginning(source: Path) -> None:
 def test_files_that_say_no_json_are_refused(source: Path, tmp_path: Path) -> None:
     copy = write_llama(tmp_path / "hf")
     (copy / "generation_config.json").write_text('{"eos_token_id": ')
-    with pytest.raises(UserError, match=r"generation_config.json cannot be read"):
+    with pytest.raises(UserError, match=r"generation_config.json: it is not JSON"):
         import_model(Import(copy, tmp_path / "run"), Silent())
     assert not (tmp_path / "run").exists()
