@@ -76,3 +76,41 @@ def exchange_paths(one: Path, other: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):  # not on this file system
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def memory() -> int:
+    """Bytes of this machine's memory that the processes of this one's control group may have together.
+
+    What others use of it is not taken off: a run that is started again is to be given the same as before.
+    """
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _group_limits(groups: Path, root: Path) -> list[int]:
+    """The memory limits of a process's control group and of those around it.
+
+    Args:
+        groups: the file that names its groups, of version 1 or 2.
+        root: where they are mounted.
+    """
+    limits = []
+    with suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                mount, name = root, "memory.max"
+            elif "memory" in controllers.split(","):
+                mount, name = root / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            own = mount / path.lstrip("/")
+            limits += [_limit(folder / name) for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+    return [limit for limit in limits if limit]
+
+
+def _limit(file: Path) -> int:
+    """The number of bytes in a file; 0 where there is none."""
+    with suppress(OSError, ValueError):
+        return int(file.read_text())
+    return 0

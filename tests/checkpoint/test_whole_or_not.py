@@ -127,5 +127,7 @@ def test_pruning_keeps_the_newest(two: Path) -> None:
     prune(two, 0)
     assert steps(two) == [2, 4]
     assert not path_of(two, 9).with_name("step_00000009.partial").exists()
+    prune(two, 1, step=2)  # the one after was passed over
+    assert steps(two) == [2, 4]
     prune(two, 1)
     assert steps(two) == [4]

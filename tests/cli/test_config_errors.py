@@ -128,3 +128,53 @@ def test_hostile_configs_through_the_command(tmp_path: Path) -> None:
         assert ran.stdout == ""
         assert ran.stderr.startswith("Error: ")
         assert ran.stderr.count("\n") == 1
+
+
+_LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "RUN.yaml", "--run-dir", _LONG),
+        ("train", "RUN.yaml", "--set", "data.path=fifo"),
+        ("train", "RUN.yaml", "--set", "data.path=/dev/zero"),
+        ("train", "RUN.yaml", "--set", "data.path=text.jsonl", "--set", "data.tokenizer=fifo"),
+        ("train", "RUN.yaml", "--set", "data.path=text.jsonl", "--set", "data.tokenizer=/dev/zero"),
+        ("train", "RUN.yaml", "--set", "parallel.dp=1000000", "--set", "train.global_batch_size=1000000"),
+        ("config", "convert", _LONG),
+        ("config", "convert", "fifo"),
+        ("config", "convert", "/dev/zero"),
+        ("data", "prepare", "text.jsonl", "--out", _LONG),
+        ("data", "prepare", "fifo", "--out", "made"),
+        ("data", "prepare", "text.jsonl", "--out", "made", "--vocab-size", str(10**12)),
+        ("data", "prepare", "text.jsonl", "--out", "made", "--vocab-size", "300", "--workers", "0"),
+        ("data", "prepare", "text.jsonl", "--out", "made", "--vocab-size", "300", "--workers", "1000000"),
+        ("data", "show", _LONG),
+        ("data", "show", ""),
+        ("data", "show", "fifo"),
+        ("data", "show", "TOKENS", "--sequence-length", "0"),
+        ("data", "show", "TOKENS", "--sequence-length", str(10**12)),
+        ("data", "show", "TOKENS", "--tokenizer", "fifo"),
+        ("data", "show", "TOKENS", "--tokenizer", _LONG),
+        ("data", "convert", "TOKENS", "--to", "megatron", "--out", _LONG),
+        ("checkpoint", "export", _LONG, "--out", "made"),
+        ("verify", "RUN.yaml", "--ranks", str(10**9)),
+        ("verify", "RUN.yaml", "dp1000000"),
+        ("verify", "RUN.yaml", "dp" + "9" * 20),
+        ("verify", "RUN.yaml", "dp2", "--steps", str(10**12)),
+    ],
+    ids=lambda arguments: " ".join(word[:30] for word in arguments),
+)
+def test_hostile_arguments(
+    threefold, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    Path("text.jsonl").write_text(json.dumps({"text": "Some text."}) + "\n")
+    Path("RUN.yaml").write_text(f"data: {{path: {tokens}, sequence_length: 16}}\n")
+    status, _, error = threefold(*(str(tokens) if word == "TOKENS" else word for word in arguments))
+    assert status == 2
+    assert "Error" in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.glob("made*"))

@@ -33,7 +33,9 @@ def test_an_error_that_cannot_be_told_keeps_its_status() -> None:
         assert shell(f"{THREEFOLD} config show missing.yaml {where}").returncode == 2
 
 
-@pytest.mark.parametrize("where", [">&-", ">/dev/full", "| true", "| head -1"])
+@pytest.mark.parametrize(
+    "where", [">&-", "| true", *(pytest.param(where, marks=pytest.mark.slow) for where in (">/dev/full", "| head -1"))]
+)
 def test_a_run_goes_on(config_file: Path, tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"
     ended = shell(f"{THREEFOLD} train {config_file} --run-dir {run} --set train.max_steps=3 {where}")
@@ -75,6 +77,7 @@ def test_files_of_a_run_on_a_full_disk(config_file: Path, tmp_path: Path) -> Non
     assert "Traceback" not in shown
 
 
+@pytest.mark.slow
 def test_logs_that_cannot_be_made(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -102,7 +105,7 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("where", "status", "error"), [(">&-", 0, ""), (">/dev/full", 2, FULL), ("| true", 141, "")], ids=str
 )
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_generating_for_nobody(trained: Path, tp: int, where: str, status: int, error: str) -> None:
     ended = shell(f"{THREEFOLD} generate {trained} --tp {tp} --prompt Document --max-new-tokens 40 {where}")
     assert (ended.returncode, ended.stderr.decode()) == (status, error)

@@ -32,7 +32,7 @@ def test_json_document(config_file: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     document = json.loads(ended.stdout)
     assert [each["layout"] for each in document["layouts"]] == ["dp2", "tp2"]
-    assert document["counts"] == {"equal": 2, "departs": 0, "error": 0}
+    assert document["counts"] == {"equal": 2, "departs": 0, "error": 0, "unsplit": 0}
     assert (document["dtype"], document["tolerance"], document["data"]) == ("fp32", 1e-5, "random tokens")
     worst = document["layouts"][0]["worst"]
     assert 0 < worst["relative"] <= 1e-5

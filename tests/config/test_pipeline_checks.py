@@ -39,7 +39,7 @@ def test_settings_that_cannot_be(parallel: dict[str, Any], train: dict[str, int]
 @pytest.mark.parametrize(
     ("schedule", "pp", "total", "expected"),
     [
-        ("interleaved", 2, 32, (4, 8)),
+        ("interleaved", 2, 32, (8, 4)),
         ("interleaved", 4, 42, (6, 7)),  # 21 do not go into 5 equal rounds, nor 14 into 3
         ("zero-bubble", 3, 7, (7, 1)),
         ("dualpipev", 4, 32, (4, 8)),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from threefold.config import Config, load_config, resolve
 from threefold.config.presets import PRESETS
+from threefold.config.resolve import with_micro_batch
 from threefold.errors import UserError
 
 
@@ -180,16 +181,84 @@ def test_global_batch_alone(total: int, dp: int, pp: int) -> None:
         return
     found, micro, steps = batch((total, None, None), dp, pp)
     assert found == total == (micro or 0) * (steps or 0) * dp
-    assert 1 <= (micro or 0) <= 4
+    assert 1 <= (micro or 0) <= 32  # of 256 tokens
     assert micro == 1 or pp == 1 or (steps or 0) >= 2 * pp
 
 
 def test_nothing_given_is_the_same_batch_in_every_layout() -> None:
-    assert batch((None, None, None)) == (32, 4, 8)
+    assert batch((None, None, None)) == (32, 32, 1)
     assert batch((None, None, None), dp=2, pp=2) == (32, 4, 4)
     assert batch((None, None, None), dp=4, pp=4) == (32, 1, 8)
     assert batch((None, 8, None), dp=2) == (32, 8, 2)
     assert batch((None, None, 4), dp=2) == (32, 4, 4)
+
+
+def test_the_default_micro_batch_is_the_whole_share_of_a_small_batch() -> None:
+    """12 sequences once ran as 3 × 4, in 1.4 times the time of 1 × 12."""
+    assert batch((12, None, None)) == (12, 12, 1)
+    assert batch((12, None, None), dp=2) == (12, 6, 1)
+
+
+@pytest.mark.parametrize(
+    ("largest", "parallel", "expected"),
+    [
+        (None, {}, (32, 2)),  # of 256 tokens, 8,192 in all
+        (64, {}, (64, 1)),
+        (63, {}, (32, 2)),
+        (7, {}, (4, 16)),
+        (1, {}, (1, 64)),
+        (None, {"dp": 4}, (16, 1)),
+        (None, {"pp": 2}, (16, 4)),  # a pipeline has two for each of its stages
+        (None, {"pp": 4}, (8, 8)),
+        (5, {"pp": 4}, (4, 16)),
+        (None, {"pp": 3, "schedule": "dualpipev"}, (8, 8)),
+        (None, {"pp": 4, "dp": 16}, (1, 4)),  # too few for that
+        (None, {"cp": 2}, (64, 1)),  # each rank has half of the tokens
+    ],
+)
+def test_the_largest_default_micro_batch(
+    largest: int | None, parallel: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    given = Config.model_validate({"data": {"path": "x"}, "parallel": parallel, "train": {"global_batch_size": 64}})
+    train = resolve(given, 1000, largest).train
+    assert (train.micro_batch_size, train.gradient_accumulation_steps) == expected
+    given = Config.model_validate({"data": {"path": "x"}, "train": {"global_batch_size": 64, "micro_batch_size": 8}})
+    assert resolve(given, 1000, largest).train.micro_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "train", "expected"),
+    [
+        (4096, {}, (32, 0)),
+        (8192, {}, (16, 0)),  # 32 × 256 × 8192 logits would have to be computed in chunks, and twice
+        (32_000, {}, (4, 0)),
+        (32_769, {}, (32, 4096)),  # fewer than 1,024 tokens at once
+        (8192, {"loss_chunk_size": 0}, (32, 0)),
+        (8192, {"loss_chunk_size": 100}, (32, 100)),
+    ],
+)
+def test_logits_stay_in_one_piece_where_they_can(
+    vocab_size: int, train: dict[str, int], expected: tuple[int, int]
+) -> None:
+    found = resolved(vocab_size, train=train).train
+    assert (found.micro_batch_size, found.loss_chunk_size) == expected
+
+
+def test_long_sequences_go_one_by_one() -> None:
+    train = resolved(data={"path": "x", "sequence_length": 10_000}).train
+    assert (train.micro_batch_size, train.gradient_accumulation_steps) == (1, 32)
+
+
+def test_another_machine_has_another_default_and_the_rest_follows() -> None:
+    given = {"data": {"path": "x"}, "train": {"global_batch_size": 64}, "model": {"vocab_size": 50_000}}
+    config = resolve(Config.model_validate(given), 1, 64)
+    assert (config.train.micro_batch_size, config.train.loss_chunk_size) == (64, 2048)
+    changed = with_micro_batch(config, 2)
+    assert changed == resolve(Config.model_validate(given), 1, 2)
+    assert (changed.train.gradient_accumulation_steps, changed.train.loss_chunk_size) == (32, 0)
+    assert changed.to_yaml_for_any_layout() == resolve(Config.model_validate(given), 1, 2).to_yaml_for_any_layout()
+    kept = resolve(Config.model_validate({**given, "train": {"global_batch_size": 64, "loss_chunk_size": 77}}), 1, 64)
+    assert with_micro_batch(kept, 2).train.loss_chunk_size == 77
 
 
 @pytest.mark.parametrize(

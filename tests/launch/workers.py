@@ -1,5 +1,6 @@
 """Workers for the tests of the launcher, in a module that every start method can import."""
 
+import ipaddress
 import os
 import signal
 import sys
@@ -63,3 +64,29 @@ def draw(info: RankInfo) -> None:
     for percent in (10, 50, 100):
         print(f"\r\x1b[2K\x1b[32m{percent} %\x1b[0m", end="")
     print()
+
+
+def listening(info: RankInfo, folder: str) -> None:
+    """Rank 0 writes the addresses that any process of this network namespace listens on, with all kinds of groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    group = dist.new_group([0, 1, 2])
+    if info.rank < 3:
+        dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()
+    if info.rank == 0:
+        found = [address for table in ("tcp", "tcp6") for address in _listening(Path("/proc/net") / table)]
+        Path(folder, "listening").write_text("\n".join(found))
+    dist.barrier()
+
+
+def _listening(table: Path) -> list[str]:
+    lines = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
+    return [_address(line[1].partition(":")[0]) for line in lines if line[3] == "0A"]
+
+
+def _address(text: str) -> str:
+    """An address as the kernel's tables have it: words of four bytes, each in the order of this host."""
+    words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, len(text), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))

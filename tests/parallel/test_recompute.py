@@ -16,7 +16,7 @@ from threefold.parallel.activations import Attention, BlockSizes, block_bytes, r
 from threefold.parallel.mesh import Event
 from threefold.parallel.parameter import local
 from threefold.parallel.random import sample_keys
-from threefold.parallel.recompute import chosen_layers, matches
+from threefold.parallel.recompute import chosen_layers
 from threefold.parallel.samples import NOTHING, Samples
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)
@@ -165,13 +165,6 @@ def _check_kept(pool, case: Case) -> None:
 def test_long_sequences_keep_no_attention_matrix_in_any_precision(pool) -> None:
     case = Case(layers=1, sequence=600, batch=1, heads=2, dtype="bf16", accumulation=1)
     assert pool.run(1, kept, case, "none") == [(block_bytes(sizes(case)), 0)]
-
-
-def test_patterns_match_whole_names() -> None:
-    assert matches("blocks.3", "blocks.*")
-    assert not matches("blocks.3.attn", "blocks.*")
-    assert not matches("blocks", "blocks.*")
-    assert matches("blocks.3.attn.core", "blocks.*.attn.core")
 
 
 def test_layers_are_counted_over_the_whole_model() -> None:

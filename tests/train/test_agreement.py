@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from tests.train.support import Run
+from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.launch.pool import WorkerPool
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Mesh
-from threefold.train.agreement import DataAgreement, disagreement
+from threefold.train.agreement import DataAgreement, agree_on_micro_batch, disagreement
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,22 @@ from threefold.train.agreement import DataAgreement, disagreement
 def test_who_is_named(layout: Layout, fingerprints: list[int], found: str | None) -> None:
     problem = disagreement(fingerprints, layout)
     assert problem is None if found is None else problem is not None and problem.startswith(found)
+
+
+def agreed(sizes: tuple[int, ...], given: bool) -> tuple[int, int, int]:
+    """The batch sizes that a rank trains with whose own machine has room for `sizes[rank]` sequences."""
+    mesh = Mesh(Layout(dp=len(sizes)))
+    train = {"global_batch_size": 48, **({"micro_batch_size": 3} if given else {})}
+    config = Config.model_validate({"data": {"path": "x"}, "parallel": {"dp": len(sizes)}, "train": train})
+    resolved = resolve(config, 100, sizes[mesh.rank])
+    found = agree_on_micro_batch(resolved, mesh).train
+    return found.global_batch_size, found.micro_batch_size, found.gradient_accumulation_steps
+
+
+def test_ranks_of_different_machines_take_the_smallest_default_micro_batch(pool: WorkerPool) -> None:
+    assert pool.run(2, agreed, (24, 24), False) == [(48, 24, 1)] * 2
+    assert pool.run(3, agreed, (16, 5, 9), False) == [(48, 4, 4)] * 3
+    assert pool.run(2, agreed, (16, 2), True) == [(48, 3, 8)] * 2  # given, it is the same everywhere
 
 
 def compared(wrong: int, at: int, every: int) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from tests.verify.support import task, verify
 from threefold.config import load_config
 from threefold.errors import UserError
-from threefold.verify.report import DEPARTS, EQUAL
+from threefold.verify.report import DEPARTS, EQUAL, UNSPLIT
 from threefold.verify.source import FileSource
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
@@ -52,7 +52,10 @@ def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:
             ("class Block(", "class Block(:"),
             "model.py cannot be imported: SyntaxError: invalid syntax (model.py, line 37)",
         ),
-        (('"embed", *blocks', '"embedding", *blocks'), "layers names 'embedding', which is no module of the model."),
+        (
+            ('"embed", *blocks', '"embedding", *blocks'),
+            "layers names 'embedding', which is no module of the model; the nearest is 'embed'.",
+        ),
         (("costs=(width, ", "costs=("), "costs has 4 numbers but layers has 5; give each layer one."),
         (
             ('            "head.norm": Replicated(),\n', ""),
@@ -60,11 +63,12 @@ def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:
         ),
         (
             ('"blocks.*.norm"', '"block.*.norm"'),
-            "split says nothing about the parameter 'blocks.0.norm.attention.weight'",
+            "split says nothing about the parameter 'blocks.0.norm.attention.weight'; give 'blocks.0.norm.attention' "
+            "Replicated(), and mend 'block.*.norm', which no module of the model has for a name.",
         ),
         (
             ('ties={"head.output', 'ties={"head.out'),
-            "ties names 'head.out.weight', which is no parameter of the model.",
+            "ties names 'head.out.weight', which is no parameter of the model; the nearest is 'head.output.weight'.",
         ),
         (
             ("width, inner = config.hidden_size, config.ffn", "width, inner = config.width, config.ffn"),
@@ -83,6 +87,59 @@ def test_mistake_in_the_file_is_one_sentence(pool, tmp_path: Path, change: tuple
     assert sentence in str(told.value)
     assert str(told.value).endswith(".")
     assert "\n" not in str(told.value)
+
+
+def changed(folder: Path, *changes: tuple[str, str]) -> FileSource:
+    """The example with a few words of it replaced."""
+    text = (EXAMPLE / "model.py").read_text()
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    (folder / "model.py").write_text(text)
+    return FileSource.parse(str(folder / "model.py"))
+
+
+FIRST_LINE = '            "embed.tokens": Vocab(),\n'
+
+
+def test_blocks_given_whole_are_still_cut_inside(pool, tmp_path: Path) -> None:
+    """Equal, and with half of the model on each rank: it once was equal because nothing was cut."""
+    source = changed(tmp_path, (FIRST_LINE, '            "blocks.*": Replicated(),\n' + FIRST_LINE))
+    todo = task("tp2", given=load_config(EXAMPLE / "own.yaml"), source=source)
+    [result] = verify(pool, todo, tmp_path, "tp2")
+    [expected] = verify(pool, example("plan", "tp2"), tmp_path, "tp2")
+    assert result.verdict == expected.verdict == EQUAL
+    assert result.parameters == expected.parameters < 0.55 * MODEL
+
+
+MODEL = 2_944
+"""Parameters of the example, shrunk for two ranks."""
+
+
+def test_a_layout_that_splits_nothing_is_no_proof(pool, tmp_path: Path) -> None:
+    """Every rank of the tensor axis holds everything and computes the same."""
+    body = (EXAMPLE / "model.py").read_text().split("        split={\n")[1].split("        },\n")[0]
+    source = changed(tmp_path, (body, '            "**": Replicated(),\n'))
+    layouts = ("dp2", "tp2", "tp2·pp2", "dp2·tp2 zero1")
+    todo = task(*layouts, given=load_config(EXAMPLE / "own.yaml"), source=source)
+    alone, *others = verify(pool, todo, tmp_path, *layouts)
+    assert (alone.verdict, alone.parameters) == (EQUAL, MODEL)
+    for result in others:
+        assert (result.verdict, result.worst and result.worst.relative <= todo.tolerance) == (UNSPLIT, True)
+        assert result.message == "nothing is split over tp: every rank of it holds the same parameters"
+    assert [result.parameters < MODEL for result in others] == [False, True, True]
+    assert others[0].to_json()["parameters_per_rank"] == MODEL
+
+
+def test_a_block_that_the_plan_leaves_out_is_named(pool, tmp_path: Path) -> None:
+    source = changed(tmp_path, ("for number in range(config.num_layers)]", "for number in (0, 2)]"))
+    todo = task("dp2", given=load_config(EXAMPLE / "own.yaml"), source=source)
+    with pytest.raises(UserError) as told:
+        verify(pool, todo, tmp_path, "dp2")
+    assert str(told.value) == (
+        "model.py:plan: layers lacks 'blocks.1' of the model, which has parameters; name it where the model runs "
+        "through it."
+    )
 
 
 def test_file_without_that_plan(pool, tmp_path: Path) -> None:

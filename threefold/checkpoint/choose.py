@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import yaml
+
 from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, Checkpoint, Manifest, folders, read_manifest, stored_config
 from threefold.config import Config
@@ -141,6 +143,9 @@ def _config(path: Path) -> Config:
         return stored_config(path)
     except UserError as error:
         raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({str(error).removesuffix('.')})") from None
+    except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # values that nobody would write
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({reason})") from None
 
 
 def _listed(passed: list[DamagedCheckpoint]) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from threefold.checkpoint.choose import Damaged, choose
-from threefold.checkpoint.folder import Checkpoint
+from threefold.checkpoint.folder import Checkpoint, folders
 from threefold.config import Config
 from threefold.data.content import Content, ReadCorpus
 from threefold.data.dataset import open_dataset
@@ -81,6 +81,15 @@ class Resumption:
 
     checkpoint: Checkpoint
     warnings: tuple[str, ...]
+
+
+Resume = bool | Literal["auto"]
+"""Whether a run continues from its own checkpoint; "auto" does where there is one."""
+
+
+def continues(run_dir: Path, resume: Resume) -> bool:
+    """Whether a run continues. One whose only checkpoints are damaged does: it is not to train over them unnoticed."""
+    return bool(folders(run_dir)) if resume == "auto" else resume
 
 
 def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> Resumption:

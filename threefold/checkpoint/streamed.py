@@ -1,4 +1,5 @@
-"""Tensors that are read piece by piece while a checkpoint is written, so that none is ever in memory whole."""
+"""Tensors that are read piece by piece while a checkpoint is written, so that none is ever in memory whole:
+`storage.Writer` lets each piece go before it asks for the next."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,19 +20,6 @@ class Piece:
     read: Callable[[], Tensor]
 
 
-class Written:
-    """The piece that is being written; one after the other, so no other one is in memory."""
-
-    def __init__(self) -> None:
-        self._last: Tensor | None = None
-
-    def exchange(self, piece: Tensor) -> Tensor:
-        """Let go of the piece before, and return this one in memory of its own (else a view keeps the whole)."""
-        self._last = None
-        self._last = piece.clone(memory_format=torch.contiguous_format)
-        return self._last
-
-
 class StreamedTensor(Tensor):
     """A tensor without memory, with what `torch.distributed.checkpoint` asks of a tensor in parts.
 
@@ -41,14 +29,12 @@ class StreamedTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _pieces: dict[torch.Size, Piece]
-    _written: "Written"
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece], written: "Written") -> Self:
-        """A tensor that `pieces` cover without overlap; `written` is shared by all tensors of a checkpoint."""
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> Self:
+        """A tensor that `pieces` cover without overlap."""
         tensor = torch.empty(*shape, dtype=dtype, device="meta").as_subclass(cls)
         tensor._pieces = {torch.Size(piece.offsets): piece for piece in pieces}
-        tensor._written = written
         return tensor
 
     def __create_write_items__(self, name: str, tensor: Self) -> list[WriteItem]:
@@ -62,4 +48,4 @@ class StreamedTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         offsets: Any = index.offset
-        return self._written.exchange(self._pieces[offsets].read())
+        return self._pieces[offsets].read()

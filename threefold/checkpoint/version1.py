@@ -10,11 +10,10 @@ import pickle
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.fields import is_plain_name, whole
@@ -72,12 +71,13 @@ def read_version1_chunk(file: io.RawIOBase, folder: Path, tensor: StoredTensor, 
     Raises:
         DamagedCheckpoint: it holds something else.
     """
-    view = cast(IO[bytes], _create_file_view(file, chunk.position, chunk.bytes))
+    file.seek(chunk.position)
+    held = io.BytesIO(file.read(chunk.bytes) or b"")
     try:
-        with zipfile.ZipFile(view) as archive:
+        with zipfile.ZipFile(held) as archive:
             damaged = archive.testzip()
-        view.seek(0)
-        found = None if damaged else torch.load(view, map_location="cpu", weights_only=True)
+        held.seek(0)
+        found = None if damaged else torch.load(held, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, OSError, EOFError, LookupError):
         found = None
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, MemoryError, AssertionError):

@@ -42,7 +42,9 @@ def prepare(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to make.", metavar="DIR")],
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE that is learned from the text.")] = 8192,
+    vocab_size: Annotated[
+        int, typer.Option(max=2**21, help="Tokens of the byte-level BPE that is learned from the text.")
+    ] = 8192,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead of learning one.")] = None,
     eod: Annotated[
         str | None, typer.Option(help="End-of-document token of --tokenizer, if its name is unusual.")
@@ -50,7 +52,9 @@ def prepare(
     key: Annotated[
         str, typer.Option(help="Key of a JSON line, or column of a parquet file, that holds the text, or messages.")
     ] = "text",
-    workers: Annotated[int | None, typer.Option(help="Processes that encode.", show_default="one per core")] = None,
+    workers: Annotated[
+        int | None, typer.Option(max=256, help="Processes that encode.", show_default="one per core")
+    ] = None,
     special_tokens: Annotated[
         Literal["parse", "text"],
         typer.Option(help="Text that spells a special token is that token, or text, as untrusted text should be."),

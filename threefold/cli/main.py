@@ -1,8 +1,10 @@
 """`threefold`: its commands, and how errors end it."""
 
+import errno
+import os
 import sys
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -10,10 +12,13 @@ from threefold import __version__
 from threefold.cli import checkpoint, config, data, eval, generate, train, verify
 from threefold.cli.streams import guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
+from threefold.files import shown
 
 FAILED, MISUSED = 1, 2
 UNREAD = 141
 """What a shell shows for a program that SIGPIPE ended."""
+_OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
+"""Errors that lie in a path that the user gave, wherever it is first looked at."""
 
 app = typer.Typer(
     name="threefold",
@@ -22,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train")(train.train)
+app.command("train", cls=train.TrainCommand)(train.train)
 app.command("generate")(generate.generate)
 app.command("eval")(eval.evaluate)
 app.command("verify")(verify.verify)
@@ -59,6 +64,10 @@ def main() -> None:
             sys.stdout.flush()
     except (UserError, RuntimeError) as error:
         sys.exit(_tell(error))
+    except OSError as error:
+        if error.errno not in _OF_A_PATH or error.filename is None:
+            raise
+        sys.exit(_tell(UserError(f"Cannot use {shown(os.fsdecode(error.filename))}: {error.strerror}")))
 
 
 def _tell(error: Exception) -> int:

@@ -1,14 +1,43 @@
 """`threefold train`: a config to a trained model."""
 
+import shlex
+import signal
+import sys
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from threefold.cli.data_view import Bars
 from threefold.cli.options import ConfigFile, Overrides
 from threefold.errors import OutputLost
+
+
+class ResumeChoice(StrEnum):
+    """Whether a run continues."""
+
+    NO = "no"
+    YES = "yes"
+    AUTO = "auto"
+
+
+_RESUME: Final[dict[ResumeChoice, bool | Literal["auto"]]] = {
+    ResumeChoice.NO: False,
+    ResumeChoice.YES: True,
+    ResumeChoice.AUTO: "auto",
+}
+
+
+class TrainCommand(TyperCommand):
+    """`--resume` alone stands for `--resume=yes`, and never takes the argument after it for its value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        head = [f"--resume={ResumeChoice.YES}" if argument == "--resume" else argument for argument in args[:end]]
+        return super().parse_args(ctx, [*head, *args[end:]])
 
 
 def train(
@@ -18,22 +47,77 @@ def train(
         typer.Option(metavar="RUN", help="Folder for all that the run writes.", show_default="runs/NAME of NAME.yaml"),
     ] = None,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in RUN.")] = False,
+    resume: Annotated[
+        ResumeChoice,
+        typer.Option(
+            "--resume",
+            metavar="[=auto]",
+            help="Continue from the newest checkpoint in RUN; with =auto, start where there is none.",
+            show_default=False,
+        ),
+    ] = ResumeChoice.NO,
     console_ranks: Annotated[
         str, typer.Option(metavar="RANKS", help="Ranks whose output is shown, such as 0,3; all are in RUN/logs.")
     ] = "0",
 ) -> None:
-    """Train a model as CONFIG says, on dp · tp · pp · cp processes here, or as ranks of torchrun or srun."""
-    from threefold.config import load_config
-    from threefold.launch.training import prepare_training
+    """Train a model as CONFIG says, on dp · tp · pp · cp processes here, or as ranks of torchrun or srun.
 
-    shown, given = _ranks(console_ranks), load_config(config, overrides or ())
-    with Bars() as bars:  # whose thread has ended when the workers are forked
-        run = prepare_training(given, run_dir or Path("runs") / config.stem, resume=resume, progress=bars)
-    if run.speaks:
-        with suppress(OutputLost):  # the run is what was asked for
-            typer.echo(run.config.compact())
-    run.start(shown)
+    SIGINT (Ctrl-C) and SIGTERM end the run after the step that is being made, with a checkpoint; a second one at once.
+    """
+    from threefold.launch.signals import StopRequested, StopSignals
+
+    shown, folder = _ranks(console_ranks), run_dir or Path("runs") / config.stem
+    with StopSignals() as signals:
+        try:
+            from threefold.config import load_config
+            from threefold.launch.training import prepare_training
+
+            given = load_config(config, overrides or ())
+            with Bars() as bars:  # whose thread has ended when the workers are forked
+                run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars)
+            if run.finished:
+                _say(f"{folder} has made all its {run.config.train.max_steps:,} steps; there is nothing left to do.")
+            stopped = run.start(shown, signals, lambda: _tell(run.config.compact()))
+        except StopRequested as request:
+            if not request.again:
+                # Nothing is imported to say so: the signal may have come in the middle of an import.
+                _say(f"Stopped by {request} before training began; start again with:\n  {_command()}")
+                raise typer.Exit(_status(request.number)) from None
+            _explain(folder, request.number, None)
+            raise typer.Exit(128 + request.number) from None
+        if stopped:
+            _explain(folder, stopped.signal, stopped.step)
+            raise typer.Exit(_status(stopped.signal))
+
+
+def _explain(folder: Path, number: int, step: int | None) -> None:
+    from threefold.launch.training import explain_stop
+
+    _say(explain_stop(folder, number, step, _command()))
+
+
+def _status(number: int) -> int:
+    """The exit status of a run that a signal ended in order."""
+    return 128 + number if number == signal.SIGINT else 0
+
+
+def _command() -> str:
+    """The command line of this process, to be typed again."""
+    return shlex.join(["threefold", *sys.argv[1:]])
+
+
+def _say(text: str) -> None:
+    """Print once for all ranks."""
+    from threefold.launch.environment import find_place
+
+    place = find_place()
+    if place is None or place.rank == 0:
+        _tell(text)
+
+
+def _tell(text: str) -> None:
+    with suppress(OutputLost):  # the run is what was asked for
+        typer.echo(text)
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from threefold.config import Config
-from threefold.verify.report import DEPARTS, EQUAL, FAILED, Result
+from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT, Result
 from threefold.verify.run import Task
 from threefold.verify.select import Selection
 from threefold.verify.shrink import changes
@@ -29,8 +29,9 @@ _MARKS = {
     EQUAL: Text("✓ equal", "green"),
     DEPARTS: Text("✗ DEPARTS", "bold red"),
     FAILED: Text("! error", "bold yellow"),
+    UNSPLIT: Text("⚠ unsplit", "bold yellow"),
 }
-_WIDTH_OF_A_FILE = 140
+_WIDTH_OF_A_FILE = 150
 _LAYOUT, _WHERE, _WIDEST_WHERE = 16, 24, 44
 """Widths of the columns that adapt: the least, the least and the most."""
 
@@ -104,7 +105,7 @@ class JsonView(View):
             "not_composable": [
                 {"layout": str(refused.variant), "reason": refused.reason} for refused in self.selection.refused
             ],
-            "counts": {verdict: counts[verdict] for verdict in (EQUAL, DEPARTS, FAILED)},
+            "counts": {verdict: counts[verdict] for verdict in (EQUAL, DEPARTS, FAILED, UNSPLIT)},
             "seconds": round(self.seconds, 3),
         }
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=True))
@@ -161,7 +162,7 @@ class TableView(View):
         self.console.print(self._columns.row(result))
         for line in explanation(result, len(self.shapes)):
             self.console.print(
-                Padding(Text(line), (0, 0, 0, 4), expand=False), style="yellow" if result.verdict == FAILED else "red"
+                Padding(Text(line), (0, 0, 0, 4), expand=False), style="red" if result.verdict == DEPARTS else "yellow"
             )
         if self.verbose and result.details:
             self.console.print(Padding(Text(result.details.rstrip()), (0, 0, 0, 4), expand=False), style="dim")
@@ -210,6 +211,10 @@ class TableView(View):
             )
         parts = [f"{counts[DEPARTS]} of {many} layouts depart from one process"] if counts[DEPARTS] else []
         parts += [f"{counts[FAILED]} of {many} layouts did not run to the end"] if counts[FAILED] else []
+        idle = "of the model over one of the axes, which proves nothing"
+        parts += [f"{counts[UNSPLIT]} of {many} layouts with nothing split {idle}"] if counts[UNSPLIT] else []
+        if not counts[DEPARTS] + counts[FAILED]:
+            return Text(f"⚠ {', '.join(parts)}; {counts[EQUAL]} equal; {self.seconds:.0f} s.", "bold yellow")
         return Text(f"✗ {', '.join(parts)}; {counts[EQUAL]} equal; {self.seconds:.0f} s.", "bold red")
 
 
@@ -221,7 +226,7 @@ class _Columns:
     where: int
     axes: tuple[str, ...]
 
-    VERDICT, WORST, BYTES, TIME = 9, 7, 8, 7
+    VERDICT, WORST, HELD, BYTES, TIME = 9, 7, 11, 8, 7
 
     @classmethod
     def fitting(cls, variants: Sequence[Variant], width: int) -> Self:
@@ -240,7 +245,7 @@ class _Columns:
 
     def head(self) -> Table:
         heads = [f"{axis} bytes" for axis in self.axes]
-        return self._line("layout", "verdict", "worst", "of", *heads, "time", style="bold")
+        return self._line("layout", "verdict", "worst", "of", "params/rank", *heads, "time", style="bold")
 
     def row(self, result: Result) -> Table:
         worst, where = ("", "") if result.worst is None else (f"{result.worst.relative:.1e}", result.worst.short)
@@ -249,12 +254,13 @@ class _Columns:
             _MARKS[result.verdict],
             Text(worst, "" if result.verdict == EQUAL else "red"),
             Text(where, "dim"),
+            _count(result.parameters),
             *(_bytes(result, AXES[axis]) for axis in self.axes),
             f"{result.seconds:.1f} s",
         )
 
     def _widths(self) -> list[int]:
-        return [self.layout, self.VERDICT, self.WORST, self.where, *[self.BYTES] * len(self.axes), self.TIME]
+        return [self.layout, self.VERDICT, self.WORST, self.where, self.HELD, *[self.BYTES] * len(self.axes), self.TIME]
 
     def _line(self, *cells: Text | str, style: str = "") -> Table:
         table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
@@ -289,6 +295,13 @@ def explanation(result: Result, parameters: int) -> list[str]:
 def _optimizer(config: Config) -> str:
     optimizer = config.optimizer
     return f"{optimizer.name}, eps {optimizer.eps:g}" if optimizer.name == "adamw" else optimizer.name
+
+
+def _count(parameters: int) -> Text:
+    """The most that a rank holds; with a digit after the point where it does not fit."""
+    if not parameters:
+        return Text("·", "dim")
+    return Text(f"{parameters:,}" if parameters < 1e9 else f"{parameters / 1e9:,.2f} bn")
 
 
 def _bytes(result: Result, axes: tuple[str, ...]) -> Text:

@@ -7,7 +7,6 @@ from threefold.config.problem import divisors, nearest_divisor, nearest_multiple
 from threefold.config.schema import Config
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
-LARGEST_DEFAULT_MICRO_BATCH = 4
 
 
 class BatchSizes(NamedTuple):
@@ -18,11 +17,15 @@ class BatchSizes(NamedTuple):
     gradient_accumulation_steps: int
 
 
-def batch_sizes(config: Config) -> BatchSizes:
+def batch_sizes(config: Config, largest: int) -> BatchSizes:
     """Derive the sizes that were not given from those that were.
 
     The global batch never follows from the layout alone, or another dp would train another model: what is not given is
     32, and a layout that cannot divide it is refused.
+
+    Args:
+        config: as given.
+        largest: sequences that a micro-batch has at most where its size is not given.
 
     Raises:
         UserError: the sizes given disagree, or one does not divide the other.
@@ -45,8 +48,18 @@ def batch_sizes(config: Config) -> BatchSizes:
         return BatchSizes(total, micro, _quotient(config, share, "train.micro_batch_size"))
     if steps:
         return BatchSizes(total, _quotient(config, share, "train.gradient_accumulation_steps"), steps)
-    micro = _default_micro_batch(config, share)
+    sizes = _default_micro_batches(config, share)
+    micro = next((size for size in sizes if size <= largest), sizes[-1])
     return BatchSizes(total, micro, share // micro)
+
+
+def default_micro_batches(config: Config) -> list[int]:
+    """What the default micro-batch may be, the largest first.
+
+    Args:
+        config: resolved.
+    """
+    return _default_micro_batches(config, config.train.global_batch_size // config.parallel.dp)
 
 
 def _share(config: Config, total: int) -> int:
@@ -71,12 +84,12 @@ def _quotient(config: Config, share: int, key: str) -> int:
     return share // factor
 
 
-def _default_micro_batch(config: Config, share: int) -> int:
-    """Largest divisor of a replica's share that is small and keeps a pipeline busy, by a number its schedule takes."""
+def _default_micro_batches(config: Config, share: int) -> list[int]:
+    """Divisors of a replica's share that keep a pipeline busy, by a number of them that its schedule takes, the largest
+    first; the smallest divisor where none does."""
     parallel = config.parallel
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1
     counts = divisors(share)
     taken = [count for count in counts if accepts(parallel.schedule, parallel.pp, count)] or counts
-    sizes = [share // count for count in taken]
-    busy = [size for size in sizes if size <= LARGEST_DEFAULT_MICRO_BATCH and share // size >= wanted]
-    return max(busy, default=min(sizes))
+    busy = [share // count for count in taken if count >= wanted]
+    return busy or [share // taken[-1]]

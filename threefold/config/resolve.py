@@ -14,14 +14,21 @@ LARGEST_LOGITS = 128 << 20
 _LIKELY_VOCABULARY = 50257
 PINNED = frozenset(("train.global_batch_size",))
 """Derived settings that are stored as if they had been given: from another layout another model would follow."""
+LARGEST_TOKENS = {"cpu": 8192, "cuda": 32768}
+"""Tokens of a rank that a micro-batch has at most by default. Larger ones are no faster: on a CPU as measured
+(docs/training.md); on a GPU matrices of so many rows fill it, and more would cut the logits into thinner chunks."""
+ENOUGH_TOKENS = 1024
+"""Tokens from which on a CPU loses less by small micro-batches than by logits in chunks, which are computed twice."""
 
 
-def resolve(config: Config, vocab_size: int) -> Config:
+def resolve(config: Config, vocab_size: int, largest_micro_batch: int | None = None) -> Config:
     """Fill what was not given and check that the settings go together.
 
     Args:
         config: as given, or already resolved (resolving twice changes nothing).
         vocab_size: tokens of the data's tokenizer.
+        largest_micro_batch: sequences that a rank's memory has room for, where no setting says how large a micro-batch
+            is; None for what suits a CPU.
 
     Raises:
         UserError: settings that cannot go together; the sentence names the nearest value that works.
@@ -30,7 +37,8 @@ def resolve(config: Config, vocab_size: int) -> Config:
     for key, value in _derived(config, vocab_size).items():
         section, name = key.split(".")
         filled[section].setdefault(name, value)
-    filled["train"].update(batch_sizes(config)._asdict())
+    largest = largest_micro_batch or default_largest(config_of(filled), config.train.loss_chunk_size is not None)
+    filled["train"].update(batch_sizes(config, largest)._asdict())
     filled["train"].setdefault("loss_chunk_size", loss_chunk_size(config_of(filled)))
     resolved = config_of(filled)
     resolved._origins = config._origins
@@ -50,6 +58,43 @@ def check_settings(config: Config) -> None:
     tp = config.parallel.tp
     unknown = -(-_LIKELY_VOCABULARY // tp) * tp  # one that no rule about the vocabulary refuses
     resolve(config, 1 if config.model.vocab_size else unknown)
+
+
+def default_largest(config: Config, chunk_given: bool, device: str = "cpu") -> int:
+    """Sequences that a micro-batch has at most by default, memory aside; one at least.
+
+    Args:
+        config: all but the batch sizes filled.
+        chunk_given: whether `train.loss_chunk_size` is, whatever the micro-batch.
+        device: `cpu` or `cuda`.
+    """
+    tokens = LARGEST_TOKENS[device]
+    if device == "cpu" and not chunk_given:
+        at_once = LARGEST_LOGITS // (4 * -(-config.model.vocab_size // config.parallel.tp))
+        tokens = min(tokens, at_once) if at_once >= ENOUGH_TOKENS else tokens
+    return max(1, tokens // -(-config.data.sequence_length // config.parallel.cp))
+
+
+def with_micro_batch(config: Config, size: int) -> Config:
+    """The same run with another micro-batch than the default, and all that follows from it.
+
+    Args:
+        config: resolved, its micro-batch not given.
+        size: another default, such as another machine has.
+    """
+    filled = config.sections()
+    for key in ("micro_batch_size", "gradient_accumulation_steps", "loss_chunk_size"):
+        if f"train.{key}" in config._derived:
+            del filled["train"][key]
+    filled["train"]["micro_batch_size"] = size
+    changed = resolve(config_of(filled), config.model.vocab_size)
+    changed._origins, changed._derived = config._origins, config._derived
+    return changed
+
+
+def is_derived(config: Config, key: str) -> bool:
+    """Whether a setting of a resolved config, as `section.key`, was not given but follows from others."""
+    return key in config._derived
 
 
 def loss_chunk_size(config: Config) -> int:

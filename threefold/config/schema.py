@@ -67,7 +67,8 @@ class TrainConfig(Section):
     """Sequences in an optimizer step, over all ranks. Default: follows from the other two, else 32."""
     micro_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
     """Sequences that go through the network at once on one replica. Default: follows from the other two, else the
-    largest size up to 4 that divides the replica's share and leaves a pipeline two micro-batches per stage."""
+    largest size that fits into a rank's memory, divides the replica's share and leaves a pipeline two micro-batches per
+    stage; of at most 8192 tokens on a CPU, 32768 on a GPU."""
     gradient_accumulation_steps: int = derived(ge=1, le=MOST_SEQUENCES)
     """Micro-batches of one replica in an optimizer step. Default: follows from the batch sizes."""
     seed: int = Field(default=1234, ge=0, lt=2**32)

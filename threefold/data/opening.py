@@ -134,6 +134,8 @@ def _find(path: Path) -> list[_Found]:
     """The token files of other systems that `path` may name."""
     if os.path.isdir(path) and (inside := list(dict.fromkeys(_inside(path)))):
         return inside
+    if not path.name:  # the current folder, or the root
+        return []
     for ending, format_ in _endings():
         if path.name.endswith(ending) and path.name != ending and os.path.isfile(path):
             return [_Found(path.with_name(path.name[: -len(ending)]), format_)]

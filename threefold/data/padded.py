@@ -111,6 +111,8 @@ class JsonLines:
             UserError: it cannot be read.
         """
         try:
+            if self.tokenizer_file.exists():
+                require_file(self.tokenizer_file, "data.tokenizer ")
             return sha256(self.tokenizer_file.read_bytes()).hexdigest()
         except OSError as error:
             raise UserError(

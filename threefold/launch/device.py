@@ -4,6 +4,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from threefold.errors import UserError
+from threefold.host import memory
+
+_SHARE = {"cpu": 0.5, "cuda": 0.7}
+"""Of the memory, that a run plans with: the rest is for what no formula counts, and on a CPU for other programs."""
+_OWN = {"cpu": 400 << 20, "cuda": 1 << 30}
+"""Bytes of a rank's process before it has a model: torch itself, and on a GPU its context and NCCL's buffers."""
 
 _DRIVERS: Final = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 """What the drivers of NVIDIA's GPUs (Linux, Tegra, WSL) and of AMD's make, of which torch needs one."""
@@ -48,3 +54,18 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def memory_per_rank(device: Literal["cpu", "cuda"], local_world_size: int) -> int:
+    """Bytes that a rank of this host may plan with: the same whenever it is asked.
+
+    Args:
+        device: what it computes on; of several GPUs, the smallest counts.
+        local_world_size: ranks of this host, which share the memory of a CPU.
+    """
+    if device == "cpu":
+        return max(0, int(memory() * _SHARE[device] / local_world_size) - _OWN[device])
+    import torch
+
+    sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpu_count())]
+    return max(0, int(min(sizes) * _SHARE[device]) - _OWN[device])

@@ -21,6 +21,7 @@ class Place:
         rank: 0 to `world_size` - 1.
         local_rank: 0 to `local_world_size` - 1 on this host.
         rendezvous: where the ranks meet, as a URL of `torch.distributed`.
+        attempt: how often the launcher has started the ranks before.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class Place:
     local_rank: int
     local_world_size: int
     rendezvous: str
+    attempt: int = 0
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -56,6 +58,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
         int(environment["LOCAL_RANK"]),
         int(environment.get("LOCAL_WORLD_SIZE", world_size)),
         "env://",
+        int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.launch.process import die_with_parent, signal_name
-from threefold.launch.worker import wait_for_all
+from threefold.launch.worker import stay_on_loopback, wait_for_all
 from threefold.parallel.pickled import dumps
 
 GRACE = 0.3
@@ -223,6 +223,7 @@ def _ending(status: int) -> str:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    stay_on_loopback()
     while True:
         try:
             raw = connection.recv_bytes()

@@ -1,6 +1,8 @@
 """Run a function as the ranks of one world: on processes of this host, or as the rank a launcher started here."""
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,13 @@ from threefold.launch.environment import Place, find_place
 from threefold.launch.failure import Failure, RankFailed, from_exception
 from threefold.launch.local import StartMethod, run_local, write_traceback
 from threefold.launch.process import require_room
-from threefold.launch.worker import Device, Job, RankInfo, Worker, work
+from threefold.launch.signals import StopSignals
+from threefold.launch.worker import Device, Job, RankInfo, Worker, never, work
+
+_OWNED = "owned"
+
+Ownership = Callable[[], AbstractContextManager[object]]
+"""Makes a context that one process enters for all ranks before any of them works, and leaves when it ends."""
 
 
 def run(
@@ -21,7 +29,9 @@ def run(
     device: Device = "cpu",
     run_dir: Path | None = None,
     console_ranks: tuple[int, ...] = (0,),
-) -> None:
+    own: Ownership = nullcontext,
+    signals: StopSignals | None = None,
+) -> object:
     """Call `worker(rank_info, *args)` on every rank with `torch.distributed` initialised, and wait for the end.
 
     Under torchrun or Slurm's srun this process is one rank of the world; otherwise the ranks are started here.
@@ -31,21 +41,35 @@ def run(
         world_size: ranks of the layout.
         run_dir: folder whose logs/rank_*.log get what the ranks print; None leaves their output alone.
         console_ranks: ranks whose output is shown on the console too.
+        own: such as a lock; a `UserError` that it raises is raised for all ranks.
+        signals: for a worker that ends when `rank_info.asked()` says so; without, signals end the processes.
+
+    Returns:
+        what the worker returned on the rank of this process, or on rank 0 where the ranks are started here.
 
     Raises:
         UserError: the launcher's world is another one, there are too few GPUs, or a rank started here raised it.
+        StopRequested: a signal came before any rank worked, or a second one.
         RankFailed: a rank failed; all have been ended.
         SystemExit: this is a launcher's rank and failed after another one, which says so.
     """
     place = find_place()
     if place is None:
-        spawn(worker, args, world_size, device=device, run_dir=run_dir, console_ranks=console_ranks)
-        return
+        return spawn(
+            worker,
+            args,
+            world_size,
+            device=device,
+            run_dir=run_dir,
+            console_ranks=console_ranks,
+            own=own,
+            signals=signals,
+        )
     if place.world_size != world_size:
         raise UserError(
             f"The launcher started {place.world_size} ranks but the layout needs {world_size}; start {world_size}."
         )
-    _run_here(Job(worker, args, device, run_dir, console_ranks), place)
+    return _run_here(Job(worker, args, device, run_dir, console_ranks, signals is not None), place, own, signals)
 
 
 def spawn(
@@ -57,7 +81,9 @@ def spawn(
     run_dir: Path | None = None,
     console_ranks: tuple[int, ...] = (0,),
     start_method: StartMethod | None = None,
-) -> None:
+    own: Ownership = nullcontext,
+    signals: StopSignals | None = None,
+) -> object:
     """As `run`, always on processes of this host.
 
     Args:
@@ -67,33 +93,59 @@ def spawn(
     require_room(world_size)
     if device == "cuda":
         require_gpus(world_size)
-    job = Job(worker, args, device, run_dir, console_ranks)
-    run_local(job, world_size, start_method or ("spawn" if device == "cuda" else "fork"))
+    job = Job(worker, args, device, run_dir, console_ranks, signals is not None)
+    with own():
+        return run_local(job, world_size, start_method or ("spawn" if device == "cuda" else "fork"), signals)
 
 
-def _run_here(job: Job, place: Place) -> None:
+def _run_here(job: Job, place: Place, own: Ownership, signals: StopSignals | None) -> object:
     """Be the rank that a launcher started."""
     if job.device == "cuda":
         require_gpus(place.local_world_size)
-    info = RankInfo(place.rank, place.world_size, place.local_rank, place.local_world_size, job.device)
+    asked = (lambda: signals.received) if signals else never
+    info = RankInfo(place.rank, place.world_size, place.local_rank, place.local_world_size, job.device, asked)
     store = None
     try:
-        with job.output_of(place.rank):
-            import torch.distributed as dist
-
-            store, _, _ = next(iter(dist.rendezvous(place.rendezvous)))
-            work(job, info, dist.PrefixStore("threefold", store))
+        store = _meet(place)
+        with ExitStack() as stack:
+            refusal = _enter(stack, own, place, store)
+            if not refusal:
+                stack.enter_context(job.output_of(place.rank))
+                stack.enter_context(signals.noted() if signals else nullcontext())
+                return work(job, info, store)
     except Exception as error:
         write_traceback(job, place.rank, error)
         failure = from_exception(place.rank, error)
         if _is_first(store, failure):
             raise RankFailed(failure.message(job.run_dir)) from error
         sys.exit(1)
+    raise UserError(refusal)
+
+
+def _meet(place: Place) -> Any:
+    """The store of this start of the ranks: a launcher that starts them again may keep the store behind it."""
+    import torch.distributed as dist
+
+    store, _, _ = next(iter(dist.rendezvous(place.rendezvous)))
+    return dist.PrefixStore(f"threefold/{place.attempt}", store)
+
+
+def _enter(stack: ExitStack, own: Ownership, place: Place, store: Any) -> str:
+    """Enter `own` on rank 0. The sentence of the `UserError` that it raised, on every rank; empty if it did not."""
+    refusal = ""
+    if place.rank == 0:
+        try:
+            stack.enter_context(own())
+        except UserError as error:
+            refusal = str(error)
+        store.set(_OWNED, refusal)
+    store.wait([_OWNED])
+    return str(store.get(_OWNED).decode())
 
 
 def _is_first(store: Any, failure: Failure) -> bool:
     """Whether no other rank has said yet that it failed."""
     try:
-        return int(store.add("threefold/failures", 1)) == 1
+        return int(store.add("failures", 1)) == 1
     except Exception:  # the store is gone, or was never there
         return True

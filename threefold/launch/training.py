@@ -1,22 +1,33 @@
 """A training run: everything that is checked and written before its ranks start, and starting them."""
 
-from dataclasses import dataclass
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from threefold.checkpoint.begin import find_beginning
 from threefold.checkpoint.folder import newest, write_durably
-from threefold.checkpoint.resume import find_resumption
+from threefold.checkpoint.resume import Resume, continues, find_resumption
 from threefold.config import Config, resolve
 from threefold.config.resolve import check_settings
 from threefold.data.dataset import open_dataset
 from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
-from threefold.launch.device import choose_device, require_gpus
+from threefold.files import shown
+from threefold.launch.device import choose_device, memory_per_rank, require_gpus
 from threefold.launch.environment import find_place
-from threefold.launch.process import require_room
+from threefold.launch.process import require_room, signal_name
 from threefold.launch.run import run
+from threefold.launch.run_lock import cannot_write, require_free, run_lock
+from threefold.launch.signals import StopSignals
 from threefold.launch.worker import Device, RankInfo
 from threefold.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from threefold.train.stop import Stopped
 
 CONFIG_FILE = "config.yaml"
 
@@ -43,6 +54,11 @@ def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
     for part in ("train", "valid") if resolved.train.eval_every else ("train",):
         dataset.samples(part, resolved.data, progress)
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size)
+    if config.train.micro_batch_size is None and config.train.gradient_accumulation_steps is None:
+        from threefold.train.memory import largest_micro_batch  # imports torch, which no check before needs
+
+        room = memory_per_rank(device, local_world_size)
+        resolved = resolve(config, dataset.vocab_size, largest_micro_batch(config, dataset.vocab_size, room, device))
     return resolved.model_copy(update={"train": resolved.train.model_copy(update={"device": device})})
 
 
@@ -53,76 +69,155 @@ class TrainingRun:
     Attributes:
         config: resolved.
         run_dir: gets everything that the run writes: the config, logs, metrics and checkpoints.
-        resume: go on from the newest checkpoint of `run_dir`.
-        speaks: whether this process is the one that tells the user about the run before it starts.
+        resume: continue from the newest checkpoint of `run_dir`; "auto" does where there is one.
+        finished: whether it has made all its steps, so that starting it does nothing ("auto" alone).
     """
 
     config: Config
     run_dir: Path
-    resume: bool
-    speaks: bool
+    resume: Resume
+    finished: bool = False
 
-    def start(self, console_ranks: tuple[int, ...] = (0,)) -> None:
+    def start(
+        self,
+        console_ranks: tuple[int, ...] = (0,),
+        signals: StopSignals | None = None,
+        announce: Callable[[], None] = lambda: None,
+    ) -> "Stopped | None":
         """Train, on processes of this host or as the rank a launcher started here, and wait for the end.
 
         Args:
             console_ranks: ranks whose output is shown on the console too.
+            signals: entered by the caller; the first one ends the run in order, with a checkpoint. Without, SIGINT and
+                SIGTERM end the run at once.
+            announce: called by one process, once the run's folder is its own and before it trains.
+
+        Returns:
+            None at the end of training; else where a signal ended it.
 
         Raises:
-            UserError: the layers cannot be shared among the stages as asked, or the run cannot be, as told by a rank.
+            UserError: another run is in the folder, the layers cannot be shared among the stages as asked, or the run
+                cannot be, as told by a rank.
             RankFailed: a rank failed; all have been ended.
+            StopRequested: a signal came before the first step, or a second one.
         """
+        if self.finished:
+            return None
         from threefold.train.run import check_division  # imported once, here, and not by every forked rank
 
         check_division(self.config)
-        if self.speaks:
-            _store(self.config, self.run_dir)
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
-        arguments = (self.config, self.run_dir, self.resume)
-        ranks = Layout.of(self.config.parallel).world_size
-        run(_train, arguments, ranks, device=device, run_dir=self.run_dir, console_ranks=console_ranks)
+        ended = run(
+            _train,
+            (self.config, self.run_dir, self.resume),
+            Layout.of(self.config.parallel).world_size,
+            device=device,
+            run_dir=self.run_dir,
+            console_ranks=console_ranks,
+            own=lambda: self._folder(announce),
+            signals=signals,
+        )
+        stopped = cast("Stopped | None", ended)
+        if stopped and signals and find_place() is None:
+            # The ranks hear of every signal by the same one.
+            stopped = replace(stopped, signal=signals.received or stopped.signal)
+        return stopped
+
+    @contextmanager
+    def _folder(self, announce: Callable[[], None]) -> Iterator[None]:
+        """The run's folder as this run's alone, with its config in it."""
+        with run_lock(self.run_dir):
+            if not self.resume:
+                _require_no_checkpoints(self.run_dir)  # of a run that has ended since the first look
+            try:
+                fresh = self.run_dir / (CONFIG_FILE + ".tmp")  # a full disk leaves the one there is
+                write_durably(fresh, self.config.to_yaml_as_given())
+                fresh.replace(self.run_dir / CONFIG_FILE)
+            except OSError as error:
+                raise cannot_write(self.run_dir, error) from error
+            announce()
+            yield
 
 
 def prepare_training(
-    config: Config, run_dir: Path, *, resume: bool = False, progress: Progress = SILENT
+    config: Config, run_dir: Path, *, resume: Resume = False, progress: Progress = SILENT
 ) -> TrainingRun:
     """Check a run before anything is written or started.
 
     Args:
         config: as loaded.
         run_dir: gets everything that the run writes.
-        resume: whether to go on from its newest checkpoint.
+        resume: whether to continue from its newest checkpoint; "auto" does where there is one.
         progress: told of text that has to be encoded first.
 
     Raises:
-        UserError: what `resolve_run` raises, `run_dir` has checkpoints that would be lost, or none to go on from.
+        UserError: what `resolve_run` raises, `run_dir` has checkpoints that would be lost, or none to continue from.
     """
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"--run-dir is {run_dir}, which is a file; name a folder.")
+    _require_folder(run_dir)
     place = find_place()
+    if place is None or place.rank == 0:  # the other ranks would take rank 0 for another run
+        require_free(run_dir)
     if place is None:
         require_room(Layout.of(config.parallel).world_size)
     resolved = resolve_run(config, progress)
-    if resume:
+    saved = newest(run_dir) if resume == "auto" else None
+    if saved is not None and saved.step == resolved.train.max_steps:
+        return TrainingRun(resolved, run_dir, resume, finished=True)
+    if continues(run_dir, resume):
         find_resumption(run_dir, resolved)
-    elif newest(run_dir):
-        raise UserError(f"{run_dir} already has checkpoints; go on with --resume, or choose another --run-dir.")
     else:
+        _require_no_checkpoints(run_dir)
         find_beginning(resolved)
-    return TrainingRun(resolved, run_dir, resume, speaks=place is None or place.rank == 0)
+    return TrainingRun(resolved, run_dir, resume)
 
 
-def _store(config: Config, run_dir: Path) -> None:
+def explain_stop(run_dir: Path, signal: int, step: int | None, command: str) -> str:
+    """What to tell of a run that a signal ended, and how to continue it.
+
+    Args:
+        step: updates made; None where a second signal kept the run from saving.
+        command: that started it.
+    """
+    saved = newest(run_dir)
+    resumed = command if "--resume" in command else f"{command} --resume"
+    if step is None:
+        where = f"the newest checkpoint is {saved.path}" if saved else "there is no checkpoint"
+        begin = f"Ended at once by a second {signal_name(signal)}, without saving; {where}"
+    elif saved is None:
+        begin = f"Stopped by {signal_name(signal)} before the first step, with nothing to save"
+    elif saved.step == step:
+        begin = f"Stopped by {signal_name(signal)} after step {step:,}, which is saved in {saved.path}"
+    else:
+        begin = f"Stopped by {signal_name(signal)} after step {step:,}; the newest checkpoint is {saved.path}"
+    return f"{begin}; continue with:\n  {resumed}" if saved else f"{begin}; start again with:\n  {command}"
+
+
+def _require_folder(run_dir: Path) -> None:
+    """Check that `run_dir` is a folder, or can be made."""
+    name = f"--run-dir is {shown(run_dir)}"
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        fresh = run_dir / (CONFIG_FILE + ".tmp")  # a full disk leaves the one there is
-        write_durably(fresh, config.to_yaml_as_given())
-        fresh.replace(run_dir / CONFIG_FILE)
+        found = os.stat(run_dir)
+    except FileNotFoundError:
+        if run_dir.is_symlink():
+            raise UserError(f"{name}, a link to something that does not exist; name a folder.") from None
+        return
+    except NotADirectoryError:
+        return  # told when it is made
     except OSError as error:
-        raise UserError(f"Cannot write to --run-dir {run_dir}: {error.strerror}.") from error
+        raise UserError(f"{name}, which cannot be a folder: {error.strerror}.") from None
+    except ValueError:
+        raise UserError(f"{name}, which holds a NUL character; name a folder.") from None
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "a file" if stat.S_ISREG(found.st_mode) else "a pipe, socket or device"
+        raise UserError(f"{name}, which is {kind}; name a folder.")
 
 
-def _train(info: RankInfo, config: Config, run_dir: Path, resume: bool) -> None:
+def _require_no_checkpoints(run_dir: Path) -> None:
+    if newest(run_dir):
+        raise UserError(f"{run_dir} already has checkpoints; continue with --resume, or choose another --run-dir.")
+
+
+def _train(info: RankInfo, config: Config, run_dir: Path, resume: Resume) -> "Stopped | None":
     from threefold.train.run import train as train_rank
 
-    train_rank(config, run_dir, resume, reads=info.local_rank == 0)
+    return train_rank(config, run_dir, resume, info.asked, reads=info.local_rank == 0)

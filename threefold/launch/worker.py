@@ -1,6 +1,8 @@
 """What one rank does around the work: devices, threads, the process group."""
 
 import os
+import re
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
 Device = Literal["cpu", "cuda"]
 
 
+def never() -> int:
+    """No signal."""
+    return 0
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """Which rank this is: handed to every worker.
@@ -23,6 +30,7 @@ class RankInfo:
         rank: 0 to `world_size` - 1.
         local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the number of its GPU.
         device: what it computes on.
+        asked: the number of the signal that asked this rank to end the run in order, 0 for none.
     """
 
     rank: int
@@ -30,6 +38,7 @@ class RankInfo:
     local_rank: int
     local_world_size: int
     device: Device
+    asked: Callable[[], int] = never
 
 
 Worker = Callable[..., object]
@@ -38,13 +47,18 @@ Worker = Callable[..., object]
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks do, and where they say so."""
+    """What all ranks do, and where they say so.
+
+    Attributes:
+        stops: whether the worker ends in order when it is asked to; otherwise a signal ends its process.
+    """
 
     worker: Worker
     args: tuple[Any, ...]
     device: Device
     run_dir: Path | None
     console_ranks: tuple[int, ...]
+    stops: bool = False
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
         """Where the streams of `rank` go: without a run folder, where they went before."""
@@ -56,8 +70,11 @@ class Job:
         return logged_and_shown(log, f"[rank {rank}] " if len(self.console_ranks) > 1 else "")
 
 
-def work(job: Job, info: RankInfo, store: "Store") -> None:
-    """Do the job as one rank: set up the device, join the process group, call the worker, leave the group."""
+def work(job: Job, info: RankInfo, store: "Store") -> object:
+    """Do the job as one rank: set up the device, join the process group, call the worker, leave the group.
+
+    Returns what the worker returns.
+    """
     import torch
     import torch.distributed as dist
 
@@ -68,8 +85,20 @@ def work(job: Job, info: RankInfo, store: "Store") -> None:
     backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
     wait_for_all()
-    job.worker(info, *job.args)
+    result = job.worker(info, *job.args)
     dist.destroy_process_group()
+    return result
+
+
+def stay_on_loopback() -> None:
+    """Have gloo, for all groups that this process will make, listen on the loopback interface alone.
+
+    For ranks of one host. Without it gloo listens on the address that the host's name resolves to, which others may
+    reach. The variable is the only way to tell it: torch 2.13 passes no options on to gloo.
+    """
+    loopback = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
+    if loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
 
 
 def wait_for_all() -> None:

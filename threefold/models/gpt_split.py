@@ -23,13 +23,16 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         config: the model's sizes.
         sequence_length: tokens per sample, for what attention costs.
     """
+    learned = config.position_embedding == "learned"
+    positions: dict[str, Split] = (
+        {"embed.positions": OverSequence()} if learned else {"blocks.*.attn.rotary": OverContext()}
+    )
     split: dict[str, Split] = {
+        **positions,
         "embed.tokens": Vocab(),
-        "embed.positions": OverSequence(),
         "embed.dropout": OverSequence(),
         "blocks.*.attn_norm": Replicated(),
         "blocks.*.attn.qkv": Column(),
-        "blocks.*.attn.rotary": OverContext(),
         "blocks.*.attn.core": AttentionCore(config.num_attention_heads),
         "blocks.*.attn.proj": Row(),
         "blocks.*.mlp_norm": Replicated(),

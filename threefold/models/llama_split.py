@@ -37,14 +37,7 @@ def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         "blocks.*.attn.core": AttentionCore(config.num_attention_heads),
         "blocks.*.attn.proj": Row(),
         "blocks.*.mlp_norm": Replicated(),
-        "blocks.*.mlp.gate_up": Column(),
-        "blocks.*.mlp.down": Row(),
-        "blocks.*.mlp.router": Replicated(),
-        "blocks.*.mlp.routing": OverRegion(),
-        "blocks.*.mlp.experts": OverExperts(),
-        "blocks.*.mlp.shared.gate_up": Column(),
-        "blocks.*.mlp.shared.down": Row(),
-        "blocks.*.mlp.shared_gate": Replicated(),
+        **_mlp_split(config),
         "blocks.*.dropout.*": OverSequence(),
         "head.norm": Replicated(),
         "head.output": Column(),
@@ -53,6 +46,25 @@ def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
     layers = range(config.num_layers)
     costs = [_attention_cost(config, layer, sequence_length) + _mlp_cost(config, layer) for layer in layers]
     return decoder_plan(config, split, costs)
+
+
+def _mlp_split(config: ModelConfig) -> dict[str, Split]:
+    """How the feed-forward networks that the model has are cut."""
+    split: dict[str, Split] = {}
+    mixtures = [config.has_experts(layer) for layer in range(config.num_layers)]
+    if not all(mixtures):
+        split |= {"blocks.*.mlp.gate_up": Column(), "blocks.*.mlp.down": Row()}
+    if any(mixtures):
+        split |= {
+            "blocks.*.mlp.router": Replicated(),
+            "blocks.*.mlp.routing": OverRegion(),
+            "blocks.*.mlp.experts": OverExperts(),
+        }
+        if config.shared_expert_ffn_hidden_size:
+            split |= {"blocks.*.mlp.shared.gate_up": Column(), "blocks.*.mlp.shared.down": Row()}
+        if config.shared_expert_gate:
+            split |= {"blocks.*.mlp.shared_gate": Replicated()}
+    return split
 
 
 def _attention_cost(config: ModelConfig, layer: int, sequence_length: int) -> int:

@@ -19,8 +19,27 @@ Attention = Literal["fused", "plain", "dropped"]
 
 
 @dataclass(frozen=True)
+class ExpertSizes:
+    """The experts in the place of a block's feed-forward network.
+
+    Attributes:
+        count: how many there are.
+        per_token: how many each token is sent to.
+        inner: the features inside each; `tp` divides it.
+        shared: the features inside the one that every token goes through; 0 for none.
+        spread: whether ranks share them, so that tokens are sent about, and more may come than go.
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    shared: int = 0
+    spread: bool = False
+
+
+@dataclass(frozen=True)
 class BlockSizes:
-    """One transformer block and its part on a rank; positions are learned, and documents not kept apart.
+    """One transformer block and its part on a rank.
 
     Attributes:
         samples: B of a micro-batch.
@@ -32,6 +51,13 @@ class BlockSizes:
         tp: ranks that share heads and features.
         cp: ranks that share the positions.
         sequence_parallel: whether the tensor ranks share the positions of what lies between the split layers too.
+        head_dim: of each head; 0 for `hidden` / `heads`.
+        key_heads: heads of keys and values; 0 for `heads`.
+        rotary: whether queries and keys are turned by their positions.
+        llama: whether norms are of the root mean square, and the feed-forward network is gated.
+        head_norms: whether each head's queries and keys have such norms.
+        masked: whether attention keeps to documents or to a window.
+        experts: in the place of the feed-forward network.
     """
 
     samples: int
@@ -45,51 +71,127 @@ class BlockSizes:
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
+    head_dim: int = 0
+    key_heads: int = 0
+    rotary: bool = False
+    llama: bool = False
+    head_norms: bool = False
+    masked: bool = False
+    experts: ExpertSizes | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a rank."""
+        return self.samples * self.positions // self.cp
+
+    @property
+    def own_tokens(self) -> int:
+        """Of them, those that the rank has between the split layers."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of what is computed in fp32 at least."""
+        return max(4, self.itemsize)
+
+    @property
+    def queries(self) -> int:
+        """Bytes of the rank's queries."""
+        return self.tokens * (self.head_dim or self.hidden // self.heads) * self.heads // self.tp * self.itemsize
+
+    @property
+    def keys(self) -> int:
+        """Bytes of the rank's keys, before they serve several heads, and of its values."""
+        return self.queries * (self.key_heads or self.heads) // self.heads
 
 
 def block_bytes(sizes: BlockSizes, recompute: str = "none") -> int:
     """Bytes that one block keeps of one micro-batch between its forward and its backward pass.
 
-    Exact on a CPU, but that the first context rank keeps the mask of one chunk fewer; a GPU keeps the two numbers per
-    token of each norm in fp32.
+    Exact on a CPU, for GPT in every layout (but that the first context rank keeps the mask of one chunk fewer) and for
+    Llama on one rank; with experts, a mask or Llama's layers spread over ranks, no less than is kept. A GPU keeps the
+    two numbers per token of each norm in fp32.
 
     Args:
         sizes: of the block.
         recompute: as `train.recompute`, for a block that it treats.
     """
-    tokens = sizes.samples * sizes.positions // sizes.cp
-    own = tokens // sizes.tp if sizes.sequence_parallel else tokens  # between the split layers
-    outer = own * sizes.hidden * sizes.itemsize
+    outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
     if recompute == "full":
         return outer
-    norms = 2 * (2 * outer + 2 * own * sizes.itemsize)  # the input and output of each, mean and deviation of each token
-    inner = tokens * sizes.hidden // sizes.tp * sizes.itemsize
-    core = 3 * inner if recompute == "selective" else _core_bytes(sizes, inner)  # queries, keys, values
-    mlp = 2 * tokens * sizes.ffn // sizes.tp * sizes.itemsize  # before and after the GELU
+    norm = 2 * outer + 2 * sizes.own_tokens * sizes.itemsize  # its input and output, mean and deviation of each token
+    if sizes.llama:
+        norm = _rms_bytes(sizes, sizes.own_tokens, outer) + outer
+    core = _kept_for_core(sizes, recompute == "selective")
     masks = 2 * outer if sizes.hidden_dropout else 0
-    return norms + core + inner + mlp + masks  # inner: what attention hands to its projection
+    feed_forward = _feed_forward_bytes(sizes) if sizes.experts is None else _experts_bytes(sizes, sizes.experts)
+    return 2 * norm + core + sizes.queries + feed_forward + masks  # queries: what attention hands to its projection
 
 
-def _core_bytes(sizes: BlockSizes, inner: int) -> int:
+def _rms_bytes(sizes: BlockSizes, rows: int, nbytes: int) -> int:
+    """What a norm of the root mean square keeps of an input of `nbytes`: itself and the normalised one, in fp32 at
+    least, and a number for each row."""
+    return 2 * nbytes * sizes.wide // sizes.itemsize + rows * sizes.wide
+
+
+def _kept_for_core(sizes: BlockSizes, replayed: bool) -> int:
+    """What is kept up to the output of the attention core: by norms of heads and turned positions, and by the core."""
+    heads, key_heads = sizes.heads // sizes.tp, (sizes.key_heads or sizes.heads) // sizes.tp
+    split = sizes.queries + 2 * sizes.keys  # queries, keys and values, as the layer before gives them
+    inputs, before = split, 0
+    if sizes.rotary:
+        tables = sizes.positions // sizes.cp * (sizes.head_dim or sizes.hidden // sizes.heads) * sizes.wide
+        before += tables
+        inputs += sizes.queries + sizes.keys
+    if sizes.head_norms:
+        before += _rms_bytes(sizes, sizes.tokens * heads, sizes.queries)
+        before += _rms_bytes(sizes, sizes.tokens * key_heads, sizes.keys)
+        if sizes.wide == sizes.itemsize:
+            before -= sizes.keys  # a view of what is kept already
+    if replayed:
+        return before + inputs
+    return before + _core_bytes(sizes, inputs)
+
+
+def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
     """What the attention core keeps, its inputs included; its output is kept by the projection after it.
 
     Args:
         sizes: of the block.
-        inner: bytes of a rank's queries.
+        inputs: bytes of its inputs, and of what they are views of.
     """
-    cp, length = sizes.cp, sizes.positions
+    cp, length, queries = sizes.cp, sizes.positions, sizes.queries
     chunk = length // (2 * cp)
     keys = (2 * cp + 1) * chunk if cp > 1 else length  # seen by the two chunks of a context rank together
     pairs = keys * chunk if cp > 1 else length**2  # of query and key
     heads = sizes.samples * sizes.heads // sizes.tp
+    mask = sizes.samples * pairs * sizes.itemsize if sizes.masked else 0
     if sizes.attention == "fused":
-        sums = heads * length // cp * max(4, sizes.itemsize)  # the logarithm of each query's sum
+        sums = heads * length // cp * sizes.wide  # the logarithm of each query's sum
         # With a context axis the gathered keys and values, the two chunks' own outputs and their masks.
-        return 3 * inner + sums + (2 * cp * inner + inner + pairs * sizes.itemsize if cp > 1 else 0)
-    dense = inner + 2 * inner * keys * cp // length  # copies, as a matrix product wants them
+        gathered = 2 * cp * sizes.keys + queries + pairs * sizes.itemsize if cp > 1 else 0
+        return inputs + sums + gathered + mask
+    dense = queries + 2 * queries * keys * cp // length  # copies, as a matrix product wants them
     weights = heads * pairs * sizes.itemsize
     # Dropped from: the weights before and after, the mask, and which keys come later.
-    return dense + (weights if sizes.attention == "plain" else 3 * weights + pairs)
+    return dense + mask + (weights if sizes.attention == "plain" else 3 * weights + pairs)
+
+
+def _feed_forward_bytes(sizes: BlockSizes) -> int:
+    """Before and after the GELU; of a gated network gates and what they gate, the gates' SiLU and the product."""
+    return (4 if sizes.llama else 2) * sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
+
+
+def _experts_bytes(sizes: BlockSizes, experts: ExpertSizes) -> int:
+    tokens, item, wide = sizes.tokens, sizes.itemsize, sizes.wide
+    chosen = tokens * experts.per_token
+    routing = tokens * (experts.count + 1) * wide + chosen * (2 * 8 + 2 * wide)  # two integers for each choice
+    rows = 3 * chosen * sizes.hidden * item  # what goes to the experts, what they answer, and that weighted
+    inside = 4 * chosen * experts.inner // sizes.tp * item
+    if experts.spread:
+        rows, inside = 3 * rows, 2 * inside  # sent and received; the experts of one rank may be chosen more often
+    shared = 4 * tokens * experts.shared // sizes.tp * item + tokens * (sizes.hidden * item + wide)
+    return routing + rows + inside + (shared if experts.shared else 0)
 
 
 def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
@@ -103,10 +205,9 @@ def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
         vocab: whole size of the vocabulary.
         chunk_size: as `train.loss_chunk_size`.
     """
-    tokens = sizes.samples * sizes.positions // sizes.cp
-    own = tokens // sizes.tp if sizes.sequence_parallel else tokens
-    wide = max(4, sizes.itemsize)
-    norm = 2 * own * sizes.hidden * sizes.itemsize + 2 * own * sizes.itemsize
+    tokens, own, wide = sizes.tokens, sizes.own_tokens, sizes.wide
+    outer = own * sizes.hidden * sizes.itemsize
+    norm = _rms_bytes(sizes, own, outer) + outer if sizes.llama else 2 * outer + 2 * own * sizes.itemsize
     split = sizes.tp > 1
     labels = tokens * (8 + (2 if split else 0))
     if chunk_size:  # the largest logit and the sum of the exponentials; with tp the factor to the common maximum too

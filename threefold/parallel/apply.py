@@ -10,6 +10,7 @@ from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import like, local, offset, replace_parameters
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.plan_check import check_plan
 from threefold.parallel.random import fill_normal_, stream_key
 from threefold.parallel.sequence import Region
 from threefold.parallel.split import ModelPlan, Normal, split_modules
@@ -58,9 +59,13 @@ def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: 
         make_model: makes the whole, single-device model.
         plan: the model's layers and how each weight is cut.
         division: which part this rank has.
+
+    Raises:
+        UserError: the plan does not fit the model.
     """
     with torch.device("meta"):
         model = make_model()
+    check_plan(model, plan)
     numbers = division.stages.held_by(division.mesh.pp.index)
     stages = [Stage(model, plan, *division.stages.layers(number)) for number in numbers]
     split_modules(stages, plan.split, division.region)

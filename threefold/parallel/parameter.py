@@ -134,6 +134,11 @@ def is_of_experts(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
+def axes_of(parameter: Tensor) -> frozenset[str]:
+    """The names of the axes whose ranks hold different parts of it."""
+    return frozenset(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else frozenset()
+
+
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Put `make(parameter)` in the place of each parameter; modules that share one share what is made of it."""
     made: dict[nn.Parameter, nn.Parameter] = {}

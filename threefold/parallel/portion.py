@@ -65,6 +65,16 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
     return Place(Shard(at.tp, parallel.tp), Shard(at.dp % parallel.ep, parallel.ep), zero, experts)
 
 
+def cuts_of(split: Split, parameter: str) -> tuple[tuple[str, int], ...]:
+    """The axes that cut a parameter of a module, and along which dim.
+
+    Args:
+        split: of the module.
+        parameter: its name in the module.
+    """
+    return _CUTS.get((type(split), parameter), ())
+
+
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
     """The part of a weight that the rank at `place` holds.
 
@@ -75,7 +85,7 @@ def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place
         place: where the rank is.
     """
     local = list(shape)
-    for axis, dim in _CUTS.get((type(split), parameter), ()):
+    for axis, dim in cuts_of(split, parameter):
         local[dim] = _length(local[dim], getattr(place, axis))
     if isinstance(split, OverExperts) and place.ep.count > 1:
         dim = _SHARED_EXPERTS[parameter]

@@ -9,7 +9,6 @@ all ranks of a group run the same operations and so end at the same one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from threefold.parallel.pattern import matches
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.streams import streams_of
 
@@ -50,12 +50,6 @@ def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], 
     if mode == "none":
         return []
     return [layer for layer in layers if any(_lies_in(pattern, layer) for pattern in patterns[mode])][::every]
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a module's name fits a pattern part by part: `*` stands for one part, so `blocks.*` is no deeper name."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _lies_in(pattern: str, layer: str) -> bool:

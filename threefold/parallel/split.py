@@ -6,7 +6,7 @@ initial values. The model itself stays a single-device module; `split_modules` s
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import TypeVar
 
 from torch import nn
@@ -16,6 +16,7 @@ from threefold.parallel.collectives import shard_bounds
 from threefold.parallel.context import ContextParallelAttention
 from threefold.parallel.experts import Experts, ParallelExperts
 from threefold.parallel.loss import ParallelCrossEntropy
+from threefold.parallel.pattern import Patterns
 from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.random import Dropout, Slice
 from threefold.parallel.ring import RingAttention
@@ -158,6 +159,17 @@ Split = (
     | Replicated
 )
 _OVER_TENSOR_AXIS = (Column, Row, Vocab, VocabLoss)
+KINDS: dict[type, tuple[type[nn.Module], ...]] = {
+    Column: (nn.Linear,),
+    Row: (nn.Linear,),
+    Vocab: (nn.Embedding,),
+    AttentionCore: (CausalAttention,),
+    OverContext: (Rotary,),
+    OverSequence: (Dropout, PositionEmbedding),
+    OverRegion: (Routing,),
+    OverExperts: (Experts,),
+}
+"""Split → the modules that it is for; the others are for any."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +194,16 @@ class ModelPlan:
     """What the parallel layers must know of a model.
 
     Attributes:
-        split: module name (with `*` for numbers) → how the tensor axis cuts it. Every parameter lies in one of them.
-        layers: names of the modules that the model runs through, in order. All but the last are called as
-            `layer(x, samples)`, the last as `layer(x, labels)`.
+        split: pattern of module names (`parallel.pattern`: `*` for one part, `**` for several) → how they are cut. It
+            decides for the modules that it matches and all inside them, but where a more specific pattern does, in
+            whatever order they stand. Each matches a module, and each parameter is decided.
+        layers: names of the modules that the model runs through, in order; every parameter lies in one of them. All
+            but the last are called as `layer(x, samples)`, the last as `layer(x, labels)`.
         costs: what each of them costs to run, in any unit; the pipeline's stages are balanced by it.
         initial: parameter name → its initial values.
         ties: parameter name → the name of the parameter whose weight it shares, and under which it is stored.
-        recompute: mode of `train.recompute` → the modules that it computes again in the backward pass (`*` for one part
-            of a name); each lies in one of the layers.
+        recompute: mode of `train.recompute` → patterns (without `**`) of the modules that it computes again in the
+            backward pass; each lies in one of the layers.
         shared: groups of modules that share all their parameters, stored under the name of a group's first.
         kinds: the class of each layer, for stages that share the layers of one class evenly; may be left out.
 
@@ -212,10 +226,19 @@ class ModelPlan:
             if owner in borrowed:
                 raise ValueError(f"{user!r} shares the weights of {owner!r}, which shares those of {borrowed[owner]!r}")
 
+    @cached_property
+    def patterns(self) -> Patterns:
+        """The patterns of `split`."""
+        return Patterns(self.split)
+
+    def split_of(self, parameter: str) -> Split | None:
+        """How the module of a parameter is cut; None where `split` says nothing of it."""
+        found = self.patterns.deciding(parameter.rpartition(".")[0])
+        return None if found is None else self.split[found]
+
     def has_partial_gradient(self, name: str) -> bool:
         """Whether each tensor rank has a part only of the gradient of a parameter that it holds whole."""
-        module = name.rpartition(".")[0]
-        return any(isinstance(split, PerHead) and fnmatchcase(module, key) for key, split in self.split.items())
+        return isinstance(self.split_of(name), PerHead)
 
     def stage_bounds(self, stages: int, partition: str | Sequence[int] = "cost") -> list[int]:
         """First layer of each pipeline stage, and the number of layers.
@@ -271,19 +294,14 @@ def split_modules(stages: Sequence[nn.Module], table: Mapping[str, Split], regio
 
 def _named(model: nn.Module, table: Mapping[str, Split]) -> list[tuple[str, nn.Module, Split]]:
     """The modules inside that the table names, and how each is split."""
-    named = [
-        (name, module, split)
-        for name, module in model.named_modules(remove_duplicate=False)
-        for pattern, split in table.items()
-        if fnmatchcase(name, pattern)
-    ]
-    covered = tuple(name + "." for name, *_ in named)
+    patterns = Patterns(table)
     for name, _ in model.named_parameters():
-        if not name.startswith(covered):
+        if patterns.deciding(name.rpartition(".")[0]) is None:
             raise ValueError(
                 f"the split table says nothing about the parameter {name!r}; give it Replicated() at least"
             )
-    return named
+    named = ((name, module, patterns.naming(name)) for name, module in model.named_modules(remove_duplicate=False))
+    return [(name, module, table[pattern]) for name, module, pattern in named if pattern is not None]
 
 
 def _expect(module: nn.Module, kind: type[Kind]) -> Kind:

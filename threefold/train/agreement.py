@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from threefold.config import Config
+from threefold.config.resolve import is_derived, with_micro_batch
 from threefold.data.loader import fingerprint
 from threefold.errors import UserError
 from threefold.parallel.layout import Layout
@@ -13,6 +15,23 @@ from threefold.train.hooks import Hook
 
 if TYPE_CHECKING:
     from threefold.data.loader import Batch
+
+
+def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
+    """Where the micro-batch is the default, take the smallest that any rank has: under a launcher each of them works it
+    out from the memory of its own machine. A collective.
+
+    Args:
+        config: resolved.
+        mesh: this rank's place.
+    """
+    if not is_derived(config, "train.micro_batch_size"):
+        return config
+    # A sum in which each rank has a place of its own: every backend has it.
+    sizes = torch.zeros(mesh.world.size, dtype=torch.int64, device=mesh.device)
+    sizes[mesh.rank] = config.train.micro_batch_size
+    smallest = int(mesh.world.all_reduce_(sizes).min())
+    return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
 
 
 class DataAgreement(Hook):

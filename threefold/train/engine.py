@@ -34,6 +34,7 @@ from threefold.train.division import stage_map
 from threefold.train.loss_scale import LossScale
 from threefold.train.optimizer import Optimizer
 from threefold.train.schedule import learning_rate
+from threefold.train.stop import Stop
 
 _NORM_PIECE = 1 << 14  # elements
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -74,10 +75,19 @@ class Engine:
         plan: how it is cut.
         mesh: this rank's place.
         config: resolved.
+        stop: hears in each step and evaluation what the ranks ask for.
     """
 
-    def __init__(self, make_model: Callable[[], nn.Module], plan: ModelPlan, mesh: Mesh, config: Config) -> None:
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        plan: ModelPlan,
+        mesh: Mesh,
+        config: Config,
+        stop: Stop | None = None,
+    ) -> None:
         self.mesh, self.config, self.plan = mesh, config, plan
+        self.stop = stop or Stop()
         dtype = DTYPES[config.precision.dtype]
         sharing = make_sharing(mesh, config.parallel.zero, config.parallel.zero_shards)
         parallel = config.parallel
@@ -229,21 +239,25 @@ class Engine:
         work = self._work(batch)
         with self.streams.preserved(), _in_evaluation_mode(self.stages):
             loss = self.runner.evaluate(work).double()
-        totals = torch.stack([loss, (work.labels != IGNORED).sum().to(loss)])
+        totals = torch.stack([loss, (work.labels != IGNORED).sum().to(loss), torch.zeros_like(loss)])
         if not (self.runner.has_loss and self.mesh.tp.is_first):
             totals.zero_()
-        summed, count = self.mesh.world.all_reduce_(totals).tolist()
+        totals[2] = self.stop.request()
+        summed, count, requests = self.mesh.world.all_reduce_(totals).tolist()
+        self.stop.hear(requests)
         return summed, int(count)
 
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
-        """The mean loss and the gradient's norm, from one small sum over all ranks."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        """The mean loss and the norm of the gradient, from one small sum over all ranks, with their requests in it."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
             totals[0] = loss
         totals[1] = self._squared_norm()
         if self.loss_scale is not None:
             totals[1] += self._overflow()
-        mean, squared = self.mesh.world.all_reduce_(totals).tolist()
+        totals[2] = self.stop.request()
+        mean, squared, requests = self.mesh.world.all_reduce_(totals).tolist()
+        self.stop.hear(requests)
         return mean, squared**0.5
 
     def _overflow(self) -> Tensor:

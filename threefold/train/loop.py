@@ -10,6 +10,7 @@ from threefold.train.divergence import CheckpointStore, DivergenceError, SafeSav
 from threefold.train.engine import Engine
 from threefold.train.evaluate import evaluate
 from threefold.train.hooks import EvaluationRecord, Hook, StepRecord
+from threefold.train.stop import Stopped
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -37,11 +38,19 @@ class Trainer:
         self.saving = SafeSaving(store)
         self._evaluation: EvaluationRecord | None = None
 
-    def fit(self, start: int = 0) -> None:
-        """Make the updates that are left of `train.max_steps`, after `start` have been made."""
-        last = self.config.train.max_steps
+    def fit(self, start: int = 0) -> Stopped | None:
+        """Make the updates that are left of `train.max_steps`, after `start` have been made.
+
+        A signal ends it after the step that is being made, with a checkpoint, and in an evaluation at once.
+
+        Returns:
+            None when all have been made; else where a signal ended it, which is the same on every rank.
+        """
+        last, stop = self.config.train.max_steps, self.engine.stop
         try:
             self._tell(lambda hook: hook.before_fit(start))
+            if stop.agree(self.engine.mesh):
+                return Stopped(stop.signal, start)
             for done in range(start, last):
                 if done == start or self._begins_epoch(done):
                     self._begin_epoch(done)
@@ -49,13 +58,16 @@ class Trainer:
                 step = done + 1
                 if self._begins_epoch(step):
                     self._end_epoch(step)
-                if is_due(step, self.config.train.eval_every, last):
+                if is_due(step, self.config.train.eval_every, last) and not stop.signal:
                     self._evaluate(step)
-                if step == last:
+                if step == last or stop.signal:
                     self._save_last(step)
-                else:
-                    self._save(step)
+                elif self._save(step):
+                    stop.agree(self.engine.mesh)  # so that no further step follows a signal during a long save
+                if stop.signal and step < last:
+                    return Stopped(stop.signal, step)
             self._tell(lambda hook: hook.after_fit())
+            return None
         finally:
             self._tell(lambda hook: hook.close())
 
@@ -91,14 +103,19 @@ class Trainer:
 
     def _evaluate(self, step: int) -> None:
         self._tell(lambda hook: hook.before_evaluation(step))
-        self._evaluation = record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
+        record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
+        if record is None:  # the run is to end
+            return
+        self._evaluation = record
         self.saving.after_evaluation(record)
         self._tell(lambda hook: hook.after_evaluation(record))
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int) -> bool:
+        """Save if that is due; whether it was."""
         path = self.saving.save(step, is_due(step, self.config.checkpoint.every, self.config.train.max_steps))
         if path is not None:
             self._tell(lambda hook: hook.after_checkpoint(step, path))
+        return path is not None
 
     def _save_last(self, step: int) -> None:
         """The checkpoint of a process that makes no more steps."""

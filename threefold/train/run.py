@@ -1,11 +1,13 @@
 """A training run as one rank lives it."""
 
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from threefold.checkpoint.resume import Resume
 from threefold.config import Config
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
@@ -17,7 +19,7 @@ from threefold.parallel.mesh import Axis, Mesh
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.split import ModelPlan
 from threefold.train import log, metrics, plot, tensorboard
-from threefold.train.agreement import DataAgreement
+from threefold.train.agreement import DataAgreement, agree_on_micro_batch
 from threefold.train.console import LiveLine, Summary, on_terminal, say
 from threefold.train.division import stage_map
 from threefold.train.engine import Engine
@@ -25,28 +27,39 @@ from threefold.train.hooks import Hook
 from threefold.train.loop import Trainer
 from threefold.train.start import Start
 from threefold.train.state import Checkpoints
+from threefold.train.stop import Stop, Stopped
 from threefold.train.token_check import TokenCheck
 
 
-def train(config: Config, run_dir: Path, resume: bool, reads: bool = True) -> None:
+def train(
+    config: Config, run_dir: Path, resume: Resume, asked: Callable[[], int] = lambda: 0, reads: bool = True
+) -> Stopped | None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
     Args:
         config: resolved, `train.device` being the device.
         run_dir: a folder that all ranks see; gets the metrics, logs, curves and checkpoints.
-        resume: whether to go on from its newest checkpoint.
+        resume: whether to continue from its newest checkpoint; "auto" does where there is one.
+        asked: the number of the signal that asked this rank to end the run, 0 for none.
         reads: whether this rank checks the token files of its host in the background.
+
+    Returns:
+        None at the end of training; else where a signal ended it, which is the same on every rank.
 
     Raises:
         UserError: on every rank, what the user can mend: bad data, nothing to resume, divergence, a full disk.
     """
     keep_freed_memory()
     mesh = Mesh(Layout.of(config.parallel), _device(config))
+    config = agree_on_micro_batch(config, mesh)
     start = Start(config, run_dir, resume, mesh.world)  # finds what is there before any rank changes it
+    if mesh.rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    stop = Stop(asked, run_dir, watches=mesh.rank == 0)
     dataset = open_dataset(config)
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
         plan = model_plan(config.model, config.data.sequence_length)
-        engine = Engine(partial(make_model, config.model), plan, mesh, config)
+        engine = Engine(partial(make_model, config.model), plan, mesh, config, stop)
         checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents())
         step, lines = start.load(checkpoints)
         check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
@@ -56,7 +69,7 @@ def train(config: Config, run_dir: Path, resume: bool, reads: bool = True) -> No
             for line in lines:
                 say(line)
             hooks += reporting_hooks(config, run_dir, mesh.layout.world_size)
-        Trainer(engine, loader, config, hooks, checkpoints).fit(step)
+        return Trainer(engine, loader, config, hooks, checkpoints).fit(step)
 
 
 def check_division(config: Config) -> None:
@@ -81,7 +94,6 @@ def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
 
 def reporting_hooks(config: Config, run_dir: Path, ranks: int) -> list[Hook]:
     """What the one rank that prints and writes has beside the hooks of all."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     metrics_path, plot_path = run_dir / metrics.FILE, run_dir / plot.FILE
     live = on_terminal()
     hooks: list[Hook] = [

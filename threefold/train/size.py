@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from fnmatch import fnmatchcase
 from math import prod
 from typing import NamedTuple
 
@@ -178,16 +177,10 @@ def _weights(model: nn.Module, layer: str, plan: ModelPlan) -> tuple[Weight, ...
 
 def _split(name: str, plan: ModelPlan) -> Split:
     """How the module of a parameter of the whole model is cut."""
-    whole = plan.whole_name(name)
-    return next(
-        split for pattern, split in plan.split.items() if any(fnmatchcase(part, pattern) for part in _modules(whole))
-    )
-
-
-def _modules(name: str) -> Iterator[str]:
-    """The modules that a parameter lies in, the innermost first."""
-    while name := name.rpartition(".")[0]:
-        yield name
+    found = plan.split_of(plan.whole_name(name))
+    if found is None:
+        raise ValueError(f"the split table says nothing about the parameter {name!r}")
+    return found
 
 
 def _count(weights: Iterable[Weight]) -> int:

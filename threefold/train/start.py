@@ -6,7 +6,7 @@ from threefold.checkpoint.begin import Beginning, find_beginning
 from threefold.checkpoint.choose import from_first
 from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint
-from threefold.checkpoint.resume import Resumption, find_resumption
+from threefold.checkpoint.resume import Resume, Resumption, continues, find_resumption
 from threefold.config import Config
 from threefold.parallel.mesh import Axis
 from threefold.train.state import Checkpoints
@@ -18,14 +18,14 @@ class Start:
     Args:
         config: resolved.
         run_dir: the run's folder.
-        resume: whether to start from its own checkpoint.
+        resume: whether to start from its own checkpoint; "auto" does where there is one.
         world: all ranks.
 
     Raises:
         UserError: on every rank, when there is nothing to start from that fits the config.
     """
 
-    def __init__(self, config: Config, run_dir: Path, resume: bool, world: Axis) -> None:
+    def __init__(self, config: Config, run_dir: Path, resume: Resume, world: Axis) -> None:
         self._config, self._run_dir, self._resume, self._world = config, run_dir, resume, world
         self._damaged: dict[Path, str] = {}
         self._found = self._find()
@@ -53,7 +53,7 @@ class Start:
 
     def _find(self) -> Resumption | Beginning | None:
         def find() -> Resumption | Beginning | None:
-            if self._resume:
+            if continues(self._run_dir, self._resume):
                 return find_resumption(self._run_dir, self._config, self._damaged)
             return find_beginning(self._config, self._damaged)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from threefold.config import Config
 from threefold.parallel.layout import Layout
 from threefold.parallel.mesh import Event, Mesh
-from threefold.parallel.parameter import offset
+from threefold.parallel.parameter import axes_of, offset
 from threefold.train.engine import Engine
 from threefold.verify.compare import Comparison, Error, Held
 from threefold.verify.data import Rows
@@ -26,11 +26,13 @@ class RankReport:
         errors: of everything compared, in the order it was computed.
         held: its parts of the parameters.
         sent: axis → bytes of its tensors in the collectives of one step.
+        cut: the axes over which any of its parameters is split.
     """
 
     errors: list[Error]
     held: list[Held]
     sent: dict[str, int]
+    cut: frozenset[str] = frozenset()
 
 
 def run_rank(source: ModelSource, config: Config, rows: Rows, steps: int, folder: str) -> RankReport:
@@ -52,7 +54,8 @@ def run_rank(source: ModelSource, config: Config, rows: Rows, steps: int, folder
         comparison.gradients(step, gradients)
         comparison.scalars(step, result.loss, result.grad_norm)
         comparison.weights(step, _parts(engine, "master"))
-    return RankReport(comparison.errors, list(held.values()), sent)
+    cut = frozenset(axis for entry in engine.optimizer.entries for axis in axes_of(entry.parameter))
+    return RankReport(comparison.errors, list(held.values()), sent, cut)
 
 
 def held_parts(engine: Engine) -> dict[str, Held]:

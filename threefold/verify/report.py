@@ -1,6 +1,7 @@
 """What verifying found: a verdict for each layout, and where it first departs."""
 
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any, Final, Literal
 
 from threefold.parallel.layout import Layout
@@ -11,8 +12,9 @@ from threefold.verify.variant import Variant
 EQUAL: Final = "equal"
 DEPARTS: Final = "departs"
 FAILED: Final = "error"
+UNSPLIT: Final = "unsplit"
 _FIRST = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT)
-Verdict = Literal["equal", "departs", "error"]
+Verdict = Literal["equal", "departs", "error", "unsplit"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Result:
 
     Attributes:
         variant: the layout.
-        verdict: `equal`, `departs` or `error` (it did not run to the end).
+        verdict: `equal`, `departs`, `error` (it did not run to the end) or `unsplit` (equal, but nothing of the model
+            is split over one of its axes, so that it proves nothing).
         seconds: wall-clock.
         worst: the largest relative error of all that was compared; None where there is an error instead.
         first: the first departure: the earliest step, there the earliest of initial weights, gradients, loss, norm and
@@ -75,7 +78,9 @@ class Result:
             backward pass goes from the last layer to the first, so what is wrong is there.
         departing: names of the parameters that depart in the step of the first departure, in model order.
         sent: axis → most bytes that a rank's tensors have in the collectives of one step.
-        message: what went wrong where the verdict is `error`, or a departure that is no number's.
+        parameters: the most elements of parameters that a rank holds to update.
+        message: what went wrong where the verdict is `error`, a departure that is no number's, or over which axes
+            nothing is split.
         details: the traceback of an error.
     """
 
@@ -87,6 +92,7 @@ class Result:
     nearest_to_loss: str = ""
     departing: tuple[str, ...] = ()
     sent: tuple[tuple[str, int], ...] = ()
+    parameters: int = 0
     message: str = ""
     details: str = ""
 
@@ -104,6 +110,7 @@ class Result:
             "nearest_to_loss": self.nearest_to_loss,
             "departing_parameters": list(self.departing),
             "bytes_per_step": dict(self.sent),
+            "parameters_per_rank": self.parameters,
             "message": self.message,
         }
 
@@ -128,17 +135,32 @@ def judge(
     )
     early = {place.parameter for place in wrong if first and place.step == first.step and place.parameter}
     departing = sorted(early, key=lambda name: number.get(name, 0))
+    idle = "" if wrong or missing else _nothing_split(variant, reports, order)
     return Result(
         variant,
-        DEPARTS if wrong or missing else EQUAL,
+        DEPARTS if wrong or missing else UNSPLIT if idle else EQUAL,
         seconds,
         worst=worst,
         first=first,
         nearest_to_loss=_nearest_to_loss(wrong, first, number),
         departing=tuple(departing),
         sent=_most([report.sent for report in reports]),
-        message=missing or "",
+        parameters=max(sum(prod(part.shape) for part in report.held) for report in reports),
+        message=missing or idle,
     )
+
+
+def _nothing_split(variant: Variant, reports: list[RankReport], order: list[str]) -> str:
+    """Over which of a layout's axes that share the model its ranks hold the same of it; empty where there is none."""
+    layout, cut = variant.layout, {axis for report in reports for axis in report.cut}
+    sharing = {
+        "tp": layout.tp == 1 or "tp" in cut,
+        "ep": layout.ep == 1 or "ep" in cut,
+        "pp": layout.pp == 1 or any({part.name for part in report.held} != set(order) for report in reports),
+        "zero": not variant.setting("parallel.zero") or bool(cut - {"tp", "ep"}),
+    }
+    idle = [axis for axis, shared in sharing.items() if not shared]
+    return f"nothing is split over {' and '.join(idle)}: every rank of it holds the same parameters" if idle else ""
 
 
 def _nearest_to_loss(wrong: list[Place], first: Place | None, number: dict[str, int]) -> str:

@@ -34,7 +34,9 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     settings = _settings(config)
     settings["parallel"] = {key: settings["parallel"][key] for key in ("partition",) if _is_general(config)}
     settings["precision"] = {"dtype": dtype}
-    settings["train"].update(device="cpu", compile=False, global_batch_size=batch_sizes(config).global_batch_size)
+    settings["train"].update(
+        device="cpu", compile=False, global_batch_size=batch_sizes(config, largest=1).global_batch_size
+    )
     settings["optimizer"]["eps"] = max(config.optimizer.eps, LEAST_EPS)
     settings["model"].setdefault("vocab_size", vocab_size)
     return resolve(config_of(settings), vocab_size=1)

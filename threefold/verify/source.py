@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ from torch import nn
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.registry import make_model, model_plan
+from threefold.parallel.plan_check import check_plan
 from threefold.parallel.split import ModelPlan
 
 MakeModel = Callable[[], nn.Module]
@@ -126,31 +126,11 @@ def check_source(source: ModelSource, config: Config) -> int:
     make_model, plan = source.load(config)
     with torch.device("meta"):
         model = make_model()
-    names = {name for name, _ in model.named_modules()}
-    for layer in plan.layers:
-        if layer not in names:
-            raise UserError(f"{source}: layers names {layer!r}, which is no module of the model.")
-    if len(plan.costs) != len(plan.layers):
-        raise UserError(
-            f"{source}: costs has {len(plan.costs)} numbers but layers has {len(plan.layers)}; give each layer one."
-        )
-    _check_table(source, model, plan, names)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in (*plan.ties, *plan.ties.values()):
-        if name not in parameters:
-            raise UserError(f"{source}: ties names {name!r}, which is no parameter of the model.")
+    try:
+        check_plan(model, plan)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _check_table(source: ModelSource, model: nn.Module, plan: ModelPlan, names: set[str]) -> None:
-    inside = tuple(layer + "." for layer in plan.layers)
-    covered = tuple(name + "." for name in names if any(fnmatchcase(name, pattern) for pattern in plan.split))
-    for name, _ in model.named_parameters():
-        if not name.startswith(inside):
-            raise UserError(f"{source}: the parameter {name!r} lies in none of the plan's layers; name its layer.")
-        if not name.startswith(covered):
-            module = name.rpartition(".")[0]
-            raise UserError(f"{source}: split says nothing about the parameter {name!r}; give {module!r} Replicated().")
 
 
 def _kind(value: object) -> str:

@@ -31,7 +31,7 @@ from threefold.checkpoint.huggingface.files import TensorFiles, read_json
 from threefold.checkpoint.huggingface.tables import weights_of
 from threefold.checkpoint.huggingface.weights import Box, Part, Weight
 from threefold.checkpoint.naming import MODEL
-from threefold.checkpoint.streamed import Piece, StreamedTensor, Written
+from threefold.checkpoint.streamed import Piece, StreamedTensor
 from threefold.checkpoint.tensors import save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
@@ -247,7 +247,6 @@ def _streamed(weights: list[Weight], files: TensorFiles, progress: Progress) -> 
     for weight in weights:
         grouped.setdefault(weight.name, []).append(weight)
     tensors: dict[str, Tensor] = {}
-    written = Written()
     for name, slabs in grouped.items():
         dtype = reduce(torch.promote_types, (files.tensors[part.name].dtype for slab in slabs for part in slab.parts))
         pieces = [
@@ -256,7 +255,7 @@ def _streamed(weights: list[Weight], files: TensorFiles, progress: Progress) -> 
             for box in weight.boxes(dtype.itemsize, name.endswith(_CUT_BY_COLUMNS))
         ]
         stack = () if slabs[0].expert is None else (len(slabs),)
-        tensors[MODEL + name] = StreamedTensor.of((*stack, *slabs[0].shape), dtype, pieces, written)
+        tensors[MODEL + name] = StreamedTensor.of((*stack, *slabs[0].shape), dtype, pieces)
     return tensors
 
 

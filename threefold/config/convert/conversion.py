@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
 
-import yaml
-
 from threefold.config.convert import colossal, fleet, megatron
 from threefold.config.convert.detection import Kind, detected
 from threefold.config.convert.draft import Draft, Given, Note, shortened
@@ -74,8 +72,6 @@ def convert(path: Path, kind: Kind | None = None, world_size: int | None = None)
         return _converted(path, kind, world_size)
     except UserError as error:  # may quote a damaged file at length
         raise UserError(shortened(str(error), _LONGEST_SENTENCE)) from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML, {shortened(str(error))}.") from None
     except RecursionError:
         raise UserError(f"{path}: it is nested too deeply to be read.") from None
 

@@ -1,0 +1,334 @@
+"""A damaged checkpoint is never used: the newest good one before it is, with a warning that says why."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.support import Silent
+from tests.cli.conftest import Command, threefold  # noqa: F401
+from tests.train.support import Run, losses_of, train_rank
+from threefold.checkpoint.begin import find_beginning
+from threefold.checkpoint.choose import choose
+from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.folder import path_of
+from threefold.checkpoint.huggingface.give import Export, export_model
+from threefold.checkpoint.resume import find_resumption
+from threefold.checkpoint.sealed import seal
+from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.errors import UserError
+from threefold.inference.model import Trained
+from threefold.launch.pool import WorkerPool
+
+EVERY = (("checkpoint.every", 2), ("checkpoint.keep", 0))
+
+
+@pytest.fixture(scope="module")
+def whole(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on tp 2 with checkpoints after steps 2 and 4, which nobody changes."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    pool.run(2, train_rank, small_run.but(tp=2, set=EVERY), folder)
+    return folder
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def lose(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 1)
+
+
+def flip(name: str, place: float = 0.5) -> Callable[[Path], None]:
+    """Flip a bit at a place from 0, the beginning, to 1, the end."""
+
+    def change(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[int(place * (len(content) - 1))] ^= 4
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return change
+
+
+DAMAGE = {
+    "a lost manifest": ("checkpoint.json", lose("checkpoint.json")),
+    "a lost index": ("tensors.json", lose("tensors.json")),
+    "lost tensors": ("tensors-00001.bin", lose("tensors-00001.bin")),
+    "tensors cut short": ("tensors-00000.bin", cut("tensors-00000.bin")),
+    "a bit of the manifest": ("checkpoint.json", flip("checkpoint.json")),
+    "a bit of the index": ("tensors.json", flip("tensors.json")),
+    "a bit of the config": ("config.yaml", flip("config.yaml")),
+    "a bit of the tokenizer": ("tokenizer.json", flip("tokenizer.json")),
+    "a folder for the manifest": ("checkpoint.json", instead("checkpoint.json", Path.mkdir)),
+    "a pipe for the manifest": ("checkpoint.json", instead("checkpoint.json", os.mkfifo)),
+    "a pipe for the config": ("config.yaml", instead("config.yaml", os.mkfifo)),
+    "a pipe for tensors": ("tensors-00000.bin", instead("tensors-00000.bin", os.mkfifo)),
+}
+"""What is seen before anything is loaded: the file that is named, and how it is damaged."""
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGE.values(), ids=DAMAGE)
+def test_the_one_before_is_chosen(
+    small_run: Run, run: Path, tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(path_of(run, 4))
+    config = small_run.but(steps=6, tp=2, set=EVERY).config
+    new = config.model_copy(update={"train": config.train.model_copy(update={"init_from": str(run)})})
+    trained, resumption, beginning = Trained.find(run), find_resumption(run, config), find_beginning(new)
+    exported = export_model(Export(run, tmp_path / "hf"), Silent())
+    assert beginning is not None
+    assert (trained.checkpoint.step, resumption.checkpoint.step, beginning.checkpoint.step, exported.step) == (2,) * 4
+    for warnings in (trained.warnings, resumption.warnings, beginning.warnings, exported.warnings):
+        (warning,) = warnings
+        assert "step_00000004" in warning
+        assert name in warning
+    damage(path_of(run, 2))
+    with pytest.raises(UserError, match="no complete checkpoint") as caught:
+        Trained.find(run)
+    assert "step_00000004" in str(caught.value)
+    assert "step_00000002" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [pytest.param("tensors-00000.bin", marks=pytest.mark.slow), "tensors-00001.bin"])
+def test_damage_found_while_loading(
+    threefold: Command,  # noqa: F811
+    pool: WorkerPool,
+    small_run: Run,
+    run: Path,
+    whole: Path,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """By one rank alone, where the other reads what is good: both take the one before."""
+    flip(name, 0.001)(path_of(run, 4))
+    resumed = Path(shutil.copytree(run, tmp_path / "resumed"))
+    printed, _ = pool.run(2, train_rank, small_run.but(steps=6, tp=2, set=EVERY), resumed, True)
+    assert printed.count("step_00000004 (its") == 1
+    assert "Going on from" in printed
+    assert f"its {name} does not have the checksum" in printed
+    assert losses_of(resumed)[:4] == losses_of(whole)
+    begun = small_run.but(steps=1, tp=2, set=(("train.init_from", str(run)),))
+    printed, _ = pool.run(2, train_rank, begun, tmp_path / "begun")
+    assert "step_00000002" in printed
+    assert f"its {name} does not have the checksum" in printed
+    (tmp_path / "a.txt").write_text("The statement returns a value.")
+    for command in (["generate", run, "--prompt", "The"], ["eval", run, "--data", tmp_path / "a.txt"]):
+        ended = threefold(*command)
+        assert ended.status == 0
+        assert ended.error.count("\n") == 1
+        assert f"its {name} does not have the checksum" in ended.error
+    assert "step 2," in ended.output
+    ended = threefold("checkpoint", "export", run, "--out", tmp_path / "hf")
+    assert ended.status == 0
+    assert name in ended.error
+    assert "2 steps" in ended.output
+
+
+def everything(run: Path) -> dict[str, Tensor]:
+    """All tensors of the newest good checkpoint."""
+    checkpoint = choose(run, lambda none: f"{run} has {none}.").checkpoint
+    tensors = {
+        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(checkpoint.path).items()
+    }
+    load_tensors_alone(tensors, checkpoint.path)
+    return tensors
+
+
+def test_sixty_flipped_bits_are_all_seen(run: Path) -> None:
+    """In every file of a checkpoint, half of them anywhere and half in the small files."""
+    shutil.rmtree(path_of(run, 2))
+    folder, chance = path_of(run, 4), random.Random(20)
+    files = sorted(folder.iterdir())
+    assert [path.name for path in files] == [
+        *("checkpoint.json", "config.yaml", "tensors-00000.bin", "tensors-00001.bin", "tensors.json", "tokenizer.json")
+    ]
+    everything(run)
+    for number in range(60):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        damaged, place = bytearray(content), chance.randrange(8 * len(content))
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(UserError) as caught:
+            everything(run)
+        assert path.name in str(caught.value)
+        assert "\n" not in str(caught.value)
+        path.write_bytes(content)
+    everything(run)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a file of JSON as somebody would who knows about its checksum, and the manifest's."""
+    document = json.loads(path.read_text())
+    document.pop("checksum", None)
+    change(document)
+    path.write_text(seal(json.dumps(document)))
+    manifest = path.with_name("checkpoint.json")
+    if path != manifest:
+        from threefold.checksums import checksum
+
+        held = {"bytes": path.stat().st_size, "checksum": checksum(path)}
+        rewrite(manifest, lambda document: document["files"].update({path.name: held}))
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+WRONG = [None, [], {}, "x", -1, 1e400, True, [[[[]]]], "../../x"]
+
+
+def test_wrong_types_in_the_manifest_are_no_traceback(run: Path) -> None:
+    shutil.rmtree(path_of(run, 2))
+    path = path_of(run, 4) / "checkpoint.json"
+    content = path.read_text()
+    keys = json.loads(content).keys() - {"checksum"}
+    assert {"format", "version", "step", "files", "corpora", "loss_scale", "eod"} <= keys
+    harmless = {("eod", None), ("loss_scale", None), ("tokenizer_sha256", None), ("tokenizer_sha256", "x")}
+    harmless |= {("tokenizer_sha256", "../../x"), ("corpora", "[]")}
+    for key in sorted(keys):
+        for value in WRONG:
+            rewrite(path, partial(dict.update, **{key: value}))
+            if (key, "[]" if value == [] else value if isinstance(value, str | None) else ...) in harmless:
+                assert Trained.find(run).warnings == ()
+            else:
+                sentence = refusal(run)
+                assert "checkpoint.json" in sentence or "manifest" in sentence
+            path.write_text(content)
+    path.write_text(NESTED)
+    assert "nested too deeply" in refusal(run)
+    path.write_text(content)
+    rewrite(path, partial(dict.update, version=3))
+    assert "reads versions 1 to 2; use a later Threefold" in refusal(run)
+
+
+def refusal(run: Path) -> str:
+    """The one sentence with which a run's only checkpoint is refused."""
+    with pytest.raises(UserError) as caught:
+        Trained.find(run)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../../../../outside.bin", "/tmp/outside.bin", "..", "", "a/b"])
+def test_no_file_outside_the_folder_is_opened(run: Path, name: str) -> None:
+    (run.parent / "outside.bin").write_bytes(bytes(1 << 20))
+    folder = path_of(run, 4)
+
+    def misname(document: dict[str, Any]) -> None:
+        for tensor in document["tensors"].values():
+            for chunk in tensor["chunks"]:
+                chunk["file"] = name
+
+    rewrite(folder / "checkpoint.json", lambda document: document["files"].update({name: {"bytes": 1, "checksum": ""}}))
+    (warning,) = Trained.find(run).warnings
+    assert "its checkpoint.json has no usable files" in warning
+    rewrite(folder / "checkpoint.json", lambda document: document["files"].pop(name))
+    assert Trained.find(run).warnings == ()
+    rewrite(folder / "tensors.json", misname)
+    (warning,) = Trained.find(run).warnings
+    assert "tensors.json" in warning
+
+
+def change_chunk(**values: Any) -> Callable[[dict[str, Any]], None]:
+    def change(document: dict[str, Any]) -> None:
+        chunks = document["tensors"]["model.blocks.0.mlp.up.weight"]["chunks"]
+        assert len(chunks) == 2
+        chunks[0].update(values)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"offsets": [0, 0, 0]}, {"offsets": [1, 0]}, {"sizes": [47, 24]}, {"position": 1 << 40}, {"bytes": 3}]
+    + [
+        {key: value} for key in ("offsets", "sizes", "position", "bytes", "checksum") for value in (None, -1, {}, 1e400)
+    ],
+    ids=str,
+)
+def test_an_index_that_cannot_be_is_refused(run: Path, values: dict[str, Any]) -> None:
+    rewrite(path_of(run, 4) / "tensors.json", change_chunk(**values))
+    trained = Trained.find(run)
+    assert trained.checkpoint.step == 2
+    with pytest.raises(DamagedCheckpoint):
+        stored_tensors(path_of(run, 4))
+
+
+def test_parts_may_not_overlap(run: Path) -> None:
+    """As many elements as the tensor has, some of them twice and some never."""
+
+    def overlap(document: dict[str, Any]) -> None:
+        first, second = document["tensors"]["model.blocks.0.mlp.up.weight"]["chunks"]
+        second["offsets"] = first["offsets"]
+
+    rewrite(path_of(run, 4) / "tensors.json", overlap)
+    (warning,) = Trained.find(run).warnings
+    assert "do not make up the whole" in warning
+
+
+def resize(path: Path) -> None:
+    """Put a file's size into the manifest, not its checksum."""
+    held = path.stat().st_size
+    rewrite(path.with_name("checkpoint.json"), lambda document: document["files"][path.name].update(bytes=held))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("num_layers: 3", "num_layers: 2"),
+        ("hidden_size: 24", "hidden_size: 28"),
+        ("vocab_size: 301", "vocab_size: 302"),
+        ("max_position_embeddings: 16", "max_position_embeddings: 17"),
+        ("ffn_hidden_size: 96", "ffn_hidden_size: 48"),
+        ("num_layers: 3", "num_layers: 999999999"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(
+    threefold: Command,  # noqa: F811
+    small_run: Run,
+    run: Path,
+    tmp_path: Path,
+    before: str,
+    after: str,
+) -> None:
+    for step in (2, 4):
+        path = path_of(run, step) / "config.yaml"
+        path.write_text(path.read_text().replace(before, after, 1))
+        held = path.stat().st_size
+        rewrite(
+            path_of(run, step) / "checkpoint.json", lambda it, held=held: it["files"]["config.yaml"].update(bytes=held)
+        )  # type: ignore[misc]
+    (tmp_path / "a.txt").write_text("The statement returns a value.")
+    config = tmp_path / "config.yaml"
+    config.write_text(small_run.but(steps=6, tp=2, set=EVERY).config.to_yaml())
+    for command in (
+        ["generate", run, "--prompt", "The"],
+        ["eval", run, "--data", tmp_path / "a.txt"],
+        ["checkpoint", "export", run, "--out", tmp_path / "hf"],
+        ["train", config, "--run-dir", run, "--resume"],
+        ["train", config, "--run-dir", tmp_path / "new", "--set", f"train.init_from={run}"],
+    ):
+        ended = threefold(*command)
+        assert (ended.status, ended.output) == (2, "")
+        assert ended.error.count("\n") == 1
+        assert f"model.{before.split(':')[0]} {after.split()[1]}" in ended.error

@@ -1,0 +1,62 @@
+"""Real runs of `threefold train` that tests signal, kill and continue."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+LONGEST = 300.0
+"""Seconds after which a run that ought to have ended is taken for one that hangs."""
+
+
+def command(config_file: Path, run: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "threefold", "train", str(config_file), "--run-dir", str(run), *options]
+
+
+def start(arguments: Sequence[str], **more: Any) -> subprocess.Popen[str]:
+    """Start a command in a session of its own, as in a terminal, with Ctrl-C not ignored."""
+    return subprocess.Popen(
+        list(arguments),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **more,
+    )
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit status, standard output (what is left of it) and standard error."""
+    output, error = process.communicate(timeout=LONGEST)
+    return process.returncode, output, error
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    """Read the output until a line has `text`."""
+    assert process.stdout is not None
+    assert any(text in line for line in process.stdout), f"the run ended without {text!r}"
+
+
+def wait_for(event: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Look until something is there; only as long as the process runs."""
+    while not event():
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended first: {process.communicate()}")
+        os.sched_yield()
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """Step and loss of each line of the metrics; a step that appears twice is an error."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert len(dict(found)) == len(found), "a step appears twice"
+    return found

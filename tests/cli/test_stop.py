@@ -1,0 +1,197 @@
+"""SIGINT and SIGTERM to runs of `threefold train`, at any moment."""
+
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runs import children, command, end_of, losses, read_until, start, wait_for
+
+LONG = ("--set", "train.max_steps=1000000", "--set", "log.every=1", "--set", "train.eval_every=0")
+
+"""A run that only a signal ends."""
+LONG_EVALUATION = tuple(
+    word
+    for setting in (
+        "train.eval_batches=1000000",
+        "train.global_batch_size=1",
+        "data.split='1,9'",
+        "data.sequence_length=2",
+    )
+    for word in ("--set", setting)
+)
+"""An evaluation of thousands of batches."""
+
+
+def saved_step(output: str, name: str, run: Path) -> int:
+    """The step after which a run says that it was stopped, having checked all that it says."""
+    told = output.splitlines()
+    explained = [number for number, line in enumerate(told) if line.startswith(f"Stopped by {name} ")]
+    assert len(explained) == 1, output
+    words = told[explained[0]].removesuffix("; continue with:")
+    before, _, path = words.partition(", which is saved in ")
+    step = int(before.rpartition(" ")[2].replace(",", ""))
+    assert Path(path) == run / "checkpoints" / f"step_{step:08d}"
+    assert (Path(path) / "checkpoint.json").exists()
+    return step
+
+
+def continued(output: str, *more: str) -> list[str]:
+    """The command line that a stopped run says to type."""
+    words = shlex.split(output.splitlines()[-1])
+    assert words[0] == "threefold"
+    assert "--resume" in words
+    return [sys.executable, "-m", *words, *more]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "status", "to_group"),
+    [(1, signal.SIGTERM, 0, False), (2, signal.SIGINT, 130, True)],
+)
+def test_signal_saves_and_the_run_continues_bit_for_bit(
+    config_file: Path, tmp_path: Path, ranks: int, number: signal.Signals, status: int, to_group: bool
+) -> None:
+    run, layout = tmp_path / "run", ("--set", f"parallel.dp={ranks}")
+    process = start(command(config_file, run, *LONG, *layout))
+    read_until(process, "step 3,")
+    (os.killpg if to_group else os.kill)(process.pid, number)
+    code, output, error = end_of(process)
+    assert (code, error) == (status, "")
+    step = saved_step(output, number.name, run)
+    assert [number for number, _ in losses(run)] == list(range(1, step + 1))
+
+    options = ("--set", f"train.max_steps={step + 3}", "--set", "optimizer.decay_steps=1000000")
+    resumed = subprocess.run(continued(output, *options), text=True, capture_output=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr
+    whole = subprocess.run(
+        command(config_file, tmp_path / "whole", *LONG, *layout, *options), text=True, capture_output=True, timeout=300
+    )
+    assert whole.returncode == 0
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_signal_to_every_process_of_the_run(config_file: Path, tmp_path: Path) -> None:
+    """As some schedulers send it: to the parent and to each rank."""
+    run = tmp_path / "run"
+    process = start(command(config_file, run, *LONG, "--set", "parallel.pp=2"))
+    read_until(process, "step 2,")
+    os.killpg(process.pid, signal.SIGTERM)
+    code, output, error = end_of(process)
+    assert (code, error) == (0, "")
+    saved_step(output, "SIGTERM", run)
+
+
+@pytest.mark.slow
+def test_second_signal_ends_at_once(config_file: Path, tmp_path: Path) -> None:
+    """Although a rank never finishes its step: it is stopped."""
+    process = start(command(config_file, tmp_path / "run", *LONG, "--set", "parallel.dp=2"))
+    read_until(process, "step 2,")
+    ranks = children(process.pid)
+    os.kill(ranks[-1], signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=5)  # signals within a second of the first are taken for one
+    process.send_signal(signal.SIGINT)
+    code, output, error = end_of(process)
+    assert (code, error) == (130, "")
+    assert "Ended at once by a second SIGINT, without saving; there is no checkpoint; start again with:" in output
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_at_start_up(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """While the ranks are being started, before any of them trains."""
+    run = tmp_path / "run"
+    process = start(command(config_file, run, *LONG, "--set", "parallel.dp=2"))
+    wait_for(lambda: (run / "config.yaml").exists(), process)
+    process.send_signal(number)
+    code, output, error = end_of(process)
+    assert (code, error) == (130 if number == signal.SIGINT else 0, "")
+    assert output.count("Stopped by") == 1
+    assert f"Stopped by {number.name} " in output
+    assert not (run / "metrics.jsonl").exists() or losses(run) == [] or (run / "checkpoints").exists()
+    assert shlex.split(output.splitlines()[-1])[:2] == ["threefold", "train"]
+
+
+@pytest.mark.slow
+def test_signal_in_an_evaluation_ends_it_and_saves(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(command(config_file, run, *LONG, *LONG_EVALUATION, "--set", "train.eval_every=1"))
+    read_until(process, "step 1,")
+    process.send_signal(signal.SIGTERM)
+    code, output, error = end_of(process)
+    assert (code, error) == (0, "")
+    assert saved_step(output, "SIGTERM", run) == 1
+    assert "valid_loss" not in (run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_signal_in_a_save_lets_it_end(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(command(config_file, run, *LONG, "--set", "checkpoint.every=1", "--set", "parallel.dp=2"))
+    partial = run / "checkpoints"
+    wait_for(lambda: any(path.suffix == ".partial" for path in partial.glob("*")), process)
+    process.send_signal(signal.SIGTERM)
+    code, output, error = end_of(process)
+    assert (code, error) == (0, "")
+    saved_step(output, "SIGTERM", run)
+    assert not list(partial.glob("*.partial"))
+
+
+@pytest.mark.slow
+def test_run_whose_last_step_is_made_ends_normally(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(command(config_file, run, *LONG_EVALUATION, "--set", "train.max_steps=1"))
+    read_until(process, "step 1,")
+    process.send_signal(signal.SIGINT)
+    code, output, error = end_of(process)
+    assert (code, error) == (0, "")
+    assert "Stopped" not in output
+    assert (run / "checkpoints" / "step_00000001").exists()
+
+
+def test_deleted_run_folder_is_one_sentence(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(command(config_file, run, *LONG, "--set", "parallel.dp=2", "--set", "checkpoint.every=0"))
+    read_until(process, "step 2,")
+    run.rename(tmp_path / "elsewhere")
+    code, _, error = end_of(process)
+    assert code == 2
+    assert error.startswith(f"Error: The run's folder {run} was deleted or replaced while the run was writing to it")
+    assert error.count("\n") == 1
+    assert not run.exists()
+
+
+@pytest.mark.slow
+def test_random_moments(config_file: Path, tmp_path: Path) -> None:
+    """Signals at a dozen moments of one run on dp2·pp2, each followed by --resume=auto."""
+    layout = ("--set", "parallel.dp=2", "--set", "parallel.pp=2", "--set", "train.max_steps=150")
+    options = (*layout, "--set", "train.eval_every=10", "--set", "checkpoint.every=7", "--set", "log.every=1")
+    whole = subprocess.run(command(config_file, tmp_path / "whole", *options), capture_output=True, timeout=600)
+    assert whole.returncode == 0
+    chosen, run, ended = random.Random(17), tmp_path / "run", False
+    for _ in range(12):
+        process = start(command(config_file, run, *options, "--resume=auto"))
+        after = 1 + chosen.randrange(14)  # lines of output; the first comes before the ranks have started
+        assert process.stdout is not None
+        for _ in range(after):
+            process.stdout.readline()
+        number = chosen.choice((signal.SIGINT, signal.SIGTERM))
+        (os.killpg if chosen.random() < 0.5 else os.kill)(process.pid, number)
+        code, output, error = end_of(process)
+        assert error == ""
+        if "Stopped by" not in output:  # it had made all its steps
+            ended = True
+            break
+        assert code == (130 if number == signal.SIGINT else 0), output
+        assert output.count("Stopped by") == 1
+    if not ended:
+        last = subprocess.run(command(config_file, run, *options, "--resume=auto"), capture_output=True, timeout=600)
+        assert last.returncode == 0
+    assert losses(run) == losses(tmp_path / "whole")

@@ -1,0 +1,156 @@
+"""RUN/run.lock: one run at a time in one folder.
+
+The lock is the system's (`flock`), so it ends with the process that holds it, whatever ends that. The file stays, and
+says who holds it.
+"""
+
+import errno
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final, Self
+
+from filelock import FileLock, Timeout
+
+from threefold.errors import UserError
+from threefold.files import read_json, shown
+
+FILE: Final = "run.lock"
+LONGEST_WAIT: Final = 15.0
+"""Seconds to wait for a lock whose holder is not seen to live: it may be ending, or be on another host."""
+_POLL = 0.1
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock.
+
+    Attributes:
+        host: its name.
+        pid: on that host.
+        since: when it took the lock, in words.
+    """
+
+    host: str
+    pid: int
+    since: str
+
+    @classmethod
+    def this_process(cls) -> Self:
+        return cls(socket.gethostname(), os.getpid(), datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"))
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Who a lock's file names; None if it names nobody (yet)."""
+        try:
+            values = read_json(path)
+            return cls(str(values["host"]), int(values["pid"]), str(values["since"]))
+        except (UserError, TypeError, KeyError, ValueError):
+            return None
+
+    def is_seen(self) -> bool:
+        """Whether it is a live process of this host."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}, since {self.since}"
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, which is made if it is missing.
+
+    A holder that is not seen to live is waited for, `LONGEST_WAIT` seconds at most: the ranks of a run that was killed
+    may take a moment to end. Where the file system has no locks, a warning is printed and nothing is locked.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be written.
+    """
+    path = run_dir / FILE
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path, timeout=0, fallback_to_soft=False)
+        locked = _acquire(lock, run_dir)
+        if locked:
+            path.write_text(json.dumps(asdict(Holder.this_process())) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(run_dir, error) from error
+    try:
+        yield
+    finally:
+        if locked:
+            with suppress(OSError):  # the folder may be gone
+                os.truncate(path, 0)
+            lock.release()
+
+
+def require_free(run_dir: Path) -> None:
+    """Check that no live process of this host holds the lock, without taking it for longer than a moment.
+
+    For a first answer: whether a run may begin is what `run_lock` finds out.
+
+    Raises:
+        UserError: one does.
+    """
+    holder = Holder.read(run_dir / FILE)
+    if holder is None or not holder.is_seen():
+        return
+    lock = FileLock(run_dir / FILE, timeout=0, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise _in_use(run_dir, holder) from None
+    except (OSError, NotImplementedError):
+        return
+    lock.release()
+
+
+def cannot_write(run_dir: Path, error: OSError) -> UserError:
+    """What the user is told when the run's folder does not take a file."""
+    return UserError(f"Cannot write to --run-dir {shown(run_dir)}: {error.strerror}.")
+
+
+def _in_use(run_dir: Path, holder: Holder | None) -> UserError:
+    return UserError(
+        f"{shown(run_dir)} is in use by another run ({holder or 'which did not tell its process'}); wait for that one, "
+        "end it, or choose another --run-dir."
+    )
+
+
+def _acquire(lock: FileLock, run_dir: Path) -> bool:
+    """Whether it was taken; False where the file system has no locks."""
+    deadline = time.monotonic() + LONGEST_WAIT
+    while True:
+        try:
+            lock.acquire()
+            return True
+        except Timeout:
+            holder = Holder.read(run_dir / FILE)
+            if (holder and holder.is_seen()) or time.monotonic() > deadline:
+                raise _in_use(run_dir, holder) from None
+            time.sleep(_POLL)
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in _UNSUPPORTED:
+                raise
+            print(
+                f"Warning: the file system of {shown(run_dir)} has no locks, so nothing keeps a second run out of it.",
+                file=sys.stderr,
+                flush=True,
+            )
+            return False

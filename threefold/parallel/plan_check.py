@@ -1,0 +1,275 @@
+"""Whether a plan fits its model: what it names is there, and nothing of the model is left out."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from itertools import pairwise
+from math import isfinite
+
+from torch import Tensor, nn
+
+from threefold.errors import UserError
+from threefold.parallel.pattern import matches
+from threefold.parallel.portion import cuts_of
+from threefold.parallel.split import (
+    KINDS,
+    AttentionCore,
+    Column,
+    Constant,
+    ModelPlan,
+    Normal,
+    OverExperts,
+    PerHead,
+    Replicated,
+    Row,
+    Split,
+    Vocab,
+    VocabLoss,
+)
+
+_WITHIN = (Replicated, PerHead)
+"""Splits of a module that leave what is inside it to other patterns."""
+_HELD: dict[type, tuple[str, ...]] = {
+    Column: ("weight", "bias"),
+    Row: ("weight", "bias"),
+    Vocab: ("weight",),
+    VocabLoss: (),
+    AttentionCore: (),
+    OverExperts: ("gate_up", "down"),
+}
+"""Split → the parameters that its module may have; the others' may have any."""
+
+
+def check_plan(model: nn.Module, plan: ModelPlan) -> None:
+    """Check a plan against the whole model.
+
+    Args:
+        model: of one device, on any device (the meta device will do).
+        plan: of it.
+
+    Raises:
+        UserError: a layer is missing, listed twice or not in the model; a pattern matches nothing, or as well as
+            another; a parameter is in no layer or is not decided; a split is not for the module that it decides for;
+            tied weights are two; a buffer or an initial value cannot be.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    _check_names(modules)
+    _check_layers(modules, plan)
+    _check_listed(parameters, plan)
+    _check_decided(modules, parameters, plan)
+    _check_splits(modules, plan)
+    _check_recompute(modules, plan)
+    _check_ties(modules, parameters, plan)
+    _check_values(modules, parameters, plan)
+
+
+def _check_names(modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        for child in module._modules:
+            if "." in child or not child:
+                raise UserError(
+                    f"The module {child!r} in {name or 'the model'!r} has {'a dot in its' if child else 'an empty'} "
+                    "name, so that no pattern or layer can name it; give it another."
+                )
+
+
+def _check_layers(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
+    if not plan.layers:
+        raise UserError("layers is empty; name the modules that the model runs through, in order.")
+    for layer in plan.layers:
+        if layer not in modules or not layer:
+            raise UserError(f"layers names {layer!r}, which is no module of the model{_nearest(layer, modules)}.")
+        if plan.layers.count(layer) > 1:
+            raise UserError(f"layers names {layer!r} {plan.layers.count(layer)} times; once is enough.")
+        around = next((other for other in plan.layers if layer.startswith(other + ".")), None)
+        if around is not None:
+            raise UserError(f"layers names {layer!r}, which lies in the layer {around!r}; name one of the two.")
+        if type(modules[layer]).forward is nn.Module.forward:
+            kind = type(modules[layer]).__name__
+            raise UserError(f"layers names {layer!r}, a {kind}, which cannot be called; name the modules inside it.")
+    if len(plan.costs) != len(plan.layers):
+        raise UserError(f"costs has {len(plan.costs)} numbers but layers has {len(plan.layers)}; give each layer one.")
+    for layer, cost in zip(plan.layers, plan.costs, strict=True):
+        if not (isfinite(cost) and cost >= 0):
+            raise UserError(f"costs has {cost!r} for {layer!r} but must have finite numbers from 0 on.")
+    if plan.kinds and len(plan.kinds) != len(plan.layers):
+        raise UserError(
+            f"kinds has {len(plan.kinds)} names but layers has {len(plan.layers)}; give each layer one, or none at all."
+        )
+
+
+def _check_listed(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+    """Each parameter lies in a layer, those included that are another's under a second name."""
+    inside = tuple(layer + "." for layer in plan.layers)
+    outside = [name for name in parameters if not name.startswith(inside)]
+    modules = list(dict.fromkeys(module for name in outside if (module := _unlisted(name, plan))))
+    if modules:
+        raise UserError(
+            f"layers lacks {_list(modules)} of the model, which {'have' if len(modules) > 1 else 'has'} parameters; "
+            f"name {'them' if len(modules) > 1 else 'it'} where the model runs through "
+            f"{'them' if len(modules) > 1 else 'it'}."
+        )
+    if outside:
+        raise UserError(
+            f"the parameter {outside[0]!r} lies in none of the plan's layers but beside them; put it into a module "
+            "that is one of the layers."
+        )
+
+
+def _unlisted(parameter: str, plan: ModelPlan) -> str:
+    """The largest module around a parameter that has no layer inside; empty where there is none."""
+    parts = parameter.split(".")[:-1]
+    names = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return next((name for name in names if not any(layer.startswith(name + ".") for layer in plan.layers)), "")
+
+
+def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+    """Each pattern matches a module, and decides alone or beside less specific ones; each parameter is decided."""
+    idle = [pattern for pattern in plan.split if not any(matches(name, pattern) for name in modules if name)]
+    for name in modules:
+        plan.patterns.deciding(name)
+    for name in parameters:
+        if plan.split_of(name) is None:
+            module = name.rpartition(".")[0]
+            mend = f", and mend {_list(idle)}, which no module of the model has for a name" if idle else ""
+            raise UserError(f"split says nothing about the parameter {name!r}; give {module!r} Replicated(){mend}.")
+    if idle:
+        raise UserError(
+            f"split has {idle[0]!r}, which no module of the model has for a name{_nearest(idle[0], modules)}; mend it "
+            "or leave it out."
+        )
+
+
+def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
+    """Each split is for the kind of module that it decides for, and for all that this module holds."""
+    whole: dict[str, str] = {}
+    met: dict[nn.Module, tuple[str, str]] = {}
+    for name, module in modules.items():
+        pattern = plan.patterns.naming(name)
+        if pattern is None:
+            continue
+        _check_split(name, module, pattern, plan.split[pattern])
+        around = next((other for other in whole if name.startswith(other + ".")), None)
+        if around is not None:
+            raise UserError(
+                f"split has {pattern!r} for {name!r}, which lies in {around!r}; {whole[around]!r} cuts that as one, so "
+                "leave out one of the two."
+            )
+        if not isinstance(plan.split[pattern], _WITHIN):
+            whole[name] = pattern
+        other, first = met.setdefault(module, (name, pattern))
+        if plan.split[first] != plan.split[pattern]:
+            raise UserError(
+                f"split has {first!r} for {other!r} and {pattern!r} for {name!r}, which are one module; cut them alike."
+            )
+
+
+def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> None:
+    kind, said = type(module).__name__, f"split has {type(split).__name__} at {pattern!r}"
+    wanted = KINDS.get(type(split), ())
+    if kind in {each.__name__ for each in wanted}:
+        kind = f"{type(module).__module__}.{kind}"  # of the same name, and another class
+    if wanted and not isinstance(module, wanted):
+        kinds = " or a ".join(each.__name__ for each in wanted)
+        raise UserError(f"{said}, which is for a {kinds}, but {name!r} is a {kind}; use Replicated() or another split.")
+    held = [each for each, _ in module.named_parameters()]
+    foreign = [each for each in held if each not in _HELD.get(type(split), held)]
+    if foreign:
+        raise UserError(
+            f"{said} but {name!r} has the parameter {foreign[0]!r}, which it does not cut; use Replicated() or keep it "
+            "in a module beside it."
+        )
+
+
+def _check_recompute(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
+    for mode, patterns in plan.recompute.items():
+        for pattern in patterns:
+            if "**" in pattern:
+                raise UserError(f"recompute has {pattern!r} for {mode} but may not have **; write * for each part.")
+            found = [name for name in modules if matches(name, pattern)]
+            if not found:
+                raise UserError(
+                    f"recompute has {pattern!r} for {mode}, which no module of the model has for a "
+                    f"name{_nearest(pattern, modules)}."
+                )
+            stray = next((name for name in found if not _in_a_layer(name, plan)), None)
+            if stray is not None:
+                raise UserError(f"recompute has {pattern!r} for {mode} but {stray!r} lies in none of the layers.")
+
+
+def _check_ties(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+    for name in (*plan.ties, *plan.ties.values()):
+        if name not in parameters:
+            raise UserError(f"ties names {name!r}, which is no parameter of the model{_nearest(name, parameters)}.")
+    for user, owner in plan.ties.items():
+        if parameters[user] is not parameters[owner]:
+            raise UserError(f"ties says that {user!r} is {owner!r} but in the model they are two; make them one there.")
+    for group in plan.shared:
+        for name in group:
+            if name not in modules:
+                raise UserError(f"shared names {name!r}, which is no module of the model{_nearest(name, modules)}.")
+        for one, other in pairwise(group):
+            if _identities(modules[one]) != _identities(modules[other]):
+                raise UserError(
+                    f"shared says that {one!r} and {other!r} have the same parameters but in the model they do not; "
+                    "make them one there."
+                )
+    uses: dict[nn.Parameter, str] = {}
+    for name, parameter in parameters.items():
+        first = uses.setdefault(parameter, name)
+        if _how(first, plan) != _how(name, plan):
+            raise UserError(
+                f"{first!r} and {name!r} are one weight, but split cuts it as {_split_name(first, plan)} and as "
+                f"{_split_name(name, plan)}; cut both alike."
+            )
+
+
+def _identities(module: nn.Module) -> dict[str, int]:
+    return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+def _how(name: str, plan: ModelPlan) -> tuple[object, ...]:
+    split = plan.split_of(name)
+    assert split is not None
+    return *cuts_of(split, name.rpartition(".")[2]), isinstance(split, PerHead)
+
+
+def _split_name(name: str, plan: ModelPlan) -> str:
+    return type(plan.split_of(name)).__name__
+
+
+def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+    """Each parameter can be given its first value, and nothing else needs one."""
+    for name, buffer in _buffers(modules):
+        if buffer.is_meta:
+            raise UserError(f"The model keeps the buffer {name!r}, which nobody initialises; compute it instead.")
+    for name in parameters:
+        try:
+            initial = plan.initial(plan.whole_name(name))
+        except Exception as error:
+            raise UserError(f"initial({plan.whole_name(name)!r}) raises {type(error).__name__}: {error}.") from error
+        if not isinstance(initial, Normal | Constant):
+            raise UserError(
+                f"initial({plan.whole_name(name)!r}) returns {initial!r} but must return a Normal or a Constant."
+            )
+
+
+def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for name, module in modules.items():
+        for buffer, value in module._buffers.items():
+            if value is not None:
+                yield f"{name}.{buffer}" if name else buffer, value
+
+
+def _in_a_layer(name: str, plan: ModelPlan) -> bool:
+    return any(name == layer or name.startswith(layer + ".") for layer in plan.layers)
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    close = get_close_matches(name, [each for each in known if each], n=1)
+    return f"; the nearest is {close[0]!r}" if close else ""
+
+
+def _list(names: list[str], most: int = 5) -> str:
+    shown = ", ".join(map(repr, names[:most]))
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

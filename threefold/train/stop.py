@@ -1,0 +1,91 @@
+"""How the ranks of a run agree to end it early: after the same step, on every rank.
+
+What a rank asks for travels as one more number in sums over all ranks that a step and an evaluation make anyway, so it
+costs no collective of its own, and each rank learns it at the same place of its program.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.parallel.mesh import Mesh
+
+# A sum of these over as many as 2^16 ranks tells which of them were in it.
+_INTERRUPT, _TERMINATE, _FOLDER_LOST = 1.0, float(1 << 16), float(1 << 32)
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run that a signal ended before its last step.
+
+    Attributes:
+        signal: SIGINT or SIGTERM.
+        step: updates made.
+    """
+
+    signal: int
+    step: int
+
+
+class Stop:
+    """Whether the run is to end, as all ranks know it.
+
+    Args:
+        asked: the number of the signal that asked this rank to end the run, 0 for none.
+        run_dir: the run's folder; None where there is none.
+        watches: whether this is the rank that looks whether the folder is still there.
+
+    Attributes:
+        signal: what the ranks have agreed on: the number of the signal to end by, 0 to train on.
+    """
+
+    def __init__(
+        self, asked: Callable[[], int] = lambda: 0, run_dir: Path | None = None, watches: bool = False
+    ) -> None:
+        self._asked, self._run_dir = asked, run_dir
+        self._watched = run_dir if watches else None
+        self._identity = _identity(self._watched) if self._watched else None
+        self.signal = 0
+
+    def request(self) -> float:
+        """What this rank adds to a sum over all ranks."""
+        if self._watched is not None and _identity(self._watched) != self._identity:
+            return _FOLDER_LOST
+        asked = self._asked()
+        return 0.0 if not asked else _INTERRUPT if asked == signal.SIGINT else _TERMINATE
+
+    def hear(self, requests: float) -> None:
+        """Take note of the sum of the ranks' requests.
+
+        Raises:
+            UserError: on every rank, when the run's folder is gone.
+        """
+        if requests >= _FOLDER_LOST:
+            name = f" {shown(self._run_dir)}" if self._run_dir else ""
+            raise UserError(
+                f"The run's folder{name} was deleted or replaced while the run was writing to it, so the run ends "
+                "here without a checkpoint; start it again."
+            )
+        if requests:
+            self.signal = signal.SIGTERM if requests >= _TERMINATE else signal.SIGINT
+
+    def agree(self, mesh: Mesh) -> int:
+        """Ask all ranks now, where no other sum is at hand, and return `signal`. Collective over the world."""
+        request = torch.tensor([self.request()], dtype=torch.float64, device=mesh.device)
+        self.hear(mesh.world.all_reduce_(request).item())
+        return self.signal
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one of the same name; None if there is none."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
