@@ -71,7 +71,7 @@ def texts_of(files: TokenFiles) -> list[str]:
 
 def test_the_tokens_spell_the_documents(lines: Path, tmp_path: Path) -> None:
     progress = Silent()
-    files = prepare(Request((lines,), tmp_path / "out", vocab_size=400), progress)
+    files = prepare(Request((lines,), tmp_path / "out", vocab_size=400, special_tokens="text"), progress)
     assert texts_of(files) == TEXTS
     assert files.vocab_size == 400 == files.tokenizer.get_vocab_size()
     assert files.tokenizer.id_to_token(files.eod) == "<|endoftext|>"
@@ -82,12 +82,22 @@ def test_the_tokens_spell_the_documents(lines: Path, tmp_path: Path) -> None:
     assert progress.phases == [["Learning the vocabulary", size, size], ["Encoding", size, size]]
 
 
+def test_special_tokens_are_parsed_unless_text_is_not_trusted(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", ["one<|endoftext|>two", "three"])
+    for special_tokens, ends in (("parse", 3), ("text", 2)):
+        out = tmp_path / special_tokens
+        files = prepare(Request((lines,), out, vocab_size=300, special_tokens=special_tokens), Silent())
+        assert (files.tokens == files.eod).sum() == ends
+        assert files.meta.special_tokens == files.rule.special_tokens == special_tokens
+    assert prepare(Request((lines,), tmp_path / "default", vocab_size=300), Silent()).meta.special_tokens == "parse"
+
+
 def test_every_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "a.jsonl", TEXTS * 10)
     (tmp_path / "z.txt").write_text("One more document, as plain text.")
     folders = [tmp_path / f"out{workers}" for workers in (1, 3)]
     for folder, workers in zip(folders, (1, 3), strict=True):
-        prepare(Request((lines, tmp_path / "z.txt"), folder, vocab_size=300, workers=workers), Silent())
+        prepare(Request((lines, tmp_path / "z.txt"), folder, 300, workers=workers, special_tokens="text"), Silent())
     names = sorted(path.name for path in folders[0].iterdir())
     assert names == ["documents.bin", "meta.json", "tokenizer.json", "tokens.bin"]
     for name in names:

@@ -32,7 +32,7 @@ def learned(runs: Callable[[str], Path]) -> Trained:
 
 
 def figures(trained: Trained, task: Task, mesh: Mesh | None = None, texts: list[str] = TEXTS) -> dict[str, float]:
-    work = task.prepare(trained.words(), texts, lambda: None)
+    work = task.prepare(trained.documents(), texts, lambda: None)
     scores = score(trained.load(mesh, "fp64"), work.texts, work.windows, 3)
     return {figure.name: figure.value for figure in task.figures(work, scores)}
 
@@ -100,7 +100,7 @@ def test_a_word_is_known_when_all_its_tokens_are(learned: Trained) -> None:
     given = tokenizer.encode("If not").ids
     texts = [[*given, *tokens], [*given, *tokens[:3], 7, *tokens[4:]]]
     task = LastWord(16)
-    work = task.prepare(learned.words(), ["any text", "any other"], lambda: None)
+    work = task.prepare(learned.documents(), ["any text", "any other"], lambda: None)
     for number, window in enumerate(work.windows):
         work.texts[number] = torch.tensor(texts[number]).numpy()
         work.windows[number] = type(window)(number, 0, len(texts[number]) - 1, len(given))
@@ -161,4 +161,4 @@ def test_strides_that_cannot_be(make: Callable[[], Task], sentence: str) -> None
 )
 def test_texts_without_anything_to_predict(learned: Trained, task: Task, texts: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        task.prepare(learned.words(), texts, lambda: None)
+        task.prepare(learned.documents(), texts, lambda: None)

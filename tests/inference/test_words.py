@@ -12,13 +12,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from tests.checkpoint.support import Silent, write_llama
 from threefold.checkpoint.huggingface.bring import Import, import_model
+from threefold.data.text import TextRule, beginning_of
 from threefold.errors import UserError
 from threefold.inference.generate import Request, generate
 from threefold.inference.model import Trained
 from threefold.inference.sampling import Sampling
 from threefold.inference.scoring import score
 from threefold.inference.tasks import LastWord, Perplexity
-from threefold.inference.words import Words
 
 PROMPTS = ["If the file", "x", "The quick brown fox jumps over it", "a b c"]
 ENDS = list(range(2, 301, 5))
@@ -65,7 +65,7 @@ def test_greedy_text_is_theirs(trained: Trained, theirs: tuple[Any, Any]) -> Non
     expected, lengths = [], []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        assert trained.words().encode(prompt) == ids[0].tolist()
+        assert trained.documents().text.encode(prompt) == ids[0].tolist()
         whole = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=25, do_sample=False, pad_token_id=0
         )
@@ -83,7 +83,7 @@ def test_perplexity_is_theirs(trained: Trained, theirs: tuple[Any, Any]) -> None
     for text in PROMPTS:
         ids = tokenizer(text, return_tensors="pt").input_ids
         losses += [model(ids, labels=ids).loss.item()] * (ids.shape[1] - 1)
-    work = Perplexity(64, 32).prepare(trained.words(), PROMPTS, lambda: None)
+    work = Perplexity(64, 32).prepare(trained.documents(), PROMPTS, lambda: None)
     found = {
         figure.name: figure.value
         for figure in Perplexity(64, 32).figures(work, score(trained.load(), work.texts, work.windows, 4))
@@ -93,29 +93,44 @@ def test_perplexity_is_theirs(trained: Trained, theirs: tuple[Any, Any]) -> None
 
 
 def test_a_last_word_is_counted_from_where_it_is(trained: Trained) -> None:
-    work = LastWord(64).prepare(trained.words(), ["The fox"], lambda: None)
+    work = LastWord(64).prepare(trained.documents(), ["The fox"], lambda: None)
     (window,), (tokens,) = work.windows, work.texts
     assert trained.tokenizer().decode(tokens[window.first :].tolist()) == " fox"
 
 
-def test_data_prepared_here_has_no_such_beginning(trained: Trained) -> None:
-    facts = replace(trained.checkpoint.facts, documents=3)
-    words = Trained(replace(trained.checkpoint, facts=facts), trained.config).words()
-    assert words.beginning == ()
-    assert trained.words().beginning == (1,)
-    assert words.encode("If") == trained.words().encode("If")[1:]
+def trained_on(trained: Trained, **facts: Any) -> Trained:
+    """As if it had seen data."""
+    seen = replace(trained.checkpoint.facts, documents=3, **facts)
+    return Trained(replace(trained.checkpoint, facts=seen), trained.config)
+
+
+def test_a_checkpoint_that_knows_no_rule_had_texts_without_beginning(trained: Trained) -> None:
+    """Which read no special tokens in text either: so it was before checkpoints said how."""
+    before, imported = trained_on(trained).documents().text, trained.documents().text
+    assert before.beginning == ()
+    assert imported.beginning == (1,)
+    assert before.encode("If") == imported.encode("If")[1:]
+    assert (2 in imported.encode("a</s>"), 2 in before.encode("a</s>")) == (True, False)
+
+
+def test_a_trained_model_reads_as_its_data_was(trained: Trained) -> None:
+    for special_tokens in ("parse", "text"):
+        model = trained_on(trained, special_tokens=special_tokens, beginning=(1,))
+        assert model.documents().text.rule == TextRule(special_tokens, (1,))
+        other = "text" if special_tokens == "parse" else "parse"
+        assert model.documents(other).text.rule == TextRule(other, (1,))
 
 
 def test_what_comes_after_a_text_is_no_beginning(source: Path) -> None:
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     for template, beginning in (("$A </s>", ()), ("<s> <s> $A </s>", (1, 1)), ("$A", ())):
         tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=[("<s>", 1), ("</s>", 2)])
-        assert Words.of_import(tokenizer).beginning == beginning
+        assert beginning_of(tokenizer) == beginning
 
 
 def test_files_that_say_no_json_are_refused(source: Path, tmp_path: Path) -> None:
     copy = write_llama(tmp_path / "hf")
     (copy / "generation_config.json").write_text('{"eos_token_id": ')
-    with pytest.raises(UserError, match=r"generation_config.json cannot be read"):
+    with pytest.raises(UserError, match=r"generation_config.json: it is not JSON"):
         import_model(Import(copy, tmp_path / "run"), Silent())
     assert not (tmp_path / "run").exists()

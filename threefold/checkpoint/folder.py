@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.fields import is_plain_name, whole
@@ -31,6 +31,7 @@ from threefold.checksums import checksum
 from threefold.config import Config, load_config, resolve
 from threefold.data.content import CONTENT_DTYPES, Content
 from threefold.data.staging import sync
+from threefold.data.text import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file, shown
 
@@ -65,6 +66,9 @@ class Facts:
         good_steps: for which it has held.
         corpora: tokens and documents of each corpus of a mixture; of the only one otherwise.
         contents: what their tokens are; empty where an older version wrote the checkpoint.
+        special_tokens: what became of text that spells a special token, in the data; None where that is not known, or
+            the checkpoint is older than such rules, or an import, which has seen no data.
+        beginning: tokens that each text of the data begins with, before its own; None for the latter two.
     """
 
     step: int
@@ -78,6 +82,17 @@ class Facts:
     good_steps: int = 0
     corpora: tuple[tuple[int, int], ...] = ()
     contents: tuple[Content, ...] = ()
+    special_tokens: SpecialTokens | None = None
+    beginning: tuple[int, ...] | None = None
+
+    @property
+    def rule(self) -> TextRule | None:
+        """How the text of the data became tokens; None for an import."""
+        if not self.documents:
+            return None
+        if self.beginning is None:
+            return BEFORE_RULES
+        return TextRule(self.special_tokens or "parse", self.beginning, self.special_tokens is None)
 
 
 @dataclass(frozen=True)
@@ -325,6 +340,8 @@ _RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "tokenizer_sha256": lambda value: value is None or isinstance(value, str),
     "loss_scale": _is_scale,
     "corpora": _is_pairs,
+    "special_tokens": lambda value: value is None or value in get_args(SpecialTokens),
+    "beginning": lambda value: value is None or (isinstance(value, list) and all(map(_is_whole, value))),
     "contents": _is_contents,
 }
 """What each of the facts can be in JSON."""
@@ -341,6 +358,8 @@ def _facts(document: dict[str, Any]) -> Facts:
     values = {name: _checked(name, value, _RULES[name]) for name, value in document.items()}
     if "corpora" in values:
         values["corpora"] = tuple((tokens, documents) for tokens, documents in values["corpora"])
+    if values.get("beginning") is not None:
+        values["beginning"] = tuple(values["beginning"])
     if "contents" in values:
         values["contents"] = tuple(Content(**content) for content in values["contents"])
     if missing := [

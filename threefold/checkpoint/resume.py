@@ -11,6 +11,7 @@ from threefold.config import Config
 from threefold.data.content import Content, ReadCorpus
 from threefold.data.dataset import open_dataset
 from threefold.data.mixture import whole_shares
+from threefold.data.text import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.parallel.layout import Layout
@@ -23,6 +24,8 @@ _FREE_KEYS = frozenset(
         "data.tokenizer",
         "data.key",
         "data.cache",
+        "data.special_tokens",  # the rule that follows from it is compared instead
+        "data.chat_template",  # the tokens that it leads to are counted
         "model.preset",
         "model.initializer_range",  # only the first weights depend on it
         "train.init_from",  # as on this
@@ -191,6 +194,7 @@ def _check_data(checkpoint: Checkpoint, config: Config) -> None:
             f"{key} is {', '.join(names)}, whose tokenizer is not the one that {checkpoint.path} was trained with; "
             "give the data it was trained on, or start a new run in another folder."
         )
+    _check_rule(checkpoint, dataset.rule)
     trained_on = facts.corpora or ((facts.tokens, facts.documents),)
     for name, now, then in zip(names, dataset.sizes(), trained_on, strict=True):
         if now != then:
@@ -218,3 +222,21 @@ def other_text(file: Path, checkpoint: Checkpoint) -> UserError:
         f"{shown(file)} holds other text than {checkpoint.path} was trained on, though as much of it; give that data, "
         "or start a new run in another folder."
     )
+
+
+def _check_rule(checkpoint: Checkpoint, rule: TextRule) -> None:
+    """Check that the same text is the same tokens as before, as far as that is known."""
+    before = checkpoint.facts.rule
+    if before is None or before.is_assumed or rule.is_assumed:
+        return
+    if rule.special_tokens != before.special_tokens:
+        raise UserError(
+            f"data.special_tokens is {rule.special_tokens} but {checkpoint.path} was trained with "
+            f"{before.special_tokens}, which makes other tokens of the same text; set it to {before.special_tokens}, "
+            "or start a new run in another folder."
+        )
+    if rule.beginning != before.beginning and checkpoint.facts.beginning is not None:
+        raise UserError(
+            f"The texts of the data begin with the tokens {list(rule.beginning)} but those that {checkpoint.path} was "
+            f"trained on with {list(before.beginning)}; give that data, or start a new run in another folder."
+        )

@@ -2,11 +2,14 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from threefold.cli.data_view import Bars, print_converted, print_facts, print_sample, print_table
+from threefold.cli.data_view import Bars, print_converted, print_facts, print_labelled, print_sample, print_table
+
+if TYPE_CHECKING:
+    from threefold.data.corpus import Corpus
 
 app = typer.Typer(help="Make token files from text, convert them, and look into them.", no_args_is_help=True)
 
@@ -47,10 +50,20 @@ def prepare(
         str | None, typer.Option(help="End-of-document token of --tokenizer, if its name is unusual.")
     ] = None,
     key: Annotated[
-        str, typer.Option(help="Key of a JSON line, or column of a parquet file, that holds the text.")
+        str, typer.Option(help="Key of a JSON line, or column of a parquet file, that holds the text, or messages.")
     ] = "text",
     workers: Annotated[
         int | None, typer.Option(max=256, help="Processes that encode.", show_default="one per core")
+    ] = None,
+    special_tokens: Annotated[
+        Literal["parse", "text"],
+        typer.Option(help="Text that spells a special token is that token, or text, as untrusted text should be."),
+    ] = "parse",
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="Chat template of conversations: .jinja or tokenizer_config.json.", show_default="beside --tokenizer"
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that stand at --out.")] = False,
 ) -> None:
@@ -63,7 +76,9 @@ def prepare(
 
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    request = Request(tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite)
+    request = Request(
+        tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite, special_tokens, chat_template
+    )
     with Bars() as bars:
         files = prepare_files(request, bars)
         stored = files.stored()
@@ -99,6 +114,9 @@ def show(
     if summary.highest >= corpus.vocab_size:
         raise corpus.outside(summary.highest, summary.highest_place)
     print_facts(stored, summary, corpus)
+    if corpus.holds_chat:
+        _show_conversations(corpus, split, sequence_length)
+        return
     samples = PackedSamples.open(corpus, "train", split, sequence_length)
     print_table(
         ("split", "documents", "tokens", f"samples of {sequence_length}"),
@@ -109,6 +127,28 @@ def show(
     )
     typer.echo(f"Sample 0 of the training split ({sequence_length} tokens and the last label):\n")
     print_sample(corpus, samples.read(np.array([0]))[0].tolist())
+
+
+def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> None:
+    import numpy as np
+
+    from threefold.data.conversations import PackedConversations
+    from threefold.data.split import SPLITS, document_runs
+
+    rows: list[tuple[str, ...]] = []
+    for name in SPLITS:
+        if len(document_runs(corpus.document_count, split, name)):
+            packed = PackedConversations.open(corpus, name, split, sequence_length)
+            rows.append((name, f"{packed.documents_read:,}", f"{packed.longer:,}", f"{len(packed):,}"))
+    header = ("split", "conversations", f"longer than {sequence_length}", f"samples of {sequence_length}")
+    print_table(header, rows)
+    samples = PackedConversations.open(corpus, "train", split, sequence_length)
+    for note in samples.notes:
+        typer.echo(note)
+    first = np.array([0])
+    tokens, labels = (part[0].tolist() for part in samples.labelled(first))
+    typer.echo("\nSample 0 of the training split:\n")
+    print_labelled(corpus, tokens, labels, samples.documents(first)[0].tolist())
 
 
 @app.command()

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from threefold.data.audit import Audit
     from threefold.data.convert import Converted
     from threefold.data.corpus import Corpus, StoredTokens
@@ -82,15 +84,68 @@ def _made_from(files: "TokenFiles") -> list[tuple[str, str]]:
     named = ", ".join(source.name for source in meta.sources[:3])
     sources = named if len(meta.sources) <= 3 else f"{named} and {len(meta.sources) - 3} more files"
     text = [("text", f"{size(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")]
-    return [*(text if meta.text_bytes else []), ("made from", sources)]
+    read = {"parse": "parsed", "text": "read as text"}[meta.special_tokens]
+    begins = f"; each text begins with {_names(files, meta.beginning)}" if meta.beginning else ""
+    rows = [*(text if meta.text_bytes else []), ("special tokens", f"{read} in text{begins}")]
+    if files.loss_mask is not None:
+        counted = int(files.loss_mask[: meta.tokens].sum(dtype="int64"))
+        rows.append(("count for the loss", f"{counted:,} tokens ({counted / meta.tokens:.0%}), those of the answers"))
+    return [*rows, ("made from", sources)]
+
+
+def _names(corpus: "Corpus", tokens: "tuple[int, ...]") -> str:
+    found = (corpus.tokenizer and corpus.tokenizer.id_to_token(token) for token in tokens)
+    return " ".join(name or str(token) for name, token in zip(found, tokens, strict=True))
+
+
+def print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], documents: list[int]) -> None:
+    """A sample of conversations: what counts for the loss between ⟦ and ⟧, and in colour where there is any.
+
+    Args:
+        corpus: whose tokenizer is known.
+        tokens, labels: of the sample.
+        documents: the number of each token's document in the sample.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from threefold.labels import IGNORED
+
+    whole = [*tokens, labels[-1]]
+    counted = [False, *(label != IGNORED for label in labels)]
+    console = Console(highlight=False)
+    for number in sorted(set(documents)):
+        places = [place for place, document in enumerate(documents) if document == number]
+        if number == documents[-1] and labels[-1] != IGNORED:
+            places.append(len(documents))
+        if not any(counted[place] for place in places):
+            continue  # the fill
+        shown = Text(f"conversation {number + 1}\n", style="dim")
+        for counts, run in _runs(places, counted):
+            text = decode(corpus, [whole[place] for place in run])
+            shown.append(f"⟦{text}⟧" if counts else text, style="bold green" if counts else "default not bold not dim")
+        console.print(shown, end="\n\n", soft_wrap=True)
+    learned = sum(counted)
+    console.print(f"⟦…⟧ counts for the loss: {learned:,} of {len(labels):,} labels.", soft_wrap=True)
+
+
+def _runs(places: list[int], counted: list[bool]) -> "Iterator[tuple[bool, list[int]]]":
+    from itertools import groupby
+
+    for counts, run in groupby(places, key=lambda place: counted[place]):
+        yield counts, list(run)
+
+
+def decode(corpus: "Corpus", tokens: list[int]) -> str:
+    """Tokens as text, special ones too; or as they are where there is no tokenizer."""
+    if corpus.tokenizer is None:
+        return " ".join(map(str, tokens))
+    return str(corpus.tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def print_sample(corpus: "Corpus", tokens: list[int]) -> None:
     """Tokens as text, or as they are where there is no tokenizer."""
-    if corpus.tokenizer is None:
-        typer.echo(" ".join(map(str, tokens)))
-    else:
-        typer.echo(corpus.tokenizer.decode(tokens, skip_special_tokens=False))
+    typer.echo(decode(corpus, tokens))
 
 
 def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

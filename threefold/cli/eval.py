@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, TensorRanks
+from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, SpecialTokensName, TensorRanks
 
 if TYPE_CHECKING:
     from threefold.inference.model import Model
@@ -28,7 +28,7 @@ def evaluate(
     task: Annotated[
         Literal["perplexity", "lambada"], typer.Option(help="lambada: whether each text's last word is predicted.")
     ] = "perplexity",
-    key: Annotated[str, typer.Option(help="Key of a JSON line that holds the text.")] = "text",
+    key: Annotated[str, typer.Option(help="Key of a JSON line that holds the text, or the messages.")] = "text",
     stride: Annotated[
         int | None, typer.Option(min=1, help="Tokens between windows.", show_default="half the context")
     ] = None,
@@ -36,6 +36,13 @@ def evaluate(
         int | None, typer.Option(min=1, help="Tokens that the model reads at once.", show_default="as trained")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows that a replica works on at once.")] = 8,
+    special_tokens: SpecialTokensName = None,
+    loss_tokens: Annotated[
+        Literal["answers", "all"] | None,
+        typer.Option(
+            help="Of conversations, and prompts with completions: what counts.", show_default="as the model was trained"
+        ),
+    ] = None,
     dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas that share the windows out.")] = 1,
     tp: TensorRanks = 1,
     pp: PipelineRanks = 1,
@@ -52,12 +59,13 @@ def evaluate(
     from threefold.parallel.layout import Layout
 
     inference = Inference.prepare(run, Layout(dp, tp, pp), dtype, device)
-    chosen = _task(task, _context(context, inference), stride)
+    counted = loss_tokens or inference.trained.config.data.loss_tokens
+    chosen = _task(task, _context(context, inference), stride, counted)
     if json is not None and not json.parent.is_dir():
         raise typer.BadParameter(f"{json.parent} is no folder", param_hint="--json")
     texts = read_texts(data, key)
     with _progress("reading", len(texts)) as advance:
-        work = chosen.prepare(inference.trained.words(), texts, lambda: advance(1))
+        work = chosen.prepare(inference.trained.documents(special_tokens), texts, lambda: advance(1))
     about = {
         "run": str(run),
         "step": inference.trained.checkpoint.step,  # unless loading finds it damaged
@@ -70,11 +78,11 @@ def evaluate(
     inference.start(measure, chosen, work, batch_size, about, json)
 
 
-def _task(name: str, context: int, stride: int | None) -> "Task":
+def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["answers", "all"]) -> "Task":
     from threefold.inference.tasks import LastWord, Perplexity
 
     if name == "perplexity":
-        return Perplexity(context, (context + 1) // 2 if stride is None else stride)
+        return Perplexity(context, (context + 1) // 2 if stride is None else stride, loss_tokens)
     if stride is not None:
         raise typer.BadParameter("lambada has one window a text, so no stride; leave it out", param_hint="--stride")
     return LastWord(context)
@@ -104,7 +112,7 @@ def measure(
     about["step"] = model.trained.checkpoint.step
     started = time.perf_counter()
     with _progress("measuring", len(work.windows), model.speaks) as advance:
-        scores = score(model, work.texts, work.windows, batch_size, advance)
+        scores = score(model, work.texts, work.windows, batch_size, advance, work.masks)
     seconds = time.perf_counter() - started
     if model.speaks:
         figures = task.figures(work, scores)

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, TensorRanks
+from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, SpecialTokensName, TensorRanks
 from threefold.cli.streams import read_standard_input
 from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
-    from threefold.inference.generate import Request
+    from threefold.data.chat import Conversation
+    from threefold.inference.generate import Prompt, Request
     from threefold.inference.model import Model
 
 
@@ -20,8 +21,13 @@ def generate(
         list[str] | None,
         typer.Option("--prompt", help="Text to go on from; may be given many times.", show_default="standard input"),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take each prompt as a user's message, and print the assistant's answer.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system's message before each.")] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A prompt a line; of .jsonl, each line's key `prompt`.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A prompt a line; of .jsonl, each line's key `prompt`, or its `messages`."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt.")] = 100,
     temperature: Annotated[float, typer.Option(min=0, help="Below 1 safer, above 1 wilder; 0: the likeliest.")] = 0.8,
@@ -29,6 +35,8 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Choose among the likeliest tokens of this mass.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are worked on at once.")] = 16,
+    special_tokens: SpecialTokensName = None,
+    show_special: Annotated[bool, typer.Option("--show-special", help="Print special tokens too.")] = False,
     tp: TensorRanks = 1,
     pp: PipelineRanks = 1,
     dtype: DtypeName = "fp32",
@@ -38,25 +46,41 @@ def generate(
 
     The layout changes nothing but the speed: a prompt, a seed and the options give the same text in each.
     """
-    from threefold.inference.generate import Request, require_text
+    from threefold.inference.generate import Request, encode_prompts, require_text
     from threefold.inference.sampling import Sampling
     from threefold.inference.texts import read_prompts
     from threefold.launch.inference import Inference
     from threefold.parallel.layout import Layout
 
-    chosen = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
-    request = Request(max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size)
+    if system is not None and not chat:
+        raise typer.BadParameter("needs --chat", param_hint="--system")
+    given = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
+    request = Request(
+        max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
+    )
     inference = Inference.prepare(run, Layout(tp=tp, pp=pp), dtype, device)
-    chosen = chosen or [read_standard_input().rstrip("\n")]
-    require_text(chosen)
+    given = given or [read_standard_input().rstrip("\n")]
+    require_text(given)
+    chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]
+    encode_prompts(inference.trained, chosen, request)  # so that what cannot be encoded is told before a rank starts
     inference.start(write, chosen, request)
 
 
-def write(model: "Model", prompts: list[str], request: "Request") -> None:
-    """Print the prompts and what follows them as it comes, in order: what comes for a later one waits."""
+def _message(prompt: str, system: str | None) -> "Conversation":
+    from threefold.data.chat import Conversation
+
+    before = () if system is None else ({"role": "system", "content": system},)
+    return Conversation("--prompt", (*before, {"role": "user", "content": prompt}))
+
+
+def write(model: "Model", prompts: "list[Prompt]", request: "Request") -> None:
+    """Print the prompts and what follows them as it comes, in order: what comes for a later one waits.
+
+    Of a conversation the answer alone is printed.
+    """
     from threefold.inference.generate import generate_text
 
-    shown, told = 0, dict(enumerate(prompts))
+    shown, told = 0, {n: prompt if isinstance(prompt, str) else "" for n, prompt in enumerate(prompts)}
     ended: set[int] = set()
     lost: OutputLost | None = None
 

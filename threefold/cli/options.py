@@ -16,6 +16,15 @@ PipelineRanks = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages
 DtypeName = Annotated[
     Literal["fp32", "bf16", "fp16", "fp64"], typer.Option("--dtype", help="What the weights are and are computed in.")
 ]
+SpecialTokensName = Annotated[
+    Literal["parse", "text"] | None,
+    typer.Option(
+        "--special-tokens",
+        help="Text that spells a special token is that token (parse), or text like any other (text), as untrusted text "
+        "should be.",
+        show_default="as the model was trained",
+    ),
+]
 DeviceName = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="auto: GPUs if there is one for each rank.")
 ]

@@ -1,6 +1,6 @@
 """What a run reads."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,7 +14,8 @@ class DataConfig(Section):
     path: PathText = derived(min_length=1)
     """Folder that `threefold data prepare` wrote, or token files of Megatron-LM (`PREFIX.bin`, `PREFIX.idx`) or Fleet
     (`PREFIX_ids.npy`, `PREFIX_idx.npz`; `PREFIX_ids.npz`): their folder, their prefix or one of them; or a file of JSON
-    lines (`.jsonl`, `.json`, also as `.gz` or `.zst`), each of them a sample. Default: must be given, or `mixture`."""
+    lines (`.jsonl`, `.json`, also as `.gz` or `.zst`), each of them a sample or a conversation. Default: must be given,
+    or `mixture`."""
     mixture: dict[PathText, Annotated[float, Field(gt=0)]] = derived(min_length=1)
     """Several corpora in place of `path`: the path of each and its share of the samples, of which only the ratios
     count, such as `{books: 3, code: 1}`; they must have one tokenizer. Default: none."""
@@ -26,7 +27,18 @@ class DataConfig(Section):
     is put after each JSON line. Default: that of the tokenizer, if documents end with it; else none, and no document's
     first token is predicted."""
     key: str = Field(default="text", min_length=1)
-    """Which key of a JSON line has its text."""
+    """Which key of a JSON line has its text, or a list of messages. Where no line has it, `messages` is looked for, and
+    then `prompt` and `completion`."""
+    special_tokens: Literal["parse", "text"] = derived()
+    """What becomes of text that spells a special token, such as `<|im_start|>`: `parse` makes it that token, as
+    `transformers` does; `text` takes it for text, for sources that are not trusted. Default: `parse`; token files were
+    made with one or the other, which holds for them."""
+    chat_template: PathText = derived(min_length=1)
+    """File with the chat template of conversations in JSON lines: `.jinja`, or a `tokenizer_config.json`. Default: the
+    one that lies beside `tokenizer`."""
+    loss_tokens: Literal["answers", "all"] = "answers"
+    """What counts for the loss of conversations and of prompts with completions: the assistant's turns and the
+    completions alone, or all tokens."""
     cache: PathText = derived(min_length=1)
     """Folder for the tokens of JSON lines, which are encoded once. Default: `FILE.cache` beside the file, or
     `~/.cache/threefold` where that cannot be written."""
@@ -35,7 +47,8 @@ class DataConfig(Section):
     split: str = "949,50,1"
     """Weights of the training, validation and test parts, over documents; a part that is left out has 0."""
     separate_documents: bool = False
-    """Whether attention stops at the bounds of the documents packed into a sample."""
+    """Whether attention stops at the bounds of the documents packed into a sample. Default: false; true where the data
+    is conversations, or prompts with completions."""
 
     @model_validator(mode="after")
     def _check_one_is_given(self) -> Self:

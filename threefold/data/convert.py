@@ -64,6 +64,7 @@ def to_megatron(source: Path, out: Path, overwrite: bool, progress: Progress) ->
         raise UserError(f"--out {out} has no name before {out.name}; give a prefix such as {out.with_name('tokens')}")
     prefix = out.with_name(name)
     stored = read_stored(source)
+    _require_no_mask(source)
     names = [with_ending(prefix, ending).name for ending in (IDX, BIN)]
     with staged_files(prefix, names, inputs=stored.files, overwrite=overwrite) as folder:
         with (folder / names[0]).open("wb") as index:  # first, as it tells at once what the format cannot hold
@@ -71,6 +72,18 @@ def to_megatron(source: Path, out: Path, overwrite: bool, progress: Progress) ->
         with (folder / names[1]).open("wb") as tokens:
             _copy_tokens(stored, tokens, progress)
     return Converted(len(stored.tokens), len(stored.documents) - 1)
+
+
+def _require_no_mask(source: Path) -> None:
+    """Check that nothing would be lost that says which tokens count.
+
+    Raises:
+        UserError: it would.
+    """
+    if is_own(source) and Meta.read(source).loss_mask:
+        raise UserError(
+            f"{source} holds conversations with a loss mask, which a conversion would lose; use the folder as it is."
+        )
 
 
 def _copy_tokens(stored: StoredTokens, file: BinaryIO, progress: Progress) -> None:
@@ -109,6 +122,7 @@ def to_threefold(
         )
     tokenizer = tokenizer or source / TOKENIZER_FILE
     loaded, stored = load_tokenizer(tokenizer), read_stored(source)
+    _require_no_mask(source)
     corpus = open_corpus(source, tokenizer=tokenizer)
     read = [*stored.files, tokenizer]
     eod = end_of_document(loaded, end) if corpus.eod is None or end is not None else corpus.eod
@@ -129,6 +143,8 @@ def to_threefold(
             text_bytes=0,
             tokenizer_sha256=hashlib.sha256(text).hexdigest(),
             sources=(_source(stored),),
+            special_tokens=corpus.rule.special_tokens,
+            beginning=corpus.rule.beginning,
             checksums=file_checksums(folder),
         ).write(folder / META_FILE)
     return converted

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from threefold.data.chat_template import ChatTemplate
 from threefold.data.order import Int64Array
 from threefold.data.stored_array import StoredArray
+from threefold.data.text import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
 
@@ -66,6 +68,10 @@ class Corpus:
         eod: id of the token that ends a document; None if there is none.
         tokenizer_file: the tokenizer.json of the tokens, if it is known.
         remedy: what mends a damaged file, as the end of a sentence.
+        rule: how its text became tokens.
+        loss_mask: uint8 [N], 1 where predicting a token counts for the loss; None where the corpus is no conversations
+            and all count.
+        template: of its conversations, if it is known.
     """
 
     path: Path
@@ -76,6 +82,14 @@ class Corpus:
     eod: int | None
     tokenizer_file: Path | None
     remedy: str
+    rule: TextRule
+    loss_mask: NDArray[np.uint8] | StoredArray | None = None
+    template: ChatTemplate | None = None
+
+    @property
+    def holds_chat(self) -> bool:
+        """Whether its documents are conversations, or prompts and their completions."""
+        return self.loss_mask is not None
 
     @property
     def document_count(self) -> int:

@@ -6,15 +6,18 @@ from pathlib import Path
 
 from threefold.config import Config
 from threefold.config.data import DataConfig
+from threefold.data.chat_template import ChatTemplate
 from threefold.data.content import ReadCorpus, content_of
+from threefold.data.conversations import PackedConversations
 from threefold.data.corpus import Corpus
 from threefold.data.interface import Part, Samples
 from threefold.data.mixture import MixedSamples
 from threefold.data.opening import holds_tokens, open_corpus
-from threefold.data.padded import JsonLines, PaddedSamples
+from threefold.data.padded import EncodedLines, JsonLines, PaddedSamples
 from threefold.data.progress import SILENT, Progress
 from threefold.data.samples import PackedSamples
 from threefold.data.sources import is_json_lines
+from threefold.data.text import TextRule
 from threefold.errors import UserError
 
 
@@ -50,6 +53,22 @@ class Dataset:
         return next((eod for source in self.sources if (eod := source.data.eod) is not None), None)
 
     @property
+    def holds_chat(self) -> bool:
+        """Whether any source is conversations, or prompts and their completions."""
+        return any(source.data.holds_chat for source in self.sources)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template of the conversations, if there are any."""
+        return next((template for source in self.sources if (template := source.data.template)), None)
+
+    @property
+    def rule(self) -> TextRule:
+        """How the text of all sources became tokens."""
+        rules = [source.data.rule for source in self.sources]
+        return next((rule for rule in rules if not rule.is_assumed), rules[0])
+
+    @property
     def tokenizer_file(self) -> Path | None:
         """The tokenizer.json, if it is known."""
         return next((file for source in self.sources if (file := source.data.tokenizer_file)), None)
@@ -58,6 +77,12 @@ class Dataset:
     def tokenizer_sha256(self) -> str | None:
         """SHA-256 of the tokenizer.json, if it is known."""
         return next((sha256 for source in self.sources if (sha256 := source.data.tokenizer_sha256)), None)
+
+    def complete(self, config: Config) -> Config:
+        """The config, with what is not given in it and follows from the data: conversations do not see one another."""
+        if not self.holds_chat or "separate_documents" in config.data.model_fields_set:
+            return config
+        return config.model_copy(update={"data": config.data.model_copy(update={"separate_documents": True})})
 
     def samples(self, name: str, settings: DataConfig | None = None, progress: Progress = SILENT) -> Samples:
         """The samples of split `name` ("train", "valid" or "test").
@@ -92,9 +117,13 @@ class Dataset:
         """
         length = self.settings.sequence_length
         return tuple(
-            content_of(data if isinstance(data := source.data, Corpus) else data.encoded(length, SILENT))
+            content_of(data if isinstance(data := source.data, Corpus) else _encoded(data, length))
             for source in self.sources
         )
+
+
+def _encoded(lines: JsonLines, sequence_length: int) -> Corpus | EncodedLines:
+    return lines.conversations(SILENT) if lines.holds_chat else lines.encoded(sequence_length, SILENT)
 
 
 def open_dataset(config: Config) -> Dataset:
@@ -117,13 +146,27 @@ def _open(name: str, config: Config) -> Corpus | JsonLines:
     settings, path = config.data, Path(name)
     tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
     if not is_json_lines(path):
-        return open_corpus(path, tokenizer=tokenizer, eod=settings.eod, vocab_size=config.model.vocab_size)
+        return open_corpus(
+            path,
+            tokenizer=tokenizer,
+            eod=settings.eod,
+            vocab_size=config.model.vocab_size,
+            special_tokens=settings.special_tokens,
+        )
     if tokenizer is None:
         raise UserError(
             f"{path} holds text, which needs a tokenizer; set data.tokenizer to a tokenizer.json, or make token files "
             f"with `threefold data prepare {path} --out FOLDER`."
         )
-    return JsonLines(path, tokenizer, settings.key, settings.eod, Path(settings.cache) if settings.cache else None)
+    return JsonLines(
+        path,
+        tokenizer,
+        settings.key,
+        settings.eod,
+        Path(settings.cache) if settings.cache else None,
+        settings.special_tokens or "parse",
+        Path(settings.chat_template) if settings.chat_template else None,
+    )
 
 
 def _check_shared(sources: Sequence[Source]) -> None:
@@ -136,6 +179,13 @@ def _check_shared(sources: Sequence[Source]) -> None:
             if one.data.vocab_size != other.data.vocab_size:
                 sizes = f"{one.data.vocab_size:,} and {other.data.vocab_size:,}"
                 raise _not_shared(one, other, f"have vocabularies of {sizes} tokens")
+            assumed = one.data.rule.is_assumed or other.data.rule.is_assumed
+            if one.data.rule.special_tokens != other.data.rule.special_tokens and not assumed:
+                raise UserError(
+                    f"data.mixture names {one.name}, made with special_tokens {one.data.rule.special_tokens}, and "
+                    f"{other.name}, made with {other.data.rule.special_tokens}; prepare one of them again with the "
+                    "other's --special-tokens."
+                )
 
 
 def _not_shared(one: Source, other: Source, what: str) -> UserError:
@@ -147,6 +197,9 @@ def _not_shared(one: Source, other: Source, what: str) -> UserError:
 
 def _samples(data: Corpus | JsonLines, name: str, settings: DataConfig, progress: Progress) -> Samples:
     length = settings.sequence_length
+    if data.holds_chat:
+        corpus = data if isinstance(data, Corpus) else data.conversations(progress)
+        return PackedConversations.open(corpus, name, settings.split, length, settings.loss_tokens == "all")
     if isinstance(data, Corpus):
         return PackedSamples.open(data, name, settings.split, length)
     return PaddedSamples.open(data.encoded(length, progress), name, settings.split, length)
@@ -155,5 +208,8 @@ def _samples(data: Corpus | JsonLines, name: str, settings: DataConfig, progress
 def _size(data: Corpus | JsonLines, sequence_length: int) -> tuple[int, int]:
     if isinstance(data, Corpus):
         return data.token_count, data.document_count
+    if data.holds_chat:
+        corpus = data.conversations(SILENT)
+        return corpus.token_count, corpus.document_count
     encoded = data.encoded(sequence_length, SILENT)
     return len(encoded.tokens), len(encoded.lines) - 1

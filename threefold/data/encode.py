@@ -21,6 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from threefold.data.chat import Chat, Completion, Document
+from threefold.data.chat_template import ChatTemplate
+from threefold.data.documents import DocumentEncoder, Tokens
+from threefold.data.text import TextEncoder, TextRule
 from threefold.errors import UserError
 
 _BATCH_CHARACTERS: Final = 1 << 18
@@ -31,11 +35,21 @@ _AHEAD: Final = 2
 
 @dataclass(frozen=True)
 class Encoding:
-    """How to encode: the tokenizer (JSON), the id that ends a document, the dtype string of the tokens."""
+    """How to encode.
+
+    Attributes:
+        tokenizer: as JSON.
+        eod: the id that ends a document.
+        dtype: of the tokens, as a string.
+        rule: how text becomes tokens.
+        template: for conversations.
+    """
 
     tokenizer: str
     eod: int
     dtype: str
+    rule: TextRule
+    template: ChatTemplate | None = None
 
 
 @dataclass(frozen=True)
@@ -43,21 +57,23 @@ class Encoded:
     """A batch of encoded documents.
 
     Attributes:
-        tokens: [sum of lengths], the documents back to back, each ended by the end-of-document token.
+        tokens: [sum of lengths], the documents back to back, each text ended by the end-of-document token.
         lengths: int64 [documents], tokens of each, its end included.
-        text_bytes: bytes of the text as UTF-8.
+        counted: uint8 [sum of lengths], 1 where predicting the token counts for the loss.
+        text_bytes: bytes of the text as UTF-8; of conversations, of the messages.
     """
 
     tokens: NDArray[np.integer]
     lengths: NDArray[np.int64]
+    counted: NDArray[np.uint8]
     text_bytes: int
 
 
-def encode_documents(documents: Iterable[str], encoding: Encoding, workers: int) -> Iterator[Encoded]:
+def encode_documents(documents: Iterable[Document], encoding: Encoding, workers: int) -> Iterator[Encoded]:
     """Encode documents in batches, in order; one worker is this process, more are processes of their own.
 
     Raises:
-        UserError: a worker was killed.
+        UserError: a worker was killed, or a conversation cannot be encoded.
     """
     batches = _batches(documents)
     if workers == 1:
@@ -70,34 +86,36 @@ def encode_documents(documents: Iterable[str], encoding: Encoding, workers: int)
 
 class _Encoder:
     def __init__(self, encoding: Encoding) -> None:
-        self._encoding = encoding
-        self._tokenizer = Tokenizer.from_str(encoding.tokenizer)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # Text that happens to spell a special token is text: only a document's end is an end.
-        self._tokenizer.encode_special_tokens = True
+        text = TextEncoder(Tokenizer.from_str(encoding.tokenizer), encoding.rule)
+        self._documents, self._dtype = DocumentEncoder(text, encoding.eod, encoding.template), encoding.dtype
 
-    def __call__(self, batch: list[str]) -> Encoded:
-        documents = [self._encode(text) for text in batch]
+    def __call__(self, batch: list[Document]) -> Encoded:
+        documents: list[Tokens] = [self._documents.encode(document) for document in batch]
         return Encoded(
-            tokens=np.concatenate(documents),
-            lengths=np.array([len(document) for document in documents], dtype=np.int64),
-            text_bytes=sum(len(text.encode()) for text in batch),
+            tokens=np.concatenate([np.array(document.ids, self._dtype) for document in documents]),
+            lengths=np.array([len(document.ids) for document in documents], dtype=np.int64),
+            counted=np.concatenate([np.array(document.counted, np.uint8) for document in documents]),
+            text_bytes=sum(len(text.encode()) for document in batch for text in texts_in(document)),
         )
 
-    def _encode(self, text: str) -> NDArray[np.integer]:
-        # One text at a time, as a batch would be spread over threads; "fast" leaves out the offsets.
-        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        ids.append(self._encoding.eod)
-        return np.array(ids, dtype=self._encoding.dtype)
+
+def texts_in(document: Document) -> Iterator[str]:
+    """The texts that a document is made of."""
+    match document:
+        case str():
+            yield document
+        case Completion():
+            yield from (document.prompt, document.completion)
+        case Chat():
+            yield from (content for one in document.messages if isinstance(content := one.get("content"), str))
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += len(document)
+        characters += sum(map(len, texts_in(document)))
         if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0
@@ -105,7 +123,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _in_workers(batches: Iterable[list[str]], encoding: Encoding, workers: int) -> Generator[Encoded, None, None]:
+def _in_workers(batches: Iterable[list[Document]], encoding: Encoding, workers: int) -> Generator[Encoded, None, None]:
     # Fresh processes: this one may have run the tokenizer's own threads, which a fork does not survive.
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
@@ -129,7 +147,7 @@ def _in_workers(batches: Iterable[list[str]], encoding: Encoding, workers: int) 
             process.join()
 
 
-def _in_order(batches: Iterable[list[str]], pipes: list[Connection]) -> Iterator[Encoded]:
+def _in_order(batches: Iterable[list[Document]], pipes: list[Connection]) -> Iterator[Encoded]:
     waiting: deque[Connection] = deque()
     for number, batch in enumerate(batches):
         if len(waiting) >= _AHEAD * len(pipes):
@@ -150,7 +168,7 @@ def _receive(pipe: Connection) -> Encoded:
 
 def _serve(pipe: Connection, encoding: Encoding) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle: it closes the pipe
-    inbox: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[list[Document]] = queue.SimpleQueue()
     # The inbox is emptied by a thread, so that neither side can wait in `send` for the other one's `recv`.
     threading.Thread(target=_receive_all, args=(pipe, inbox), daemon=True).start()
     encoder = _Encoder(encoding)
@@ -166,7 +184,7 @@ def _serve(pipe: Connection, encoding: Encoding) -> None:
             os._exit(0)
 
 
-def _receive_all(pipe: Connection, inbox: "queue.SimpleQueue[list[str]]") -> None:
+def _receive_all(pipe: Connection, inbox: "queue.SimpleQueue[list[Document]]") -> None:
     try:
         while True:
             inbox.put(pipe.recv())

@@ -8,8 +8,17 @@ from typing import Final
 import numpy as np
 
 from threefold.checksums import checksum
+from threefold.data.chat_template import ChatTemplate
 from threefold.data.corpus import Corpus, StoredTokens
-from threefold.data.format import DOCUMENT_DTYPE, DOCUMENTS_FILE, DTYPES, TOKENIZER_FILE, TOKENS_FILE, Meta
+from threefold.data.format import (
+    DOCUMENT_DTYPE,
+    DOCUMENTS_FILE,
+    DTYPES,
+    LOSS_MASK_FILE,
+    TOKENIZER_FILE,
+    TOKENS_FILE,
+    Meta,
+)
 from threefold.data.stored_array import StoredArray, load_column
 from threefold.errors import UserError
 from threefold.files import require_file, shown
@@ -22,7 +31,7 @@ _AGAIN: Final = "prepare the data again with `threefold data prepare`"
 class TokenFiles(Corpus):
     """A folder that `threefold data prepare` wrote, as a corpus.
 
-    None of its documents is empty, and each ends with `eod`.
+    None of its documents is empty, and each text ends with `eod`.
 
     Attributes:
         path: the folder.
@@ -57,6 +66,9 @@ class TokenFiles(Corpus):
             eod=meta.eod,
             tokenizer_file=path / TOKENIZER_FILE,
             remedy=_AGAIN,
+            rule=meta.rule,
+            loss_mask=_mask(path / LOSS_MASK_FILE, meta.tokens) if meta.loss_mask else None,
+            template=ChatTemplate.beside(path / TOKENIZER_FILE) if meta.loss_mask else None,
         )
         files._check()
         return files
@@ -76,7 +88,8 @@ class TokenFiles(Corpus):
         if starts[0] != 0 or starts[-1] != self.meta.tokens or not np.all(np.diff(starts) > 0):
             raise UserError(f"{self.path / DOCUMENTS_FILE} does not fit {TOKENS_FILE}; {_AGAIN}")
         # Touching every document's end would read the whole file; its two ends show the usual damage.
-        if any(self.tokens[starts[d] - 1] != self.eod for d in (1, -1)) or not 0 <= self.eod < self.vocab_size:
+        ends = () if self.holds_chat else (1, -1)  # conversations end as their template ends them
+        if any(self.tokens[starts[d] - 1] != self.eod for d in ends) or not 0 <= self.eod < self.vocab_size:
             raise UserError(
                 f"{self.path / TOKENS_FILE} has a document that does not end with token {self.eod}; {_AGAIN}"
             )
@@ -85,6 +98,11 @@ class TokenFiles(Corpus):
         require_file(self.tokenizer_file)
         if self.tokenizer_sha256 != self.meta.tokenizer_sha256:
             raise UserError(f"{self.tokenizer_file} is not the tokenizer that these tokens were made with; {_AGAIN}")
+
+
+def _mask(path: Path, count: int) -> StoredArray:
+    _check_size(path, "u1", count)
+    return StoredArray(path, "u1", count)
 
 
 def _check_size(path: Path, dtype: str, count: int) -> None:

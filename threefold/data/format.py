@@ -1,8 +1,10 @@
 """What a folder of token files holds, written down once for the writer and the reader.
 
-tokens.bin      every document's tokens back to back, each document ended by the end-of-document token;
+tokens.bin      every document's tokens back to back, each text ended by the end-of-document token;
                 uint16 for a vocabulary below 65,500, else int32, little endian
 documents.bin   int64 little endian [documents + 1]: where each document starts in tokens.bin; the last is the end
+loss_mask.bin   uint8 [tokens], only where there are conversations or prompts: 1 where predicting the token counts for
+                the loss; the documents then end as their chat template ends them
 tokenizer.json  the tokenizer, as the `tokenizers` library stores it
 meta.json       `Meta`, below, and a checksum of itself
 """
@@ -13,9 +15,10 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from threefold.checksums import checksum_of, checksums
+from threefold.data.text import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
 from threefold.files import read_json, shown
 
@@ -28,9 +31,12 @@ _LARGEST_COUNT: Final = 1 << 60
 META_FILE: Final = "meta.json"
 TOKENS_FILE: Final = "tokens.bin"
 DOCUMENTS_FILE: Final = "documents.bin"
+LOSS_MASK_FILE: Final = "loss_mask.bin"
 TOKENIZER_FILE: Final = "tokenizer.json"
 CHECKED: Final = frozenset({TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE})
 """The files whose checksums meta.json has."""
+CHAT_FILES: Final = frozenset({LOSS_MASK_FILE, "chat_template.jinja", "tokenizer_config.json"})
+"""Further ones of folders with conversations."""
 
 DOCUMENT_DTYPE: Final = "<i8"
 # The bound of the Fleet token files, kept so that the same vocabulary has the same type in both.
@@ -66,6 +72,9 @@ class Meta:
         text_bytes: bytes of the documents' text as UTF-8; 0 where it is unknown.
         tokenizer_sha256: SHA-256 of tokenizer.json.
         sources: the files the documents came from, in order.
+        special_tokens: what became of text that spells a special token: `parse` or `text`.
+        beginning: tokens that each text begins with, before its own.
+        loss_mask: whether there is a file that says which tokens count.
         checksums: of each other file of the folder, by name; empty in folders of version 1.
     """
 
@@ -77,7 +86,15 @@ class Meta:
     text_bytes: int
     tokenizer_sha256: str
     sources: tuple[Source, ...]
+    special_tokens: SpecialTokens = BEFORE_RULES.special_tokens
+    beginning: tuple[int, ...] = BEFORE_RULES.beginning
+    loss_mask: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rule(self) -> TextRule:
+        """How the text became tokens."""
+        return TextRule(self.special_tokens, self.beginning)
 
     def write(self, path: Path) -> None:
         version = VERSION if self.checksums else _WITHOUT_CHECKSUMS
@@ -126,11 +143,15 @@ class Meta:
             if not is_valid(facts[name]):
                 value = shown(json.dumps(facts[name], default=repr))
                 raise UserError(f"{shown(path)} is damaged (its {name} is {value}); {_AGAIN}")
-        allowed = _FIELDS.keys() if has_checksums else _FIELDS.keys() - {"checksums"}
+        for name, is_valid in _OPTIONAL.items():
+            if name in facts and not is_valid(facts[name]):
+                value = shown(json.dumps(facts[name], default=repr))
+                raise UserError(f"{shown(path)} is damaged (its {name} is {value}); {_AGAIN}")
+        allowed = (_FIELDS.keys() | _OPTIONAL.keys()) - (set() if has_checksums else {"checksums"})
         if unknown := facts.keys() - allowed:
             raise UserError(f"{shown(path)} is damaged (it has an unknown {shown(min(unknown))}); {_AGAIN}")
         sources = tuple(Source(**source) for source in facts.pop("sources"))
-        return cls(**facts, sources=sources)
+        return cls(**facts | {"beginning": tuple(facts.get("beginning", ()))}, sources=sources)
 
 
 def _canonical(facts: Mapping[str, Any]) -> bytes:
@@ -168,14 +189,22 @@ _FIELDS: Final = {
     "tokenizer_sha256": _is_text,
     "sources": lambda value: isinstance(value, list) and all(map(_is_source, value)),
     "checksums": lambda value: (
-        isinstance(value, dict) and value.keys() == CHECKED and all(map(_is_text, value.values()))
+        isinstance(value, dict)
+        and CHECKED <= value.keys() <= CHECKED | CHAT_FILES
+        and all(map(_is_text, value.values()))
     ),
+}
+# Folders of a version that knew neither loss masks nor rules of special tokens do not have these.
+_OPTIONAL: Final = {
+    "special_tokens": lambda value: value in get_args(SpecialTokens),
+    "beginning": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+    "loss_mask": lambda value: isinstance(value, bool),
 }
 
 
 def file_checksums(folder: Path) -> dict[str, str]:
     """The checksum of each file of a folder of token files, all but meta.json, which is to keep them."""
-    names = sorted(CHECKED)
+    names = sorted(name for name in CHECKED | CHAT_FILES if name in CHECKED or (folder / name).exists())
     return dict(zip(names, checksums(folder / name for name in names), strict=True))
 
 
@@ -185,7 +214,7 @@ def list_token_files(folder: Path) -> Collection[str] | None:
         facts = read_json(folder / META_FILE)
     except UserError:
         return None
-    return {META_FILE, *CHECKED} if isinstance(facts, dict) and facts.get("format") == FORMAT else None
+    return {META_FILE, *CHECKED, *CHAT_FILES} if isinstance(facts, dict) and facts.get("format") == FORMAT else None
 
 
 def _no_token_files(directory: Path) -> str:

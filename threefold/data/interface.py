@@ -35,6 +35,10 @@ class Samples(Protocol):
     def epochs(self, counter: int) -> dict[str, float]:
         """Passes over each part of a mixture, by name, after `counter` samples of a run; empty where there is none."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each thing that a user should know of how the samples were made."""
+
 
 @dataclass(frozen=True)
 class Part:

@@ -111,6 +111,10 @@ class MixedSamples:
         counts = self.blend.counts(counter).tolist()
         return {part.name: count / len(part.samples) for part, count in zip(self.parts, counts, strict=True)}
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(f"{part.name}: {note}" for part in self.parts for note in part.samples.notes)
+
     def _starts(self) -> list[int]:
         return np.cumsum([0, *(len(part.samples) for part in self.parts[:-1])]).tolist()
 

@@ -14,6 +14,7 @@ from threefold.data.fleet import IDS_NPY, IDS_NPZ, IDX_NPZ, read_fleet, read_fle
 from threefold.data.format import META_FILE
 from threefold.data.megatron import BIN, IDX, read_megatron
 from threefold.data.sources import is_json_lines
+from threefold.data.text import SpecialTokens, TextRule, beginning_of
 from threefold.data.tokenizer import find_end, id_count, load_tokenizer
 from threefold.errors import UserError
 
@@ -43,7 +44,12 @@ class _Found:
 
 
 def open_corpus(
-    path: Path | str, *, tokenizer: Path | None = None, eod: int | None = None, vocab_size: int | None = None
+    path: Path | str,
+    *,
+    tokenizer: Path | None = None,
+    eod: int | None = None,
+    vocab_size: int | None = None,
+    special_tokens: SpecialTokens | None = None,
 ) -> Corpus:
     """The corpus at `path`: a folder of `threefold data prepare`, or token files of another system.
 
@@ -52,6 +58,8 @@ def open_corpus(
         tokenizer: the tokenizer.json of files that have none of their own.
         eod: the token that ends their documents; None is the tokenizer's usual one, if their documents end with it.
         vocab_size: number of token ids, where no tokenizer tells it.
+        special_tokens: how text that spells special tokens became tokens; None is what a folder says of itself, and
+            `parse` for files of other systems.
 
     Raises:
         UserError: there are no token files, they are damaged, or what is given does not fit them.
@@ -59,7 +67,7 @@ def open_corpus(
     path = Path(path)
     if is_own(path):
         files = TokenFiles.open(path)
-        _check_own(files, tokenizer, eod)
+        _check_own(files, tokenizer, eod, special_tokens)
         return files
     stored = read_stored(path)
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, "data.tokenizer")
@@ -83,6 +91,11 @@ def open_corpus(
         eod=eod,
         tokenizer_file=tokenizer,
         remedy="give the tokenizer or the model.vocab_size that its tokens were made for, or make them again",
+        rule=TextRule(
+            special_tokens or "parse",
+            () if loaded is None else _usual_beginning(stored, loaded),
+            special_tokens is None,
+        ),
     )
 
 
@@ -152,7 +165,9 @@ def _beside(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
 
 
-def _check_own(files: TokenFiles, tokenizer: Path | None, eod: int | None) -> None:
+def _check_own(
+    files: TokenFiles, tokenizer: Path | None, eod: int | None, special_tokens: SpecialTokens | None
+) -> None:
     if tokenizer is not None:
         load_tokenizer(tokenizer, "data.tokenizer")
         if tokenizer.read_bytes() != files.tokenizer_file.read_bytes():
@@ -163,6 +178,11 @@ def _check_own(files: TokenFiles, tokenizer: Path | None, eod: int | None) -> No
         raise UserError(
             f"data.eod is {eod} but {files.path} was made with {files.eod}; use {files.eod} or leave it out."
         )
+    if special_tokens not in (None, made := files.meta.special_tokens):
+        raise UserError(
+            f"data.special_tokens is {special_tokens} but {files.path} was made with {made}; leave it out, or prepare "
+            f"the data again with --special-tokens {special_tokens}."
+        )
 
 
 def _usual_end(stored: StoredTokens, tokenizer: "Tokenizer") -> int | None:
@@ -171,3 +191,13 @@ def _usual_end(stored: StoredTokens, tokenizer: "Tokenizer") -> int | None:
     filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
     ends = stored.tokens[stored.documents[filled + 1] - 1]
     return eod if eod is not None and np.all(ends == eod) else None
+
+
+def _usual_beginning(stored: StoredTokens, tokenizer: "Tokenizer") -> tuple[int, ...]:
+    """What the tokenizer puts before each text, if the first and the last document begin with it; else nothing."""
+    beginning = beginning_of(tokenizer)
+    if not beginning or not len(stored.tokens):
+        return ()
+    filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
+    found = [tuple(stored.tokens[start : start + len(beginning)].tolist()) for start in stored.documents[filled]]
+    return beginning if all(one == beginning for one in found) else ()

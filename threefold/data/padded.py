@@ -1,24 +1,28 @@
-"""Loose JSON: every line a sample, cut or padded to one length."""
+"""Loose JSON: every line a sample, cut or padded to one length; or conversations, which `conversations` packs."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from threefold.data.cache import CACHE_ENDING, cached, content_hash, entry_checksums, entry_name
+from threefold.data.chat_template import ChatTemplate
+from threefold.data.corpus import Corpus
 from threefold.data.encode import Encoded, Encoding, encode_documents
-from threefold.data.format import DOCUMENT_DTYPE, DTYPES, TOKENS_FILE, dtype_for
+from threefold.data.format import DOCUMENT_DTYPE, DTYPES, LOSS_MASK_FILE, TOKENS_FILE, dtype_for
 from threefold.data.interface import Part
 from threefold.data.order import Int64Array, samples_at
 from threefold.data.progress import Progress
-from threefold.data.sources import SourceReader
+from threefold.data.sources import SourceReader, holds_chat
 from threefold.data.split import document_runs
 from threefold.data.stored_array import StoredArray, load_column
+from threefold.data.text import SpecialTokens, TextRule
 from threefold.data.tokenizer import find_end, id_count, load_tokenizer
 from threefold.errors import UserError
 from threefold.files import require_file, shown
@@ -27,7 +31,7 @@ from threefold.labels import IGNORED
 
 LINES_FILE: Final = "lines.bin"
 # Raised when the same file, tokenizer and length give another cache.
-_VERSION: Final = 1
+_VERSION: Final = 2
 # Starting processes takes longer than encoding so many bytes.
 _ALONE: Final = 32_000_000
 
@@ -39,9 +43,11 @@ class JsonLines:
     Attributes:
         path: the file.
         tokenizer_file: the tokenizer.json for its text.
-        key: which key of an object has the text.
+        key: which key of an object has the text, or the messages.
         given_eod: the token put after each text; None is the tokenizer's usual one.
         cache: the folder for encoded text; None puts it beside the file, or in the user's cache if that cannot be.
+        special_tokens: what becomes of text that spells a special token.
+        chat_template: a file with the template of conversations; None looks beside the tokenizer.
     """
 
     path: Path
@@ -49,6 +55,31 @@ class JsonLines:
     key: str = "text"
     given_eod: int | None = None
     cache: Path | None = None
+    special_tokens: SpecialTokens = "parse"
+    chat_template: Path | None = None
+
+    @cached_property
+    def holds_chat(self) -> bool:
+        """Whether the lines are conversations, or prompts and their completions."""
+        return holds_chat(self.path, self.key)
+
+    @cached_property
+    def rule(self) -> TextRule:
+        """How a line's text becomes tokens."""
+        return TextRule.of(self._tokenizer, self.special_tokens)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The template of conversations.
+
+        Raises:
+            UserError: the one that is named, or that lies beside the tokenizer, is none.
+        """
+        if not self.holds_chat:
+            return None
+        if self.chat_template is not None:
+            return ChatTemplate.read(self.chat_template, self.tokenizer_file)
+        return ChatTemplate.beside(self.tokenizer_file)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -95,6 +126,40 @@ class JsonLines:
         Raises:
             UserError: a line is damaged, none has text, or the cache cannot be written.
         """
+        folder = self._cached({"sequence_length": sequence_length}, sequence_length + 1, progress)
+        return EncodedLines.open(folder, self)
+
+    def conversations(self, progress: Progress) -> Corpus:
+        """Its conversations as a corpus with a loss mask, whole however long they are; cached as `encoded`.
+
+        Raises:
+            UserError: a line is damaged, or the cache cannot be written.
+        """
+        template = self.template
+        chat = {"template": template.template, "special_tokens": template.special_tokens} if template else {}
+        folder = self._cached({"chat": chat}, None, progress)
+        lines = EncodedLines.open(folder, self)
+        mask = StoredArray(folder / LOSS_MASK_FILE, "u1", len(lines.tokens))
+        return Corpus(
+            path=self.path,
+            files=(folder / TOKENS_FILE, folder / LINES_FILE),
+            tokens=lines.tokens,
+            documents=lines.lines,
+            vocab_size=self.vocab_size,
+            eod=self.eod,
+            tokenizer_file=self.tokenizer_file,
+            remedy=f"delete its cache {folder}",
+            rule=self.rule,
+            loss_mask=mask,
+            template=template,
+        )
+
+    def _cached(self, further: dict[str, Any], longest: int | None, progress: Progress) -> Path:
+        """The folder of the cache with its lines as tokens, cut to `longest`.
+
+        Args:
+            further: what the content follows from, beside what it always does.
+        """
         beside, of_user = self.path.with_name(self.path.name + CACHE_ENDING), Path.home() / ".cache" / "threefold"
         roots = [beside, of_user] if self.cache is None else [self.cache]
         content = content_hash(self.path, roots)
@@ -104,36 +169,46 @@ class JsonLines:
             "key": self.key,
             "tokenizer": self.tokenizer_sha256,
             "eod": self.eod,
-            "sequence_length": sequence_length,
+            "special_tokens": self.special_tokens,
+            **further,
         }
-        write = partial(self._encode, content, sequence_length, progress)
-        return EncodedLines.open(cached(roots, entry_name(follows_from), write), self)
+        return cached(roots, entry_name(follows_from), partial(self._encode, content, longest, progress))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_file, "data.tokenizer")
 
-    def _encode(self, content: str, sequence_length: int, progress: Progress, folder: Path) -> None:
+    def _encode(self, content: str, longest: int | None, progress: Progress, folder: Path) -> None:
         size = self.path.stat().st_size
         progress.phase(f"Encoding {self.path.name}", size)
         reader = SourceReader(self.path, self.key, progress.advance, key_given_by="data.key")
-        encoding = Encoding(self._tokenizer.to_str(), self.eod, DTYPES[dtype_for(self.vocab_size)])
+        dtype = DTYPES[dtype_for(self.vocab_size)]
+        encoding = Encoding(self._tokenizer.to_str(), self.eod, dtype, self.rule, self.template)
         encoded = encode_documents(reader, encoding, usable_cores() if size > _ALONE else 1)
-        if not _write_lines(folder, encoded, sequence_length + 1):
+        count = (
+            _write_conversations(folder, encoded)
+            if longest is None
+            else _write_lines(folder, encoded, longest, 1 + len(self.rule.beginning))
+        )
+        if not count:
             raise UserError(f'{self.path} has no line with text under "{self.key}"; give a file that has some.')
         if reader.sha256 != content:
             raise UserError(f"{self.path} was changed while it was read; start again once it is complete.")
 
 
-def _write_lines(folder: Path, encoded: Iterable[Encoded], longest: int) -> int:
-    """Write the first `longest` tokens of each line that has any besides its end; returns the number of lines."""
+def _write_lines(folder: Path, encoded: Iterable[Encoded], longest: int, frame: int) -> int:
+    """Write the first `longest` tokens of each line with more than its `frame`: its beginning and its end.
+
+    Returns:
+        the number of lines.
+    """
     end = count = 0
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LINES_FILE).open("wb") as lines_file:
         lines_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
         for batch in encoded:
             starts = np.cumsum(batch.lengths) - batch.lengths
             places = np.arange(len(batch.tokens)) - np.repeat(starts, batch.lengths)
-            filled = batch.lengths > 1
+            filled = batch.lengths > frame
             tokens_file.write(batch.tokens[(places < longest) & np.repeat(filled, batch.lengths)].tobytes())
             ends = end + np.cumsum(np.minimum(batch.lengths[filled], longest))
             lines_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
@@ -141,9 +216,25 @@ def _write_lines(folder: Path, encoded: Iterable[Encoded], longest: int) -> int:
     return count
 
 
+def _write_conversations(folder: Path, encoded: Iterable[Encoded]) -> int:
+    """Write every line whole, and which of its tokens count; returns the number of lines."""
+    end = count = 0
+    names = (TOKENS_FILE, LINES_FILE, LOSS_MASK_FILE)
+    with ExitStack() as files:
+        tokens_file, lines_file, mask_file = (files.enter_context((folder / name).open("wb")) for name in names)
+        lines_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+        for batch in encoded:
+            tokens_file.write(batch.tokens.tobytes())
+            mask_file.write(batch.counted.tobytes())
+            ends = end + np.cumsum(batch.lengths)
+            lines_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
+            end, count = int(ends[-1]), count + len(ends)
+    return count
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedLines:
-    """The lines of a file as tokens, each cut to one token more than a sample holds.
+    """The lines of a file as tokens, each cut to one token more than a sample holds, or whole.
 
     Attributes:
         source: the file.
@@ -246,6 +337,10 @@ class PaddedSamples:
 
     def epochs(self, counter: int) -> dict[str, float]:
         return {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
 
     def _lines(self, indices: Int64Array) -> Int64Array:
         return indices + self.shifts[np.searchsorted(self.first_samples, indices, side="right") - 1]

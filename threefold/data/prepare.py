@@ -6,6 +6,7 @@ The corpus is read twice, once to learn the vocabulary and once to encode, and i
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,12 +14,14 @@ from typing import Final
 import numpy as np
 from tokenizers import Tokenizer
 
+from threefold.data.chat_template import ChatTemplate
 from threefold.data.encode import Encoding, encode_documents
 from threefold.data.files import TokenFiles
 from threefold.data.format import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     DTYPES,
+    LOSS_MASK_FILE,
     META_FILE,
     TOKENIZER_FILE,
     TOKENS_FILE,
@@ -29,8 +32,9 @@ from threefold.data.format import (
     list_token_files,
 )
 from threefold.data.progress import Progress
-from threefold.data.sources import SourceReader, find_inputs
+from threefold.data.sources import SourceReader, find_inputs, holds_chat
 from threefold.data.staging import staged_directory
+from threefold.data.text import SpecialTokens, TextRule
 from threefold.data.tokenizer import check_vocab_size, end_of_document, id_count, load_tokenizer, train_tokenizer
 from threefold.data.written import check_replaceable
 from threefold.errors import UserError
@@ -54,6 +58,8 @@ class Request:
         key: which key of a JSON object holds the text.
         workers: processes that encode.
         overwrite: replace token files that stand at `out`.
+        special_tokens: what becomes of text that spells a special token.
+        chat_template: a file with the template of conversations; None looks beside the tokenizer.
     """
 
     inputs: tuple[Path, ...]
@@ -64,6 +70,8 @@ class Request:
     key: str = "text"
     workers: int = 1
     overwrite: bool = False
+    special_tokens: SpecialTokens = "parse"
+    chat_template: Path | None = None
 
     @property
     def read(self) -> tuple[Path, ...]:
@@ -82,14 +90,30 @@ def prepare(request: Request, progress: Progress) -> TokenFiles:
     """
     _check(request)
     inputs = find_inputs(request.inputs)
+    chats = [path for path in inputs if holds_chat(path, request.key)]
+    template = _template(request, chats)
     with staged_directory(
         request.out, inputs=request.read, overwrite=request.overwrite, listing=list_token_files, marked=False
     ) as folder:
         tokenizer = _tokenizer(request, inputs, progress)
         progress.phase("Encoding", sum(path.stat().st_size for path in inputs))
         sources = [SourceReader(path, request.key, progress.advance) for path in inputs]
-        _write(folder, tokenizer, sources, request)
+        _write(folder, tokenizer, sources, request, bool(chats), template)
     return TokenFiles.open(request.out)
+
+
+def _template(request: Request, chats: list[Path]) -> ChatTemplate | None:
+    """The template for conversations; a pair of texts needs none, which is for the encoder to see."""
+    if not chats:
+        return None
+    if request.tokenizer is None:
+        raise UserError(
+            f"{chats[0]} holds conversations or prompts, whose special tokens no vocabulary learned here would have; "
+            "give the model's tokenizer.json with --tokenizer."
+        )
+    if request.chat_template is not None:
+        return ChatTemplate.read(request.chat_template, request.tokenizer)
+    return ChatTemplate.beside(request.tokenizer)
 
 
 def _check(request: Request) -> None:
@@ -115,7 +139,7 @@ def _text_bytes(path: Path) -> int:
 def _every(stride: int, inputs: list[Path], key: str, on_read: Callable[[int], None]) -> Iterator[str]:
     number = 0
     for path in inputs:
-        for document in SourceReader(path, key, on_read):
+        for document in SourceReader(path, key, on_read).texts():
             if number % stride == 0:
                 yield document
             number += 1
@@ -123,27 +147,43 @@ def _every(stride: int, inputs: list[Path], key: str, on_read: Callable[[int], N
         raise _no_documents(inputs)
 
 
-def _write(folder: Path, tokenizer: Tokenizer, sources: list[SourceReader], request: Request) -> None:
+def _write(
+    folder: Path,
+    tokenizer: Tokenizer,
+    sources: list[SourceReader],
+    request: Request,
+    holds_chat: bool,
+    template: ChatTemplate | None,
+) -> None:
     stored = _stored_tokenizer(tokenizer, request)
     vocab_size = id_count(tokenizer)
     dtype = dtype_for(vocab_size)
     eod = end_of_document(tokenizer, request.eod)
-    encoding = Encoding(stored.decode("utf-8"), eod, DTYPES[dtype])
-    documents = (document for source in sources for document in source)
+    rule = TextRule.of(tokenizer, request.special_tokens)
+    encoding = Encoding(stored.decode("utf-8"), eod, DTYPES[dtype], rule, template)
+    documents = (document for source in sources for document in (source if holds_chat else source.texts()))
 
     end = count = text_bytes = 0
-    with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / DOCUMENTS_FILE).open("wb") as documents_file:
+    with ExitStack() as files:
+        tokens_file, documents_file = (
+            files.enter_context((folder / name).open("wb")) for name in (TOKENS_FILE, DOCUMENTS_FILE)
+        )
+        mask_file = files.enter_context((folder / LOSS_MASK_FILE).open("wb")) if holds_chat else None
         documents_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
         for encoded in encode_documents(documents, encoding, request.workers):
             ends = end + np.cumsum(encoded.lengths)
             tokens_file.write(encoded.tokens.tobytes())
             documents_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
+            if mask_file is not None:
+                mask_file.write(encoded.counted.tobytes())
             end = int(ends[-1])
             count += len(ends)
             text_bytes += encoded.text_bytes
     if count == 0:
         raise _no_documents([source.path for source in sources])
     (folder / TOKENIZER_FILE).write_bytes(stored)
+    for name, text in template.files().items() if template else ():
+        (folder / name).write_text(text, encoding="utf-8")
     Meta(
         dtype=dtype,
         vocab_size=vocab_size,
@@ -155,6 +195,9 @@ def _write(folder: Path, tokenizer: Tokenizer, sources: list[SourceReader], requ
         sources=tuple(
             Source(os.fspath(source.path), source.bytes, source.documents, source.sha256) for source in sources
         ),
+        special_tokens=rule.special_tokens,
+        beginning=rule.beginning,
+        loss_mask=holds_chat,
         checksums=file_checksums(folder),
     ).write(folder / META_FILE)
 

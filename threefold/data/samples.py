@@ -82,6 +82,10 @@ class PackedSamples:
     def epochs(self, counter: int) -> dict[str, float]:
         return {}
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         windows = self.read(indices)
         tokens, labels = windows[:, :-1], windows[:, 1:].copy()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import zstandard
 
+from threefold.data.chat import Chat, Completion, Document, chat_of, is_chat, utf8
 from threefold.data.format import META_FILE, TOKENS_FILE
 from threefold.data.parquet import parquet_batches
 from threefold.errors import UserError
@@ -58,12 +59,33 @@ def is_json_lines(path: Path) -> bool:
     return _kind(path) == "json" and path.is_file()
 
 
+def holds_chat(path: Path, key: str) -> bool:
+    """Whether a file's first line is a conversation or a prompt and its completion; all its lines are of one kind.
+
+    Args:
+        path: a file of any known kind.
+        key: which key of a JSON object holds the text or the messages.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
+        return False
+    with _explained(path), path.open("rb") as raw:
+        lines = io.TextIOWrapper(_decompressed(raw, path), encoding="utf-8-sig")
+        first = next((line for line in lines if line.strip()), "null")
+    try:
+        return is_chat(json.loads(first), key)
+    except (ValueError, RecursionError):
+        return False  # for the reader of all lines to refuse
+
+
 class SourceReader:
     """One input file: its documents, and what was read of it so far.
 
     Args:
         path: the file.
-        key: which key of a JSON object, or column of a parquet file, holds the text.
+        key: which key of a JSON object, or column of a parquet file, holds the text (or, of an object, the messages).
         on_read: called with the number of bytes (as stored) at every read.
         key_given_by: the option or setting that chose `key`.
 
@@ -85,15 +107,28 @@ class SourceReader:
         """SHA-256 of the bytes read so far: of the whole file once its documents are exhausted."""
         return self._hash.hexdigest()
 
-    def __iter__(self) -> Iterator[str]:
+    def texts(self) -> Iterator[str]:
+        """The documents, of which none is a conversation or a pair.
+
+        Raises:
+            UserError: as of the documents, or one is.
+        """
+        for document in self:
+            if not isinstance(document, str):
+                raise UserError(f"{document.where} has {_what(document)} in place of a text; give texts under a key.")
+            yield document
+
+    def __iter__(self) -> Iterator[Document]:
         """The documents that are not empty.
 
         Raises:
             UserError: the file cannot be read, or a line is malformed.
         """
-        documents = self._parquet_documents() if _kind(self.path) == "parquet" else self._streamed_documents()
+        documents: Iterator[Document] = (
+            self._parquet_documents() if _kind(self.path) == "parquet" else self._streamed_documents()
+        )
         for document in documents:
-            if document.strip():
+            if not isinstance(document, str) or document.strip():
                 self.documents += 1
                 yield document
 
@@ -108,7 +143,7 @@ class SourceReader:
             while raw.read(_CHUNK):
                 pass
 
-    def _streamed_documents(self) -> Iterator[str]:
+    def _streamed_documents(self) -> Iterator[Document]:
         with self._opened() as raw, _explained(self.path):
             stream = io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig")
             lines = iter(lambda: stream.readline(_READ_LINE_LIMIT), "") if _kind(self.path) == "text" else iter(stream)
@@ -130,24 +165,21 @@ class SourceReader:
         self.bytes += len(data)
         self._on_read(len(data))
 
-    def _json_documents(self, lines: Iterable[str]) -> Iterator[str]:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", str(error))
-                raise UserError(
-                    f"{self.path}:{number} is not JSON ({reason}); every line must be one JSON object"
-                ) from None
-            yield self._text_of(value, number)
+    def objects(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """The object of each line of JSON, and the line's number.
 
-    def _text_of(self, value: Any, number: int) -> str:
-        if not isinstance(value, dict):
-            raise UserError(
-                f'{self.path}:{number} is not a JSON object; every line must be one, such as {{"text": "..."}}'
-            )
+        Raises:
+            UserError: the file cannot be read, or a line is no JSON object.
+        """
+        with self._opened() as raw, _explained(self.path):
+            yield from self._json_objects(io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig"))
+
+    def text_of(self, value: dict[str, Any], number: int) -> str:
+        """The text of the object in a line.
+
+        Raises:
+            UserError: it has none under the key.
+        """
         if self._key not in value:
             keys = ", ".join(f'"{key}"' for key in value) or "none"
             raise UserError(
@@ -159,8 +191,40 @@ class SourceReader:
             raise UserError(
                 f'{self.path}:{number} has no text under "{self._key}" but {json.dumps(text)[:40]}; it must be a string'
             )
-        # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
-        return text.encode("utf-8", "replace").decode("utf-8")
+        return utf8(text)
+
+    def _json_documents(self, lines: Iterable[str]) -> Iterator[Document]:
+        holds_chat: bool | None = None
+        for value, number in self._json_objects(lines):
+            if holds_chat is None:
+                holds_chat = is_chat(value, self._key)
+            if holds_chat and not is_chat(value, self._key):
+                raise UserError(
+                    f"{self.path}:{number} has no messages and no prompt with a completion, which the lines before it "
+                    "have; put lines of another kind into another file"
+                )
+            yield chat_of(value, self._key, f"{self.path}:{number}") if holds_chat else self.text_of(value, number)
+
+    def _json_objects(self, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], int]]:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", str(error))
+                raise UserError(
+                    f"{self.path}:{number} is not JSON ({reason}); every line must be one JSON object"
+                ) from None
+            if not isinstance(value, dict):
+                raise UserError(
+                    f'{self.path}:{number} is not a JSON object; every line must be one, such as {{"text": "..."}}'
+                )
+            yield value, number
+
+
+def _what(document: Chat | Completion) -> str:
+    return "messages" if isinstance(document, Chat) else "a prompt and a completion"
 
 
 def _search(folder: Path) -> list[Path]:

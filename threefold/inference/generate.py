@@ -14,10 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from threefold.data.chat import Conversation
+from threefold.data.text import SpecialTokens
 from threefold.errors import UserError
 from threefold.inference.cache import Cache, caching
 from threefold.inference.model import Model, Trained
 from threefold.inference.sampling import Sampling, uniform
+
+Prompt = str | Conversation
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,9 @@ class Request:
         sampling: how they are chosen.
         seed: of the choices.
         batch_size: prompts that are worked on at once.
+        special_tokens: what becomes of a prompt's text that spells a special token; None is what became of it in the
+            data that the model was trained on.
+        show_special: whether special tokens are in the text that comes out.
 
     Raises:
         UserError: a value out of range.
@@ -38,6 +45,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     batch_size: int = 16
+    special_tokens: SpecialTokens | None = None
+    show_special: bool = False
 
     def __post_init__(self) -> None:
         for option in ("max_new_tokens", "batch_size"):
@@ -85,7 +94,9 @@ class _Sequence:
             self.start, self.is_cached = len(self.tokens) - kept, False
 
 
-def generate_tokens(model: Model, prompts: Sequence[Sequence[int]], request: Request) -> Iterator[Chosen]:
+def generate_tokens(
+    model: Model, prompts: Sequence[Sequence[int]], request: Request, ends: frozenset[int] | None = None
+) -> Iterator[Chosen]:
     """Each token as it is chosen, of all prompts as they come, and the end of each.
 
     A prompt's tokens are a function of the prompt, the request's sampling and its seed: not of the layout, nor of the
@@ -95,10 +106,12 @@ def generate_tokens(model: Model, prompts: Sequence[Sequence[int]], request: Req
         model: this rank's part.
         prompts: token ids; the same on every rank.
         request: what is asked for; the same on every rank.
+        ends: the tokens that end a text; None is the model's.
 
     Raises:
         UserError: a prompt has no token.
     """
+    ends = model.ends if ends is None else ends
     if not all(len(prompt) for prompt in prompts):
         raise UserError("A prompt is empty; give at least one token to go on from.")
     waiting = deque(_sequences(prompts, request))
@@ -110,7 +123,7 @@ def generate_tokens(model: Model, prompts: Sequence[Sequence[int]], request: Req
             chosen = _choose(model, active, _next_logits(model, cache, active), request)
             for sequence, token in zip(active, chosen, strict=True):
                 sequence.left -= 1
-                if token in model.ends:
+                if token in ends:
                     sequence.left = 0
                 else:
                     sequence.tokens.append(token)
@@ -136,20 +149,40 @@ class Piece(NamedTuple):
     text: str | None
 
 
-def generate_text(model: Model, prompts: Sequence[str], request: Request) -> Iterator[Piece]:
+def generate_text(model: Model, prompts: Sequence[Prompt], request: Request) -> Iterator[Piece]:
     """What follows each prompt in pieces of whole characters; otherwise as `generate_tokens`.
 
+    The answer to a conversation ends where the chat template ends the assistant's turn.
+
     Raises:
-        UserError: a prompt is empty.
+        UserError: a prompt is empty, or a conversation is one that the chat template refuses, or there is no template.
     """
     require_text(prompts)
-    begun = [model.words.encode(prompt) for prompt in prompts]
-    texts = [_Text(model, tokens) for tokens in begun]
-    for number, token in generate_tokens(model, begun, request):
+    begun, ends = encode_prompts(model.trained, prompts, request)
+    texts = [_Text(model, tokens, request.show_special) for tokens in begun]
+    for number, token in generate_tokens(model, begun, request, ends):
         if piece := texts[number].end() if token is None else texts[number].add(token):
             yield Piece(number, piece)
         if token is None:
             yield Piece(number, None)
+
+
+def encode_prompts(
+    trained: Trained, prompts: Sequence[Prompt], request: Request
+) -> tuple[list[list[int]], frozenset[int]]:
+    """The tokens of each prompt, and those that end what follows.
+
+    Raises:
+        UserError: a conversation is one that the chat template refuses, or there is no template.
+    """
+    documents, ends = trained.documents(request.special_tokens), trained.ends()
+    if any(isinstance(prompt, Conversation) for prompt in prompts) and (end := documents.end_of_turn()) is not None:
+        ends |= {end}
+    begun = [
+        documents.text.encode(prompt) if isinstance(prompt, str) else documents.prompt(prompt.messages, prompt.where)
+        for prompt in prompts
+    ]
+    return begun, ends
 
 
 def generate(run: Path, prompts: Sequence[str], request: Request | None = None) -> list[str]:
@@ -168,7 +201,7 @@ def generate(run: Path, prompts: Sequence[str], request: Request | None = None) 
     return texts
 
 
-def require_text(prompts: Sequence[str]) -> None:
+def require_text(prompts: Sequence[Prompt]) -> None:
     """Check that there is something to go on from in each prompt.
 
     Raises:
@@ -176,7 +209,7 @@ def require_text(prompts: Sequence[str]) -> None:
     """
     if not prompts or not all(prompts):
         raise UserError("--prompt is empty; give at least one character to go on from.")
-    for prompt in prompts:
+    for prompt in (prompt for prompt in prompts if isinstance(prompt, str)):
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -191,8 +224,8 @@ def require_text(prompts: Sequence[str]) -> None:
 class _Text:
     """The text of a sequence, told piece by piece."""
 
-    def __init__(self, model: Model, tokens: list[int]) -> None:
-        self._tokenizer, self._tokens = model.tokenizer, list(tokens)
+    def __init__(self, model: Model, tokens: list[int], show_special: bool) -> None:
+        self._tokenizer, self._tokens, self._skipped = model.tokenizer, list(tokens), not show_special
         self._told = self._text()
 
     def add(self, token: int) -> str:
@@ -206,7 +239,7 @@ class _Text:
         return self._tell(self._text())
 
     def _text(self) -> str:
-        return str(self._tokenizer.decode(self._tokens))
+        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=self._skipped))
 
     def _tell(self, text: str) -> str:
         piece, self._told = text[len(self._told) :], text

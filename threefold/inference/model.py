@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 from pathlib import Path
@@ -20,9 +20,11 @@ from threefold.checkpoint.naming import MODEL
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
 from threefold.config import Config
 from threefold.config.problem import nearest_divisor
+from threefold.data.chat_template import ChatTemplate
+from threefold.data.documents import DocumentEncoder
+from threefold.data.text import SpecialTokens, TextEncoder, TextRule
 from threefold.data.tokenizer import id_count
 from threefold.errors import UserError
-from threefold.inference.words import Words
 from threefold.models.registry import make_model, model_plan
 from threefold.parallel.apply import Division, parallelize
 from threefold.parallel.layout import Layout
@@ -101,13 +103,21 @@ class Trained:
         """Whether it is as it came from Hugging Face, and has seen no data here."""
         return not self.checkpoint.facts.documents
 
-    def words(self) -> Words:
-        """How it reads texts: an import as its tokenizer has it, others without special tokens, as our data is.
+    def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
+        """How it reads texts and conversations: as the data it was trained on was; an import as its tokenizer has it.
+
+        Args:
+            special_tokens: what becomes of text that spells one; None is what became of it in the data.
 
         Raises:
             UserError: as for `tokenizer`.
         """
-        return Words.of_import(self.tokenizer()) if self.is_import else Words(self.tokenizer())
+        tokenizer, facts = self.tokenizer(), self.checkpoint.facts
+        rule = facts.rule or TextRule.of(tokenizer)
+        if special_tokens is not None:
+            rule = replace(rule, special_tokens=special_tokens)
+        template = ChatTemplate.beside(self.checkpoint.path / TOKENIZER)
+        return DocumentEncoder(TextEncoder(tokenizer, rule), facts.eod, template)
 
     def ends(self) -> frozenset[int]:
         """The tokens that end a text: that of the data, and those that the files of an import name."""
@@ -188,12 +198,8 @@ class Model:
     dtype: torch.dtype
 
     @cached_property
-    def words(self) -> Words:
-        return self.trained.words()
-
-    @property
     def tokenizer(self) -> Tokenizer:
-        return self.words.tokenizer
+        return self.trained.tokenizer()
 
     @cached_property
     def tokens(self) -> int:

@@ -33,8 +33,13 @@ class Window:
 
     @property
     def counted(self) -> int:
-        """How many tokens count."""
+        """How many tokens count, where no mask says otherwise."""
         return self.end + 1 - self.first
+
+    def mask(self, masks: Sequence[np.ndarray]) -> np.ndarray:
+        """Which of the tokens from `first` to `end` count, by the masks of the texts: bool [counted]."""
+        mask: np.ndarray = masks[self.text][self.first : self.end + 1]
+        return mask
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ def score(
     windows: Sequence[Window],
     batch_size: int,
     advance: Callable[[int], None] = lambda _: None,
+    masks: Sequence[np.ndarray] | None = None,
 ) -> Scores:
     """Run all windows through the model. Collective over the mesh, whose dp replicas share the windows out.
 
@@ -65,6 +71,7 @@ def score(
         windows: of these texts.
         batch_size: windows that run together on a replica; the longest come first, so that little of them is padding.
         advance: told how many windows are done (of all replicas, as far as this rank can tell).
+        masks: bool, for each token of each text whether it counts; None where all do that the windows count.
 
     Raises:
         UserError: a loss is not finite; on every rank.
@@ -74,7 +81,7 @@ def score(
     totals = torch.zeros(2, len(windows), dtype=torch.float64, device=mesh.device)
     for place, batch in enumerate(batches):
         if place % mesh.dp.size == mesh.dp.index:
-            found = _score_batch(model, texts, [windows[number] for number in batch])
+            found = _score_batch(model, texts, [windows[number] for number in batch], masks)
             if found is not None and mesh.tp.is_first:
                 totals[:, batch] = found
         advance(len(batch))
@@ -95,7 +102,9 @@ def _batches(model: Model, windows: Sequence[Window], size: int) -> list[list[in
     return [held[first : first + size] for held in by_length.values() for first in range(0, len(held), size)]
 
 
-def _score_batch(model: Model, texts: Sequence[np.ndarray], windows: list[Window]) -> Tensor | None:
+def _score_batch(
+    model: Model, texts: Sequence[np.ndarray], windows: list[Window], masks: Sequence[np.ndarray] | None
+) -> Tensor | None:
     """Summed loss and hits, fp64 [2, B], of each window, on the last stage; None elsewhere.
 
     Windows are padded on the right, where causal attention sees nothing of it.
@@ -106,10 +115,13 @@ def _score_batch(model: Model, texts: Sequence[np.ndarray], windows: list[Window
     hidden = model.hidden(torch.from_numpy(tokens))
     if hidden is None:
         return None
-    labels = [texts[window.text][window.first : window.end + 1] for window in windows]
-    flat = torch.from_numpy(np.concatenate(labels).astype(np.int64)).to(hidden.device)
+    labels = np.concatenate([texts[window.text][window.first : window.end + 1] for window in windows])
     rows = np.repeat(np.arange(len(windows)), [window.counted for window in windows])
     places = np.concatenate([np.arange(w.first - 1 - w.begin, w.end - w.begin) for w in windows])
+    if masks is not None:
+        counted = np.concatenate([window.mask(masks) for window in windows])
+        labels, rows, places = labels[counted], rows[counted], places[counted]
+    flat = torch.from_numpy(labels.astype(np.int64)).to(hidden.device)
     losses, hits = _score_tokens(model, hidden[torch.from_numpy(rows), torch.from_numpy(places)], flat)
     found = torch.zeros(2, len(windows), dtype=torch.float64, device=hidden.device)
     return found.index_add_(1, torch.from_numpy(rows).to(hidden.device), torch.stack([losses, hits.to(losses)]))

@@ -4,12 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf
+from typing import Literal
 
 import numpy as np
 
+from threefold.data.chat import Document
+from threefold.data.documents import DocumentEncoder, Tokens
+from threefold.data.text import TextEncoder
 from threefold.errors import UserError
 from threefold.inference.scoring import Scores, Window
-from threefold.inference.words import Words
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,17 @@ class Work:
     Attributes:
         texts: int64 token ids of each.
         windows: what runs through the model.
+        masks: bool, for each token of each text whether it counts; None where all in the windows do.
     """
 
     texts: list[np.ndarray]
     windows: list[Window]
+    masks: list[np.ndarray] | None = None
+
+    @property
+    def counted(self) -> list[int]:
+        """How many tokens count in each window."""
+        return [window.counted if self.masks is None else int(window.mask(self.masks).sum()) for window in self.windows]
 
 
 @dataclass(frozen=True)
@@ -46,16 +56,16 @@ class Task(ABC):
     """A way to measure a model on texts."""
 
     @property
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> dict[str, int | str]:
         """What the figures depend on beside model and texts."""
         return dict(vars(self))
 
     @abstractmethod
-    def prepare(self, words: Words, texts: Sequence[str], advance: Callable[[], None]) -> Work:
+    def prepare(self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]) -> Work:
         """Which tokens count.
 
         Args:
-            words: the model's.
+            documents: the model's encoder.
             texts: none is empty.
             advance: told of each text that is done.
 
@@ -84,6 +94,7 @@ class Perplexity(Task):
     Attributes:
         context: tokens that the model reads at once.
         stride: 1 to `context`; the smaller, the more each token sees, and the longer it takes.
+        loss_tokens: of conversations and of prompts with completions, whether answers alone count, as in training.
 
     Raises:
         UserError: a value out of range.
@@ -91,6 +102,7 @@ class Perplexity(Task):
 
     context: int
     stride: int
+    loss_tokens: Literal["answers", "all"] = "answers"
 
     def __post_init__(self) -> None:
         if not 1 <= self.stride <= self.context:
@@ -100,15 +112,27 @@ class Perplexity(Task):
                 f"windows would not count; use {nearest}."
             )
 
-    def prepare(self, words: Words, texts: Sequence[str], advance: Callable[[], None]) -> Work:
-        encoded = []
+    def prepare(self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]) -> Work:
+        encoded, masks = [], []
         for text in texts:
-            encoded.append(np.array(words.encode(text), np.int64))
+            ids, counted = self._read(documents, text)
+            encoded.append(np.array(ids, np.int64))
+            masks.append(np.array(counted, np.bool_))
             advance()
         windows = [window for number, tokens in enumerate(encoded) for window in self.windows(number, len(tokens))]
         if not windows:
             raise UserError("No text of --data has more than one token, so there is none to predict; give longer ones.")
-        return Work(encoded, windows)
+        if all(isinstance(text, str) for text in texts):
+            return Work(encoded, windows)
+        return Work(encoded, [window for window in windows if window.mask(masks).any()], masks)
+
+    def _read(self, documents: DocumentEncoder, text: Document) -> Tokens:
+        """Tokens of a text without the end of the document, or of a conversation, and which of them count."""
+        if isinstance(text, str):
+            ids = documents.text.encode(text)
+            return Tokens(ids, [True] * len(ids))
+        tokens = documents.encode(text)
+        return Tokens(tokens.ids, [True] * len(tokens.ids)) if self.loss_tokens == "all" else tokens
 
     def windows(self, text: int, tokens: int) -> list[Window]:
         """The windows of a text of so many tokens; none where there is nothing to predict."""
@@ -122,10 +146,11 @@ class Perplexity(Task):
         return found
 
     def figures(self, work: Work, scores: Scores) -> list[Figure]:
-        count = sum(window.counted for window in work.windows)
+        count = sum(work.counted)
         loss = float(scores.losses.sum()) / count
+        title = "texts" if work.masks is None else "conversations"
         return [
-            Figure("texts", "texts", len(work.texts)),
+            Figure("texts", title, len(work.texts)),
             Figure("tokens", "tokens that count", count),
             Figure("loss", "loss", loss, "nats per token"),
             Figure("perplexity", "perplexity", _exp(loss), "per token"),
@@ -147,10 +172,12 @@ class LastWord(Task):
 
     context: int
 
-    def prepare(self, words: Words, texts: Sequence[str], advance: Callable[[], None]) -> Work:
+    def prepare(self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]) -> Work:
         encoded, windows = [], []
         for number, text in enumerate(texts):
-            tokens, first = self._split(words, text, number)
+            if not isinstance(text, str):
+                raise UserError(f"{text.where} is no text, which --task lambada needs; use --task perplexity.")
+            tokens, first = self._split(documents.text, text, number)
             encoded.append(np.array(tokens, np.int64))
             windows.append(Window(number, max(0, len(tokens) - 1 - self.context), len(tokens) - 1, first))
             advance()
@@ -158,7 +185,7 @@ class LastWord(Task):
             raise UserError("--data holds no text, so there is no last word to predict; give one text a line.")
         return Work(encoded, windows)
 
-    def _split(self, words: Words, text: str, number: int) -> tuple[list[int], int]:
+    def _split(self, words: TextEncoder, text: str, number: int) -> tuple[list[int], int]:
         """Tokens of the whole text, and the place of the first of its last word."""
         before = text.rstrip().rpartition(text.split()[-1])[0].rstrip()
         if not before:

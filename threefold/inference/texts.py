@@ -1,27 +1,34 @@
 """Prompts and texts from files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from threefold.data.chat import MESSAGES, PROMPT, Conversation, Document, conversation_of
 from threefold.data.sources import SourceReader, find_inputs
 from threefold.errors import UserError
 
 
-def read_prompts(path: Path) -> list[str]:
+def read_prompts(path: Path) -> list[str | Conversation]:
     """The prompts of a file: the key `prompt` of each line of a .jsonl (or .json, also .gz, .zst), else one a line.
+
+    A list of messages, under `prompt` or `messages`, is a conversation to be answered.
 
     Blank lines are no prompts.
 
     Raises:
         UserError: the file cannot be read, a line is malformed, or there is no prompt in it.
     """
-    prompts = _json_prompts(path) if ".json" in _file(path, "--prompts-file").name else _text_prompts(path)
+    is_json = ".json" in _file(path, "--prompts-file").name
+    prompts: list[str | Conversation] = [*(_json_prompts(path) if is_json else _text_prompts(path))]
     if not prompts:
         raise UserError(f"--prompts-file {path} holds no prompt; give one a line.")
     return prompts
 
 
-def read_texts(path: Path, key: str) -> list[str]:
+def read_texts(path: Path, key: str) -> list[Document]:
     """The texts of a file that are not blank: of .jsonl (or .json) one a line under `key`, of .txt the documents.
+
+    Of JSON lines with conversations, or prompts and completions, these.
 
     Raises:
         UserError: the file cannot be read, is of another kind, a line is malformed, or there is no text in it.
@@ -38,8 +45,14 @@ def _file(path: Path, option: str) -> Path:
     return path
 
 
-def _json_prompts(path: Path) -> list[str]:
-    return list(SourceReader(path, "prompt", lambda _: None))
+def _json_prompts(path: Path) -> Iterator[str | Conversation]:
+    reader = SourceReader(path, PROMPT, lambda _: None)
+    for value, number in reader.objects():
+        name = PROMPT if PROMPT in value or MESSAGES not in value else MESSAGES
+        if isinstance(value.get(name), list):
+            yield conversation_of(value[name], f"{path}:{number}", name)
+        elif (text := reader.text_of(value, number)).strip():
+            yield text
 
 
 def _text_prompts(path: Path) -> list[str]:

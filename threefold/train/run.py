@@ -117,6 +117,8 @@ def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
         f"{train.max_steps:,} steps of {train.global_batch_size:,} samples of {config.data.sequence_length:,} tokens, "
         f"which reads the {samples:,} training samples {read / samples:.2g} times."
     )
+    for note in loader.train.notes:
+        say(f"  {note}")
     for name, epochs in loader.train.epochs(read).items():
         part = next(part for part in loader.train.parts if part.name == name)
         say(f"  {part.weight:.2%} are of {name}, whose {len(part.samples):,} samples are read {epochs:.2g} times.")

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts, complete
-from threefold.checkpoint.huggingface.carried import carried_by
+from threefold.checkpoint.huggingface.carried import PREFIX, carried_by
 from threefold.checkpoint.naming import MODEL, OPTIMIZER
 from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config import Config
+from threefold.data.chat_template import CONFIG_FILE
 from threefold.data.content import Content
 from threefold.data.dataset import Dataset
 from threefold.parallel.streams import STREAMS, stored_as
@@ -64,6 +65,8 @@ class Checkpoints:
             self._texts = {CONFIG: config.to_yaml_as_given(resolved=("model", "data"))}
             if dataset.tokenizer_file is not None:
                 self._texts[TOKENIZER] = dataset.tokenizer_file.read_text(encoding="utf-8")
+            if dataset.template is not None:
+                self._texts |= {PREFIX + name: text for name, text in dataset.template.files().items()}
 
     def save(self, step: int) -> Path:
         """Make the checkpoint after `step` updates, and return its folder.
@@ -135,7 +138,9 @@ class Checkpoints:
         """Keep the files that go with the weights in the checkpoints to come."""
         if self.engine.mesh.world.is_first:
             carried = carried_by(checkpoint.path)
-            self._texts = carried | self._texts  # the data's tokenizer.json, where there is one, is the same
+            settings = {name: text for name, text in carried.items() if name == PREFIX + CONFIG_FILE}
+            # The data's tokenizer.json, where there is one, is the same; of what else is known of it, theirs is more.
+            self._texts = carried | self._texts | settings
 
     def _restore_streams(self, checkpoint: Checkpoint) -> None:
         """Go on where this rank's streams were; in another layout anew, from the seed and the step."""
@@ -160,6 +165,8 @@ class Checkpoints:
             tokens=sum(tokens for tokens, _ in self._sizes),
             documents=sum(documents for _, documents in self._sizes),
             corpora=self._sizes,
+            special_tokens=None if dataset.rule.is_assumed else dataset.rule.special_tokens,
+            beginning=dataset.rule.beginning,
             contents=self.contents(),
             loss_scale=scale.value if scale else None,
             good_steps=scale.good_steps if scale else 0,

@@ -24,7 +24,7 @@ from threefold.checkpoint.folder import (
     write_manifest,
 )
 from threefold.checkpoint.huggingface.carried import CONFIG as THEIR_CONFIG
-from threefold.checkpoint.huggingface.carried import check_tokenizer, end_tokens, texts_of
+from threefold.checkpoint.huggingface.carried import PREFIX, WITH_TOKENIZER, check_tokenizer, end_tokens, texts_of
 from threefold.checkpoint.huggingface.config_in import read_model
 from threefold.checkpoint.huggingface.families import Family
 from threefold.checkpoint.huggingface.files import TensorFiles, read_json
@@ -132,8 +132,9 @@ def import_model(request: Import, progress: Progress) -> Imported:
             write_durably(folder / name, text)
         write_manifest(folder, _facts(config, eod, texts))
         write_durably(partial / CONFIG, yaml.safe_dump(template, sort_keys=False))
-        if TOKENIZER in texts:
-            write_durably(partial / TOKENIZER, texts[TOKENIZER])
+        for name in (TOKENIZER, *WITH_TOKENIZER):
+            if (stored := name if name == TOKENIZER else PREFIX + name) in texts:
+                write_durably(partial / name, texts[stored])
     parameters = sum(tensor.numel() for tensor in tensors.values())
     names = tuple(str(dtype).removeprefix("torch.") for dtype, _ in dtypes.most_common())
     return Imported(family.name, config, parameters, names, total, TOKENIZER in texts)

@@ -17,14 +17,18 @@ from threefold.files import read_text
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
+WITH_TOKENIZER: Final = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What says of a tokenizer how it is used, its chat template above all."""
 CARRIED: Final = (
     CONFIG,
     GENERATION,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    *WITH_TOKENIZER,
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
     "vocab.json",
     "merges.txt",
 )

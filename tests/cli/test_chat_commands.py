@@ -1,0 +1,81 @@
+"""From an imported model to its answers, by the commands that a user types."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.support.chats import CONVERSATIONS, write_tokenizer
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tokenizer of transformers and conversations, in which the commands are typed."""
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "hf", "llama3")
+    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in CONVERSATIONS * 2)
+    (tmp_path / "chats.jsonl").write_text(lines)
+    return tmp_path
+
+
+def test_show_tells_what_counts_without_colour(base: Path, threefold: Command) -> None:
+    prepared = threefold("data", "prepare", "chats.jsonl", "--tokenizer", "hf/tokenizer.json", "--out", "tokens")
+    assert prepared.status == 0, prepared.error
+    assert "those of the answers" in prepared.output
+    shown = threefold("data", "show", "tokens", "--sequence-length", "128", "--split", "1").output
+    assert "⟦It is 4.<|eot_id|>⟧" in shown or "⟦Fine.<|eot_id|>⟧" in shown or "⟦Welcome<|eot_id|>⟧" in shown
+    assert "⟦<|start_header_id|>" not in shown
+    assert "counts for the loss" in shown
+    assert "8 conversations are packed into" in shown
+
+
+def test_show_tells_how_text_was_read(threefold: Command, tokens: Path) -> None:
+    shown = threefold("data", "show", tokens)
+    assert shown.status == 0, shown.error
+    assert "parsed in text" in shown.output
+
+
+@pytest.mark.slow
+def test_from_an_import_to_an_answer(base: Path, threefold: Command) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base / "hf")
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            max_position_embeddings=256,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    ).save_pretrained(base / "hf")
+    settings = {
+        "train.max_steps": 60,
+        "train.global_batch_size": 4,
+        "train.eval_every": 0,
+        "train.device": "cpu",
+        "optimizer.lr": 0.01,
+        "data.split": '"1"',
+    }
+    given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    for command in (
+        ("checkpoint", "import", "hf", "--out", "model"),
+        ("data", "prepare", "chats.jsonl", "--tokenizer", "model/tokenizer.json", "--out", "tokens"),
+        ("train", "model/config.yaml", "--run-dir", "tuned", *given),
+        ("eval", "tuned", "--data", "chats.jsonl", "--json", "eval.json", "--device", "cpu"),
+    ):
+        ended = threefold(*command)
+        assert ended.status == 0, ended.error
+    figures = json.loads((base / "eval.json").read_text())
+    assert figures["loss"] < 1
+    answer = threefold(
+        *("generate", "tuned", "--chat", "--prompt", "What is 2 + 2?", "--temperature", "0", "--device", "cpu")
+    )
+    assert answer.output == "It is 4.\n"
+    refused = threefold("eval", "tuned", "--data", "chats.jsonl", "--task", "lambada", "--device", "cpu")
+    assert refused.status == 2
+    assert "chats.jsonl:1 is no text, which --task lambada needs" in refused.error

@@ -1,0 +1,201 @@
+"""Fine-tuning an imported model on conversations: its tokens, labels and losses are those of transformers."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.support import Silent
+from tests.support.chats import conversations, transformers_tokenizer
+from tests.train.support import losses_of, same
+from threefold.checkpoint.huggingface.bring import Import, import_model
+from threefold.checkpoint.resume import find_resumption
+from threefold.config import Config, load_config
+from threefold.data.dataset import open_dataset
+from threefold.data.files import TokenFiles
+from threefold.data.loader import Loader, Share
+from threefold.data.prepare import Request, prepare
+from threefold.errors import UserError
+from threefold.inference.generate import Request as Asked
+from threefold.inference.generate import generate_text
+from threefold.inference.model import Trained
+from threefold.inference.sampling import Sampling
+from threefold.inference.scoring import score
+from threefold.inference.tasks import Perplexity
+from threefold.inference.texts import read_prompts, read_texts
+from threefold.launch.pool import WorkerPool
+from threefold.launch.training import resolve_run
+from threefold.train.run import train
+
+STYLES = {"llama3": "llama", "chatml": "qwen2"}
+LENGTH = 160
+
+
+class Tuned(NamedTuple):
+    """What fine-tuning starts from: the model of transformers and here, and its data in both forms."""
+
+    theirs: Any
+    tokenizer: Any
+    base: Path
+    lines: Path
+    tokens: Path
+    chats: list[list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", params=["llama3", pytest.param("chatml", marks=pytest.mark.slow)])
+def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    import transformers
+
+    style, folder = request.param, tmp_path_factory.mktemp(request.param)
+    tokenizer = transformers_tokenizer(style)
+    classes = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    }
+    config, model = classes[STYLES[style]]
+    torch.manual_seed(5)
+    theirs = model(
+        config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+        )
+    ).eval()
+    theirs.save_pretrained(folder / "hf")
+    tokenizer.save_pretrained(folder / "hf")
+    import_model(Import(folder / "hf", folder / "base"), Silent())
+    chats = conversations(style)
+    lines = folder / "chats.jsonl"
+    lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    prepare(Request((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json"), Silent())
+    return Tuned(theirs, tokenizer, folder / "base", lines, folder / "tokens", chats)
+
+
+def config_of(tuned: Tuned, path: Path, steps: int = 3, **layout: int) -> Config:
+    """All conversations in each batch, so that a step's loss is that of the file."""
+    given = load_config(tuned.base / "config.yaml").sections()
+    given["data"] = {"path": str(path), "sequence_length": LENGTH, "split": "1"}
+    if path == tuned.lines:
+        given["data"]["tokenizer"] = str(tuned.base / "tokenizer.json")
+    given["train"] |= {"max_steps": steps, "eval_every": 0, "device": "cpu", "global_batch_size": 2}
+    given |= {
+        "parallel": layout,
+        "optimizer": {"lr": 1e-3, "warmup_steps": 0, "decay": "constant"},
+        "log": {"every": 1},
+    }
+    given["precision"] = {"dtype": "fp64"}
+    return resolve_run(Config.model_validate(given))
+
+
+def expected(tuned: Tuned) -> tuple[float, int, list[list[int]]]:
+    """The mean loss of transformers' model over the tokens that its own masks have, their number, and all tokens."""
+    total, count, ids = 0.0, 0, []
+    for chat in tuned.chats:
+        rendered = tuned.tokenizer.apply_chat_template(
+            chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+        )
+        labels = rendered["input_ids"].masked_fill(torch.tensor(rendered["assistant_masks"]) == 0, -100)
+        counted = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            loss = tuned.theirs.double()(rendered["input_ids"], labels=labels).loss
+        total, count = total + counted * float(loss), count + counted
+        ids.append(rendered["input_ids"][0].tolist())
+    return total / count, count, ids
+
+
+def test_prepared_tokens_and_mask_are_theirs(tuned: Tuned) -> None:
+    files = TokenFiles.open(tuned.tokens)
+    _, count, ids = expected(tuned)
+    assert [files.tokens[start:end].tolist() for start, end in pairwise(files.documents.tolist())] == ids
+    assert files.loss_mask is not None
+    assert files.loss_mask[: files.token_count].sum() == count
+
+
+def test_both_forms_give_the_same_samples(tuned: Tuned) -> None:
+    found = []
+    for path in (tuned.lines, tuned.tokens):
+        config = config_of(tuned, path)
+        assert config.data.separate_documents
+        samples = open_dataset(config).samples("train")
+        every = np.arange(len(samples))
+        found.append((*samples.labelled(every), samples.documents(every)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_first_loss_is_theirs_in_every_layout(tuned: Tuned, pool: WorkerPool, tmp_path: Path) -> None:
+    config = config_of(tuned, tuned.tokens)
+    loss, count, _ = expected(tuned)
+    samples = open_dataset(config).samples("train")
+    assert len(samples) == 2, "the batch is all conversations"
+    batch = Loader(samples, None, Share(2), 1, True).batch(0)
+    assert int((batch.labels != -100).sum()) == count
+    pool.run(1, train, config, tmp_path / "one", False)
+    one = losses_of(tmp_path / "one")
+    assert math.isclose(one[0], loss, rel_tol=1e-6), (one[0], loss)
+    layouts = ({"dp": 2, "tp": 2},) if tuned.tokenizer.bos_token else ({"dp": 2}, {"tp": 2}, {"pp": 2})
+    for layout in layouts:
+        name = "-".join(layout)
+        ranks = math.prod(layout.values())
+        pool.run(ranks, train, config_of(tuned, tuned.lines, **layout), tmp_path / name, False)
+        assert same(losses_of(tmp_path / name), one, "fp64"), layout
+
+
+def test_eval_on_the_training_file_is_the_training_loss(tuned: Tuned, pool: WorkerPool, tmp_path: Path) -> None:
+    """Of the same weights: those after the first step, which the second one trains on."""
+    pool.run(1, train, config_of(tuned, tuned.lines, steps=1), tmp_path / "run", False)
+    pool.run(1, train, config_of(tuned, tuned.lines, steps=2), tmp_path / "longer", False)
+    trained = Trained.find(tmp_path / "run")
+    task = Perplexity(trained.config.data.sequence_length, 64)
+    work = task.prepare(trained.documents(), read_texts(tuned.lines, "text"), lambda: None)
+    scores = score(trained.load(dtype="fp64"), work.texts, work.windows, 3, masks=work.masks)
+    found = {figure.name: figure.value for figure in task.figures(work, scores)}
+    assert math.isclose(found["loss"], losses_of(tmp_path / "longer")[1], rel_tol=1e-9)
+    assert found["tokens"] == expected(tuned)[1]
+
+
+def test_an_answer_is_theirs_and_ends_with_its_turn(tuned: Tuned, tmp_path: Path) -> None:
+    trained, prompts = Trained.find(tuned.base), tmp_path / "prompts.jsonl"
+    asked = [chat[:-1] for chat in tuned.chats]
+    prompts.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in asked))
+    request = Asked(12, Sampling(temperature=0))
+    answers = [""] * len(asked)
+    for number, piece in generate_text(trained.load(dtype="fp64"), read_prompts(prompts), request):
+        answers[number] += piece or ""
+    for answer, chat in zip(answers, asked, strict=True):
+        ids = tuned.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            whole = tuned.theirs.double().generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+            )
+        assert answer == tuned.tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_run_keeps_its_rule_and_template(tuned: Tuned, pool: WorkerPool, tmp_path: Path) -> None:
+    config = config_of(tuned, tuned.lines, steps=1)
+    pool.run(1, train, config, tmp_path / "run", False)
+    trained = Trained.find(tmp_path / "run")
+    (chat, *_) = tuned.chats
+    expected_ids = tuned.tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"]
+    assert trained.documents().prompt(chat[:1], "--prompt") == expected_ids
+    rendered = tuned.tokenizer.apply_chat_template(chat, tokenize=False)
+    bos = [tuned.tokenizer.bos_token_id] if tuned.tokenizer.bos_token else []
+    assert trained.documents().text.encode(rendered) == expected(tuned)[2][0]
+    assert list(trained.documents().text.beginning) == bos
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 2})})
+    assert find_resumption(tmp_path / "run", longer).warnings == ()
+    other = longer.model_copy(update={"data": longer.data.model_copy(update={"special_tokens": "text"})})
+    with pytest.raises(UserError, match=r"data.special_tokens is text but .* was trained with parse"):
+        find_resumption(tmp_path / "run", other)
