@@ -14,7 +14,7 @@ from threefold.parallel.layout import Coordinates
 from threefold.parallel.pipeline.placement import StageMap
 
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-_COUNT = 8  # bytes of the number of tokens that count
+_COUNT = 2 * 8  # bytes of the number of tokens that count, and of those that are padding
 _LOSS_AND_NORM = 3 * 8
 
 
@@ -117,7 +117,7 @@ class _Step:
             yield from self._ties()
 
     def _scalars(self) -> Iterator[Carried]:
-        """The number of tokens that count; then loss, gradient norm and whether a rank asks to stop in one."""
+        """Tokens that count and padding in one; then loss, gradient norm and whether a rank asks to stop in one."""
         parallel = self.parallel
         yield "dp", "all_reduce", int(parallel.dp > 1), _COUNT
         world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
