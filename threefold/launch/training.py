@@ -50,7 +50,8 @@ def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
     if config.train.device == "cuda":
         require_gpus(local_world_size)
     dataset = open_dataset(config)
-    resolved = resolve(dataset.complete(config), dataset.vocab_size)
+    config = dataset.complete(config)
+    resolved = resolve(config, dataset.vocab_size)
     for part in ("train", "valid") if resolved.train.eval_every else ("train",):
         dataset.samples(part, resolved.data, progress)
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size)
