@@ -1,0 +1,225 @@
+"""Every kind of file that is opened, damaged: refused in a sentence or harmless; no traceback, no hang, no guess."""
+
+import json
+import shutil
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from tests.checkpoint.support import Silent, write_llama
+from tests.checkpoint.test_version1 import ARCHIVE
+from tests.fuzz import readers
+from tests.fuzz.damage import damaged_file, flipped_file
+from tests.fuzz.judge import Judge, Reader, examine
+from tests.support.chats import CONVERSATIONS, write_tokenizer
+from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
+from threefold.checkpoint.huggingface.bring import Import, import_model
+from threefold.data.convert import to_threefold
+from threefold.data.padded import JsonLines
+from threefold.data.prepare import Request, prepare
+from threefold.data.progress import SILENT
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "demo.yaml"
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    one = Judge()
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizers and a file of JSON lines, which stay whole."""
+    folder = tmp_path_factory.mktemp("inputs")
+    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, readers.VOCABULARY)}
+    Tokenizer(models.WordLevel(words, unk_token="w1")).save(str(folder / "tokenizer.json"))
+    write_lines(folder / "lines.jsonl")
+    write_tokenizer(folder / "chat", "llama3")
+    return folder
+
+
+def write_lines(path: Path) -> None:
+    path.write_text("".join(json.dumps({"text": f"w{n} w{n + 1} w{n % 7}"}) + "\n" for n in range(2, 60)))
+
+
+def documents(seed: int = 5) -> list[list[list[int]]]:
+    draw = np.random.default_rng(seed)
+    return [[[*draw.integers(1, readers.VOCABULARY, draw.integers(5, 60)).tolist(), 0]] for _ in range(30)]
+
+
+def new_checkpoint(folder: Path, inputs: Path) -> Reader:
+    source = write_llama(folder.parent / "llama")
+    shutil.copy(inputs / "tokenizer.json", source)
+    import_model(Import(source, folder, (), overwrite=False), Silent())
+    return readers.checkpoint
+
+
+def old_checkpoint(folder: Path, inputs: Path) -> Reader:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder.parent, filter="data")
+    (folder.parent / "run").rename(folder)
+    return readers.checkpoint
+
+
+def token_folder(folder: Path, inputs: Path) -> Reader:
+    source = write_megatron(folder.parent / "source" / "m", documents())
+    to_threefold(source, folder, inputs / "tokenizer.json", None, False, SILENT)
+    return readers.tokens
+
+
+def chat_folder(folder: Path, inputs: Path) -> Reader:
+    lines = folder.parent / "chats.jsonl"
+    lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CONVERSATIONS))
+    prepare(Request((lines,), folder, tokenizer=inputs / "chat" / "tokenizer.json"), Silent())
+    return readers.tokens
+
+
+def cache_folder(folder: Path, inputs: Path) -> Reader:
+    lines, tokenizer = inputs / "lines.jsonl", inputs / "tokenizer.json"
+    JsonLines(lines, tokenizer, cache=folder).encoded(readers.LENGTH, SILENT)
+    return partial(readers.cache, lines=lines, tokenizer=tokenizer)
+
+
+def megatron_folder(folder: Path, inputs: Path) -> Reader:
+    write_megatron(folder / "text", documents(6))
+    return readers.megatron
+
+
+def fleet_folder(folder: Path, inputs: Path) -> Reader:
+    write_fleet(folder / "text", documents(7))
+    return readers.fleet
+
+
+def old_fleet_folder(folder: Path, inputs: Path) -> Reader:
+    write_fleet_npz(folder / "text", documents(8), packed=True)
+    return readers.fleet
+
+
+def huggingface_folder(folder: Path, inputs: Path) -> Reader:
+    write_llama(folder)
+    shutil.copy(inputs / "tokenizer.json", folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2], "top_p": 0.9}')
+    return readers.huggingface
+
+
+def config_folder(folder: Path, inputs: Path) -> Reader:
+    folder.mkdir()
+    shutil.copy(EXAMPLE, folder / "run.yaml")
+    return readers.config
+
+
+def text_folder(folder: Path, inputs: Path) -> Reader:
+    folder.mkdir()
+    write_lines(folder / "lines.jsonl")
+    return partial(readers.text_lines, tokenizer=inputs / "tokenizer.json")
+
+
+def conversation_folder(folder: Path, inputs: Path) -> Reader:
+    folder.mkdir()
+    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in CONVERSATIONS)
+    (folder / "lines.jsonl").write_text(lines)
+    return partial(readers.chat_lines, tokenizer=inputs / "chat" / "tokenizer.json")
+
+
+def never(damage: str) -> bool:
+    return False
+
+
+def always(damage: str) -> bool:
+    """Files without checksums: what fits together is what they hold; the readers compare it with a plain reading."""
+    return True
+
+
+def outside_tensors(damage: str) -> bool:
+    """Version 1 has no checksums of its small files; what its tensors are was always checked by CRC."""
+    return damage.endswith(("checkpoint.json", "config.yaml", "tokenizer.json", "metrics.jsonl"))
+
+
+KINDS: list[tuple[Callable[[Path, Path], Reader], int, int, Callable[[str], bool]]] = [
+    (new_checkpoint, 110, 60, never),
+    (old_checkpoint, 60, 20, outside_tensors),
+    (token_folder, 70, 40, never),
+    (chat_folder, 40, 20, never),
+    (cache_folder, 60, 20, never),
+    (megatron_folder, 60, 20, always),
+    (fleet_folder, 50, 20, always),
+    (old_fleet_folder, 40, 20, always),
+    (huggingface_folder, 60, 20, always),
+    (config_folder, 40, 20, always),
+    (text_folder, 40, 20, always),
+    (conversation_folder, 40, 20, always),
+]
+DAMAGES, FLIPS = (sum(kind[place] for kind in KINDS) for place in (1, 2))
+
+
+def test_the_bench_is_as_large_as_promised() -> None:
+    assert DAMAGES >= 500
+    assert FLIPS >= 200
+
+
+@pytest.mark.parametrize(("make", "damages", "flips", "may_differ"), KINDS, ids=[kind[0].__name__ for kind in KINDS])
+def test_damaged_files_are_refused_or_harmless(
+    judge: Judge,
+    inputs: Path,
+    tmp_path: Path,
+    make: Callable[[Path, Path], Reader],
+    damages: int,
+    flips: int,
+    may_differ: Callable[[str], bool],
+) -> None:
+    whole = tmp_path / "whole" / "files"
+    whole.parent.mkdir()
+    read = make(whole, inputs)
+    (scratch := tmp_path / "scratch").mkdir()
+    cases = [
+        *(partial(damaged_file, number=number, seed=make.__name__) for number in range(damages)),
+        *(partial(flipped_file, number=number, seed=make.__name__) for number in range(flips)),
+    ]
+    found, counts = examine(judge, read, whole, scratch, cases, may_differ)
+    print(f"{make.__name__}: {dict(counts)}")
+    assert not found, "\n".join(map(str, found))
+    assert counts.total() == damages + flips
+    assert counts["refused"] > damages // 10  # of a cache, what is damaged is made anew as a rule
+
+
+def test_a_reader_that_guesses_is_found(judge: Judge, inputs: Path, tmp_path: Path) -> None:
+    """The bench itself: a reader that shows tracebacks, hangs, crashes or guesses does not pass it."""
+    whole = tmp_path / "files"
+    whole.mkdir()
+    (whole / "data.json").write_text('{"a": [1, 2, 3]}')
+    (scratch := tmp_path / "scratch").mkdir()
+    cases = [partial(flipped_file, number=number, seed="bench") for number in range(20)]
+    found, counts = examine(judge, careless, whole, scratch, cases, never)
+    kinds: Counter[str] = Counter(finding.verdict.kind for finding in found)
+    assert kinds["traceback"]
+    assert kinds["read"]
+    assert counts.total() == 20
+    found, _ = examine(judge, crashing, whole, scratch, [overwritten], never)
+    assert [finding.verdict.kind for finding in found] == ["crashed"]
+
+
+def careless(folder: Path) -> str:
+    return str(json.loads((folder / "data.json").read_bytes().decode("latin-1")))
+
+
+def crashing(folder: Path) -> str:
+    import os
+
+    if "a" not in (folder / "data.json").read_text():
+        os.abort()
+    return ""
+
+
+def overwritten(folder: Path) -> str:
+    (folder / "data.json").write_text("{}")
+    return "another content of data.json"
