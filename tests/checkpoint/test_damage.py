@@ -206,6 +206,7 @@ def test_wrong_types_in_the_manifest_are_no_traceback(run: Path) -> None:
     assert {"format", "version", "step", "files", "corpora", "loss_scale", "eod"} <= keys
     harmless = {("eod", None), ("loss_scale", None), ("tokenizer_sha256", None), ("tokenizer_sha256", "x")}
     harmless |= {("tokenizer_sha256", "../../x"), ("corpora", "[]"), ("contents", "[]")}
+    harmless |= {("special_tokens", None), ("beginning", None), ("beginning", "[]")}
     for key in sorted(keys):
         for value in WRONG:
             rewrite(path, partial(dict.update, **{key: value}))

@@ -196,7 +196,7 @@ def test_training_goes_on_from_an_import_in_any_layout(pool: WorkerPool, small_r
     made = export_model(Export(tmp_path / "four", tmp_path / "back", dtype="bf16"), Silent())
     assert (made.family, made.step, made.dtype) == ("llama", 3, "bfloat16")
     assert {path.name for path in (tmp_path / "back").iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", ".threefold-output.json",
     }  # fmt: skip
     exported = file_tensors(tmp_path / "back")
     assert exported.keys() == llama_tensors().keys()

@@ -1,5 +1,6 @@
 """Commands up to the point where workers start: what they print, and the status they end with."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,9 @@ def test_config_show_prints_what_loads_back_equal(threefold, config_file: Path, 
     assert again == (0, output, "")
     config = load_config(tmp_path / "again.yaml")
     assert (config.parallel.tp, config.optimizer.lr, config.train.device) == (2, 3e-4, "cpu")
-    assert config.model.vocab_size <= 300
+    assert config.model.vocab_size is None  # follows from the data again
+    (vocabulary,) = re.findall(r"# vocab_size: (\d+)", output)
+    assert 256 < int(vocabulary) <= 300
 
 
 def test_config_size_needs_no_data(threefold, tmp_path: Path) -> None:

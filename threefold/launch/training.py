@@ -42,6 +42,37 @@ def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
     Raises:
         UserError: settings that cannot go together, no data or too little, or fewer GPUs than ranks.
     """
+    return _checked(config, progress).fitted()
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A config that was checked against its data and this machine, but for the memory of a step.
+
+    Attributes:
+        given: what was not given is not filled, but for what follows from the data alone.
+        resolved: with the default micro-batch of a CPU.
+        vocab_size: token ids of the data.
+        local_world_size: ranks of this host.
+    """
+
+    given: Config
+    resolved: Config
+    vocab_size: int
+    local_world_size: int
+
+    def fitted(self) -> Config:
+        """With the micro-batch that fits into a rank's memory, unless one follows from what was given."""
+        config, device = self.given, self.resolved.train.device
+        if config.train.micro_batch_size is not None or config.train.gradient_accumulation_steps is not None:
+            return self.resolved
+        from threefold.train.memory import largest_micro_batch  # imports torch, which no check needs
+
+        room = memory_per_rank(device, self.local_world_size)
+        return _on(device, resolve(config, self.vocab_size, largest_micro_batch(config, self.vocab_size, room, device)))
+
+
+def _checked(config: Config, progress: Progress) -> _Checked:
     check_settings(config)
     layout, place = Layout.of(config.parallel), find_place()
     if place:
@@ -55,12 +86,11 @@ def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
     for part in ("train", "valid") if resolved.train.eval_every else ("train",):
         dataset.samples(part, resolved.data, progress)
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size)
-    if config.train.micro_batch_size is None and config.train.gradient_accumulation_steps is None:
-        from threefold.train.memory import largest_micro_batch  # imports torch, which no check before needs
+    return _Checked(config, _on(device, resolved), dataset.vocab_size, local_world_size)
 
-        room = memory_per_rank(device, local_world_size)
-        resolved = resolve(config, dataset.vocab_size, largest_micro_batch(config, dataset.vocab_size, room, device))
-    return resolved.model_copy(update={"train": resolved.train.model_copy(update={"device": device})})
+
+def _on(device: Device, config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
 
 
 @dataclass(frozen=True)
@@ -160,16 +190,16 @@ def prepare_training(
         require_free(run_dir)
     if place is None:
         require_room(Layout.of(config.parallel).world_size)
-    resolved = resolve_run(config, progress)
+    checked = _checked(config, progress)
     saved = newest(run_dir) if resume == "auto" else None
-    if saved is not None and saved.step == resolved.train.max_steps:
-        return TrainingRun(resolved, run_dir, resume, finished=True)
+    if saved is not None and saved.step == checked.resolved.train.max_steps:
+        return TrainingRun(checked.resolved, run_dir, resume, finished=True)
     if continues(run_dir, resume):
-        find_resumption(run_dir, resolved)
+        find_resumption(run_dir, checked.resolved)
     else:
         _require_no_checkpoints(run_dir)
-        find_beginning(resolved)
-    return TrainingRun(resolved, run_dir, resume)
+        find_beginning(checked.resolved)
+    return TrainingRun(checked.fitted(), run_dir, resume)
 
 
 def explain_stop(run_dir: Path, signal: int, step: int | None, command: str) -> str:
