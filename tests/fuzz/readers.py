@@ -160,7 +160,4 @@ def _megatron_documents(idx: bytes, content: bytes) -> list[list[int]]:
         struct.unpack_from(f"<{length}{letter}", content, offset)
         for length, offset in zip(lengths, offsets, strict=True)
     ]
-    return [
-        [token for sequence in read[first:end] for token in sequence]
-        for first, end in pairwise(documents)
-    ]
+    return [[token for sequence in read[first:end] for token in sequence] for first, end in pairwise(documents)]

@@ -148,16 +148,14 @@ def content_hash(path: Path, roots: list[Path]) -> str:
     Raises:
         UserError: the file cannot be read.
     """
+    require_file(path)  # a path without end would not resolve
     stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
-    require_file(path)
     try:
         state = path.stat()
         now = [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns]
         for root in roots:
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                known = json.loads((root / stamp).read_text(encoding="utf-8"))
-                if known["state"] == now:
-                    return str(known["sha256"])
+            if (known := _kept_hash(root / stamp, now)) is not None:
+                return known
         started = time.time()
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -168,11 +166,22 @@ def content_hash(path: Path, roots: list[Path]) -> str:
     return sha256
 
 
+def _kept_hash(stamp: Path, state: list[int]) -> str | None:
+    """The hash of a file in a state; None where it is not known, or the stamp is damaged."""
+    try:
+        known = read_json(stamp)
+    except UserError:
+        return None
+    if not isinstance(known, dict) or known.pop("checksum", None) != _own_checksum(known):
+        return None
+    return str(known.get("sha256")) if known.get("state") == state else None
+
+
 def _keep_hash(roots: list[Path], stamp: str, known: dict[str, Any]) -> None:
     for root in roots:
         with suppress(OSError):
             root.mkdir(parents=True, exist_ok=True)
             fresh = root / f"{stamp}.{os.getpid()}"
-            fresh.write_text(json.dumps(known), encoding="utf-8")
+            fresh.write_text(json.dumps({**known, "checksum": _own_checksum(known)}), encoding="utf-8")
             fresh.replace(root / stamp)
             return

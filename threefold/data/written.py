@@ -155,7 +155,7 @@ def _kind(found: os.stat_result, path: Path) -> str:
 
 def _overlap(out: Path, source: Path) -> str:
     """How an output that stands at `out` would touch an input; empty where it would not."""
-    real, read = out.resolve(), source.resolve()
+    real, read = Path(os.path.realpath(out)), Path(os.path.realpath(source))
     if real == read:
         return "is what is read"
     if real in read.parents:

@@ -1,6 +1,7 @@
 """Which model is verified: GPT, or one from a user's own file."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,7 @@ class FileSource:
         file, _, plan = text.partition(":")
         if not Path(file).is_file():
             raise UserError(f"--model is {text} but {file} is not a file; name a Python file, as in model.py:plan.")
-        return cls(Path(file).resolve(), plan or "plan")
+        return cls(Path(os.path.realpath(file)), plan or "plan")
 
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         """As `ConfigSource.load`.

@@ -1,5 +1,6 @@
 """PaddleFleetX: the YAML of a GPT pre-training, with its `_base_` files."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,11 @@ def _merged(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     base = document.pop("_base_", None)
     if base is None:
         return document
-    file = (path.parent / str(base)).resolve()
+    file = Path(os.path.realpath(path.parent / str(base)))
     if file in below or not file.is_file():
         what = "goes in a circle" if file in below else "is not there; put it where the key says"
         raise UserError(f"{path}: _base_ is {str(base)!r} but that file {what}.")
-    return _over(_merged(file, (*below, path.resolve(), file)), document)
+    return _over(_merged(file, (*below, Path(os.path.realpath(path)), file)), document)
 
 
 def _over(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """PaddleFleetX and PaddleNLP: the flags of a GPT pre-training, as the keys of Fleet's YAML."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -148,7 +149,7 @@ def _of_overrides(
     overrides = flags.pop("override", [])
     if not isinstance(name, str):
         return None
-    folders = [path.parent, *path.resolve().parents]
+    folders = [path.parent, *Path(os.path.realpath(path)).parents]
     file = next((folder / name for folder in folders if len(name) < 1000 and (folder / name).is_file()), None)
     if file is None:
         raise UserError(f"{path} starts a training with {name}, which is not there; put it beside the script.")
