@@ -133,8 +133,8 @@ def _more_exactly(damage: DamagedCheckpoint, shapes: "Shapes") -> DamagedCheckpo
 
     try:
         reason = misfit(_config(damage.path).model, shapes)
-    except UserError:
-        return damage
+    except DamagedCheckpoint as unusable:
+        reason = unusable.reason
     return DamagedCheckpoint(damage.path, f"{damage.reason}, and {reason}") if reason else damage
 
 

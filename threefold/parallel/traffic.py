@@ -117,7 +117,7 @@ class _Step:
             yield from self._ties()
 
     def _scalars(self) -> Iterator[Carried]:
-        """How many tokens count and how many are padding; then loss, gradient norm and any request to stop in one."""
+        """Tokens that count and padding in one; then loss, gradient norm and whether a rank asks to stop in one."""
         parallel = self.parallel
         yield "dp", "all_reduce", int(parallel.dp > 1), _COUNT
         world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
