@@ -1,6 +1,8 @@
 """From an imported model to its answers, by the commands that a user types."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,13 @@ def test_show_tells_how_text_was_read(threefold: Command, tokens: Path) -> None:
     assert "parsed in text" in shown.output
 
 
+def typed(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """A command as a process of its own."""
+    return subprocess.run([sys.executable, "-m", "threefold", *arguments], capture_output=True, text=True, timeout=600)
+
+
 @pytest.mark.slow
-def test_from_an_import_to_an_answer(base: Path, threefold: Command) -> None:
+def test_from_an_import_to_an_answer(base: Path) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(base / "hf")
@@ -68,14 +75,14 @@ def test_from_an_import_to_an_answer(base: Path, threefold: Command) -> None:
         ("train", "model/config.yaml", "--run-dir", "tuned", *given),
         ("eval", "tuned", "--data", "chats.jsonl", "--json", "eval.json", "--device", "cpu"),
     ):
-        ended = threefold(*command)
-        assert ended.status == 0, ended.error
+        ended = typed(*command)
+        assert ended.returncode == 0, ended.stderr
     figures = json.loads((base / "eval.json").read_text())
     assert figures["loss"] < 1
-    answer = threefold(
+    answer = typed(
         *("generate", "tuned", "--chat", "--prompt", "What is 2 + 2?", "--temperature", "0", "--device", "cpu")
     )
-    assert answer.output == "It is 4.\n"
-    refused = threefold("eval", "tuned", "--data", "chats.jsonl", "--task", "lambada", "--device", "cpu")
-    assert refused.status == 2
-    assert "chats.jsonl:1 is no text, which --task lambada needs" in refused.error
+    assert answer.stdout == "It is 4.\n"
+    refused = typed("eval", "tuned", "--data", "chats.jsonl", "--task", "lambada", "--device", "cpu")
+    assert refused.returncode == 2
+    assert "chats.jsonl:1 is no text, which --task lambada needs" in refused.stderr

@@ -20,7 +20,10 @@ optimizer:
   lr: 1e-3
 """
 # These may have no value in a resolved config either.
-_OPTIONAL = ("model.preset", "data.mixture", "data.tokenizer", "data.eod", "data.cache")
+_OPTIONAL = (
+    "model.preset",
+    *(f"data.{key}" for key in ("mixture", "tokenizer", "eod", "special_tokens", "chat_template", "cache")),
+)
 
 
 def write(folder: Path, text: str) -> Path:
