@@ -68,7 +68,7 @@ def test_every_field_of_meta_with_every_wrong_value(folder: Path) -> None:
 
 def test_a_field_that_is_missing(folder: Path) -> None:
     facts = json.loads((folder / META_FILE).read_text())
-    of_later = {"special_tokens", "beginning", "has_loss_mask"}  # folders of older versions do without
+    of_later = {"special_tokens", "beginning", "loss_mask"}  # folders of older versions do without
     for name in facts:
         (folder / META_FILE).write_text(json.dumps({key: value for key, value in facts.items() if key != name}))
         if name in of_later:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, Trace, departures, in_layout
+from threefold.data.loader import Batch
 from threefold.labels import IGNORED
 from threefold.parallel import apply, collectives, data, loss, tensor
 from threefold.parallel.mesh import Axis
@@ -58,8 +59,8 @@ def weights_seeded_by_rank() -> list[Patch]:
 
 
 def mean_of_means() -> list[Patch]:
-    def count(self: engine.Engine, labels: Tensor) -> int:
-        return int((labels != IGNORED).sum()) * self.mesh.dp.size
+    def count(self: engine.Engine, batch: Batch) -> tuple[int, int]:
+        return int((batch.labels != IGNORED).sum()) * self.mesh.dp.size, 0
 
     return [replace(engine.Engine, "_count", count)]
 
