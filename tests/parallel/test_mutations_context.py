@@ -112,10 +112,13 @@ def key_gradients_returned_to_another_rank() -> list[Patch]:
 def mean_of_means_over_the_context_ranks() -> list[Patch]:
     count = engine.Engine._count
 
-    def own(self: engine.Engine, labels: Tensor) -> int:
+    def own(self: engine.Engine, batch: Batch) -> tuple[int, int]:
         cut = self.division.region.cut.across_context
-        held = cut.indices(labels.shape[1] // cut.shares, labels.device)
-        return max(1, count(self, labels[:, held]) * self.mesh.cp.size)
+        held = cut.indices(batch.labels.shape[1] // cut.shares, batch.labels.device)
+        counted, padding = count(
+            self, dataclasses.replace(batch, tokens=batch.tokens[:, held], labels=batch.labels[:, held])
+        )
+        return max(1, counted * self.mesh.cp.size), padding
 
     return [replace(engine.Engine, "_count", own)]
 
