@@ -90,3 +90,14 @@ def test_no_file_is_unpickled() -> None:
         if not any(path == place and known in line for place, line in found)
     ]
     assert idle == [], "admitted, and no longer there"
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs/guarantees.md").read_text()))
+    assert len(named) > 40
+    lost = {
+        f"{file}::{name}"
+        for file, name in named
+        if not (ROOT / file).is_file() or f"def {name or 'test_'}" not in (ROOT / file).read_text()
+    }
+    assert lost == set()
