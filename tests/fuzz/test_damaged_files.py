@@ -167,6 +167,7 @@ def test_the_bench_is_as_large_as_promised() -> None:
     assert FLIPS >= 200
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("make", "damages", "flips", "may_differ"), KINDS, ids=[kind[0].__name__ for kind in KINDS])
 def test_damaged_files_are_refused_or_harmless(
     judge: Judge,
@@ -176,7 +177,9 @@ def test_damaged_files_are_refused_or_harmless(
     damages: int,
     flips: int,
     may_differ: Callable[[str], bool],
+    times: int,
 ) -> None:
+    damages, flips = damages * times, flips * times
     whole = tmp_path / "whole" / "files"
     whole.parent.mkdir()
     read = make(whole, inputs)
