@@ -166,3 +166,26 @@ def test_exceptions_are_what_the_console_says() -> None:
     assert cause([aborted, lost]) is lost
     assert isinstance(killed.exception(None), RankFailed)
     assert isinstance(from_exception(0, UserError("x")).exception(None), UserError)
+
+
+SIGNALLED = """
+import multiprocessing, os, signal, sys
+sys.path.insert(0, {here!r})
+import workers
+from threefold.launch import spawn
+from threefold.launch.signals import StopRequested, StopSignals
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
+with StopSignals() as signals:
+    try:
+        spawn(workers.wait_forever, ({folder!r},), 2, signals=signals)
+    except StopRequested as request:
+        print(request, len(multiprocessing.active_children()))
+sys.stdout.flush()
+os._exit(0)  # not after waiting for a rank that was forgotten
+"""
+
+
+def test_a_signal_while_a_rank_is_started_leaves_none(tmp_path: Path) -> None:
+    script = SIGNALLED.format(here=str(HERE), folder=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("SIGTERM 0\n", "")

@@ -68,7 +68,8 @@ def run_local(job: Job, world_size: int, start_method: StartMethod, signals: Sto
         port = listener.getsockname()[1]
         for rank in range(world_size):
             info = RankInfo(rank, world_size, rank, world_size, job.device)
-            ranks.append(_start(job, info, port, start_method))
+            with held_back():  # or a signal would come between the start of a process and its place in the list
+                ranks.append(_start(job, info, port, start_method))
         store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
@@ -84,8 +85,7 @@ def _start(job: Job, info: RankInfo, port: int, start_method: StartMethod) -> _R
     context: Any = multiprocessing.get_context(start_method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(job, info, port, sender, os.getpid()), name=f"rank {info.rank}")
-    with held_back():
-        process.start()
+    process.start()
     sender.close()
     return _Rank(process, receiver)
 
