@@ -87,7 +87,7 @@ def test_a_python_without_sources_and_a_place_that_cannot_be_written(library: Pa
         write_sample(tmp_path / "out", tmp_path / "empty")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file cannot be written"):
-        write_sample(tmp_path / "file", library)
+        write_sample(tmp_path / "file", tmp_path / "empty")  # told before the library is read
 
 
 def test_no_file_of_the_users_is_replaced(library: Path, tmp_path: Path) -> None:

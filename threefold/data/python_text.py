@@ -56,6 +56,10 @@ def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
         UserError: this Python carries no text, or `folder` cannot be written.
     """
     library = library or Path(sysconfig.get_path("stdlib"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before half a minute of reading
+    except OSError as error:
+        raise UserError(f"{shown(folder)} cannot be written ({error.strerror}); choose another folder") from None
     seen: set[str] = set()
     documents = {
         TOPICS_FILE: list(_distinct(_topics(library), seen)),
@@ -64,10 +68,6 @@ def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
     if not any(documents.values()):
         raise UserError(f"this Python has no source files under {library}; prepare a text of your own instead")
     contents = {name: _json_lines(texts) for name, texts in documents.items() if texts}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{shown(folder)} cannot be written ({error.strerror}); choose another folder") from None
     if any(not _holds(folder / name, content) for name, content in contents.items()):
         # This program's files may be replaced, as another Python's are; they have its marker.
         with staged_files(folder / _MARKED_AS, list(contents), inputs=(), overwrite=True) as staging:
