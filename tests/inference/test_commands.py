@@ -43,8 +43,16 @@ def test_same_text_from_one_process_and_from_two(threefold, run: Path, tmp_path:
 def test_eval_prints_a_table_and_writes_json(threefold, run: Path, tmp_path: Path) -> None:  # noqa: F811
     data, out = tmp_path / "a.jsonl", tmp_path / "out.json"
     data.write_text('{"text": "The statement returns a value."}\n\n{"text": "If not, an error is raised."}\n')
-    status, output, error = threefold("eval", run, "--data", data, "--json", out)
+    (tmp_path / "out.json.partial").write_text("mine")
+    (tmp_path / "link.json").symlink_to(out)
+    status, output, error = threefold("eval", run, "--data", data, "--json", tmp_path / "link.json")
     assert (status, error) == (0, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "link.json", "out.json", "out.json.partial"]
+    assert (tmp_path / "out.json.partial").read_text() == "mine"
+    for wrong, problem in ((data, "is the file of --data"), (tmp_path, "is a folder")):
+        status, _, error = threefold("eval", run, "--data", data, "--json", wrong)
+        assert status == 2
+        assert problem in " ".join(error.replace("│", " ").split())
     written = json.loads(out.read_text())
     assert (written["task"], written["texts"], written["context"], written["stride"]) == ("perplexity", 2, 16, 8)
     assert written["perplexity"] > 1

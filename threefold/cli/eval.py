@@ -61,8 +61,8 @@ def evaluate(
     inference = Inference.prepare(run, Layout(dp, tp, pp), dtype, device)
     counted = loss_tokens or inference.trained.config.data.loss_tokens
     chosen = _task(task, _context(context, inference), stride, counted)
-    if json is not None and not json.parent.is_dir():
-        raise typer.BadParameter(f"{json.parent} is no folder", param_hint="--json")
+    if json is not None:
+        _check_json(json, data)
     texts = read_texts(data, key)
     with _progress("reading", len(texts)) as advance:
         work = chosen.prepare(inference.trained.documents(special_tokens), texts, lambda: advance(1))
@@ -144,16 +144,37 @@ def _shown(value: float | int) -> str:
     return f"{value:,.4f}" if value < _LARGE else f"{value:.4g}"
 
 
+def _check_json(path: Path, data: Path) -> None:
+    """Check that the figures may be written to a path, before they are computed."""
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is no folder", param_hint="--json")
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; name a file", param_hint="--json")
+    if path.exists() and data.exists() and path.samefile(data):
+        raise typer.BadParameter(f"{path} is the file of --data; name another", param_hint="--json")
+
+
 def _write(path: Path, document: dict[str, Any]) -> None:
-    """Write JSON; what stood there stays until it is whole."""
+    """Write JSON; what stood there stays until it is whole, unless it is a pipe or a device."""
     import json
+    import secrets
 
     from threefold.errors import UserError
 
-    partial = path.with_name(path.name + ".partial")
+    text = json.dumps(document, indent=2) + "\n"
     try:
-        partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()  # a link stays one
+        partial = target.with_name(f".threefold-{secrets.token_hex(8)}")
+        try:
+            with partial.open("x", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise UserError(f"--json {path} cannot be written ({error.strerror}); choose another file.") from None
 
