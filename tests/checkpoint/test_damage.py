@@ -20,9 +20,9 @@ from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.begin import find_beginning
 from threefold.checkpoint.choose import choose
 from threefold.checkpoint.damage import DamagedCheckpoint
-from threefold.checkpoint.folder import path_of
+from threefold.checkpoint.folder import folders, path_of
 from threefold.checkpoint.huggingface.give import Export, export_model
-from threefold.checkpoint.resume import find_resumption
+from threefold.checkpoint.resume import find_resumption, has_all_steps
 from threefold.checkpoint.sealed import seal
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.errors import UserError
@@ -145,6 +145,33 @@ def test_damage_found_while_loading(
     assert ended.status == 0
     assert name in ended.error
     assert "2 steps" in ended.output
+
+
+@pytest.mark.parametrize("name", ["tensors-00001.bin", "config.yaml"])
+def test_a_damaged_last_checkpoint_is_made_again(
+    pool: WorkerPool, small_run: Run, run: Path, whole: Path, name: str
+) -> None:
+    """A run does not say that all its steps are made where their result cannot be read."""
+    config = small_run.but(tp=2, set=EVERY)
+    assert has_all_steps(run, 4)
+    with pytest.raises(UserError, match="is at step 4 already"):
+        find_resumption(run, config.config)
+    flip(name, 0.001)(path_of(run, 4))
+    assert not has_all_steps(run, 4)
+    found = find_resumption(run, config.config)
+    assert (found.checkpoint.step, found.passed) == (2, (path_of(run, 4),))
+    assert name in found.warnings[0]
+    pool.run(2, train_rank, config, run, "auto")
+    assert has_all_steps(run, 4)
+    assert losses_of(run) == losses_of(whole)
+
+
+def test_a_damaged_one_is_not_among_those_that_are_kept(pool: WorkerPool, small_run: Run, run: Path) -> None:
+    """Nor is the good one that the run fell back on deleted in its favour."""
+    flip("tensors-00000.bin", 0.001)(path_of(run, 4))
+    config = small_run.but(tp=2, steps=5, set=(("checkpoint.every", 5), ("checkpoint.keep", 2)))
+    pool.run(2, train_rank, config, run, True)
+    assert [path.name for path in folders(run)] == ["step_00000002", "step_00000004", "step_00000005"]
 
 
 def everything(run: Path) -> dict[str, Tensor]:

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.train.support import Run, losses_of, train_rank
-from threefold.checkpoint.folder import complete, newest, path_of, prune
+from threefold.checkpoint.folder import Facts, complete, newest, path_of, prune
+from threefold.checkpoint.save import save_checkpoint
 from threefold.errors import UserError
 from threefold.launch.pool import WorkerError, WorkerPool
+from threefold.parallel.layout import Layout
+from threefold.parallel.mesh import Mesh
 
 
 def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None:
@@ -83,6 +87,23 @@ def test_a_full_disk_leaves_the_one_before(pool: WorkerPool, small_run: Run, tmp
         assert "step_00000004 cannot be written" in errors[0]
         assert found.step == 2
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def saved_where_nothing_is(folder: Path) -> str:
+    """Save into a run's folder that is not there; returns the error."""
+    world = Mesh(Layout(), torch.device("cpu")).world
+    facts = Facts(step=4, consumed_samples=4, seed=1, eod=None, tokenizer_sha256=None, tokens=9, documents=1)
+    try:
+        save_checkpoint(folder, facts, {"model.weight": torch.ones(2)}, {}, world)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_folder_that_is_gone_is_not_made_again(pool: WorkerPool, tmp_path: Path) -> None:
+    (error,) = pool.run(1, saved_where_nothing_is, tmp_path / "run")
+    assert "step_00000004 cannot be written" in error
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

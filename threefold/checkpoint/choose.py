@@ -37,11 +37,13 @@ class Choice:
         checkpoint: where it is.
         config: its own.
         warnings: a sentence that names those that were passed over, if any were.
+        passed: their folders.
     """
 
     checkpoint: Checkpoint
     config: Config
     warnings: tuple[str, ...] = field(default=())
+    passed: tuple[Path, ...] = ()
 
 
 def choose(run_dir: Path, missing: Callable[[str], str], damaged: Damaged | None = None) -> Choice:
@@ -65,10 +67,21 @@ def choose(run_dir: Path, missing: Callable[[str], str], damaged: Damaged | None
             passed.append(damage)
             continue
         warning = f"{_listed(passed)} passed over; {checkpoint.path} is used, the newest that is good."
-        return Choice(checkpoint, config, (warning,) if passed else ())
+        return Choice(checkpoint, config, (warning,) if passed else (), tuple(damage.path for damage in passed))
     raise UserError(
         missing(f"no complete checkpoint ({_listed(passed)} passed over)" if passed else "no complete checkpoint")
     )
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """Compare every file of a checkpoint with its checksum, which takes as long as reading all its tensors.
+
+    Raises:
+        DamagedCheckpoint: one is not as it was written.
+    """
+    manifest = read_manifest(checkpoint.path)
+    for name in sorted(manifest.files):
+        manifest.check_content(name)
 
 
 def from_first(world: "Axis", find: Callable[[], T]) -> T:

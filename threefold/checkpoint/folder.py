@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -166,7 +166,7 @@ def remove_partial(run_dir: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep: int, step: int | None = None) -> None:
+def prune(run_dir: Path, keep: int, step: int | None = None, passed: Collection[Path] = ()) -> None:
     """Delete all but the `keep` newest whole checkpoints (0: none is deleted), and what interrupted saving left.
 
     Args:
@@ -174,9 +174,10 @@ def prune(run_dir: Path, keep: int, step: int | None = None) -> None:
         keep: how many stay.
         step: of the checkpoint that was just written. Those after it were passed over when the run was resumed, so they
             are neither deleted nor counted; None counts all.
+        passed: folders of others that were passed over then, to be treated likewise.
     """
     remove_partial(run_dir)
-    counted = [each for each in complete(run_dir) if step is None or each.step <= step]
+    counted = [each for each in complete(run_dir) if (step is None or each.step <= step) and each.path not in passed]
     for checkpoint in counted[:-keep] if keep else []:
         # Under the name of a partial one, so that it is taken for nothing else should deleting it be interrupted.
         shutil.rmtree(checkpoint.path.rename(checkpoint.path.with_name(checkpoint.path.name + PARTIAL)))

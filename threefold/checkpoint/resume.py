@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from threefold.checkpoint.choose import Damaged, choose
-from threefold.checkpoint.folder import Checkpoint, folders
+from threefold.checkpoint.choose import Damaged, check_whole, choose
+from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.folder import Checkpoint, folders, newest
 from threefold.config import Config
 from threefold.data.content import Content, ReadCorpus
 from threefold.data.dataset import open_dataset
@@ -77,10 +78,12 @@ class Resumption:
         checkpoint: where and at which step.
         warnings: a sentence for each setting that makes the losses differ from those of the unbroken run, and one for
             damaged checkpoints.
+        passed: folders of the damaged checkpoints that are newer.
     """
 
     checkpoint: Checkpoint
     warnings: tuple[str, ...]
+    passed: tuple[Path, ...] = ()
 
 
 Resume = bool | Literal["auto"]
@@ -90,6 +93,18 @@ Resume = bool | Literal["auto"]
 def continues(run_dir: Path, resume: Resume) -> bool:
     """Whether a run continues. One whose only checkpoints are damaged does: it is not to train over them unnoticed."""
     return bool(folders(run_dir)) if resume == "auto" else resume
+
+
+def has_all_steps(run_dir: Path, steps: int) -> bool:
+    """Whether the newest checkpoint of a run is that of its last step, and every byte of it as it was written."""
+    saved = newest(run_dir)
+    if saved is None or saved.step != steps:
+        return False
+    try:
+        check_whole(saved)
+    except DamagedCheckpoint:
+        return False
+    return True
 
 
 def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> Resumption:
@@ -124,6 +139,10 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
             )
     _check_data(checkpoint, config)
     if checkpoint.step >= config.train.max_steps:
+        try:
+            check_whole(checkpoint)  # as nobody will read its tensors
+        except DamagedCheckpoint as damage:
+            return find_resumption(run_dir, config, {**(damaged or {}), damage.path: damage.reason})
         raise UserError(
             f"train.max_steps is {config.train.max_steps} and {checkpoint.path} is at step {checkpoint.step} already; "
             f"set it to {checkpoint.step + 1} at least to go on."
@@ -132,6 +151,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
     return Resumption(
         checkpoint,
         (*choice.warnings, *warnings, *_ended_decay(choice.config, config), *_restarted_streams(checkpoint, config)),
+        choice.passed,
     )
 
 

@@ -1,7 +1,7 @@
 """Making a checkpoint: whole or not at all."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -49,7 +49,8 @@ def save_checkpoint(
 
     def begin() -> None:
         remove_partial(run_dir)
-        partial.mkdir(parents=True)
+        path.parent.mkdir(exist_ok=True)  # not the run's folder, which may have been deleted
+        partial.mkdir()
 
     def finish() -> None:
         for name, text in texts.items():
@@ -76,14 +77,16 @@ def save_checkpoint(
     return path
 
 
-def prune_checkpoints(run_dir: Path, keep: int, step: int, world: Axis) -> None:
+def prune_checkpoints(run_dir: Path, keep: int, step: int, world: Axis, passed: Collection[Path] = ()) -> None:
     """Delete all but the `keep` newest whole checkpoints (0: none) up to that of `step`. Collective over the world.
+
+    Those that were `passed` over as damaged are neither deleted nor counted.
 
     Raises:
         UserError: on every rank, when one cannot be deleted.
     """
     try:
-        _on_first(world, lambda: prune(run_dir, keep, step))
+        _on_first(world, lambda: prune(run_dir, keep, step, passed))
     except OSError as error:
         raise UserError(
             f"An old checkpoint of {run_dir} cannot be deleted ({error}); set checkpoint.keep to 0."

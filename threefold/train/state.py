@@ -1,6 +1,6 @@
 """An engine's state as named global tensors, and a run's checkpoints made of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -58,6 +58,7 @@ class Checkpoints:
     ) -> None:
         self.run_dir, self.engine, self.config, self.dataset = run_dir, engine, config, dataset
         self.contents = contents
+        self._passed: frozenset[Path] = frozenset()
         self._sizes = dataset.sizes()
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
@@ -77,7 +78,9 @@ class Checkpoints:
         tensors = engine_tensors(self.engine)
         if self.engine.streams.used:
             tensors |= self.engine.streams.stored(self.engine.mesh.layout)
-        return save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, self.engine.mesh.world)
+        path = save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, self.engine.mesh.world)
+        self._passed -= {path}  # it took the place of a damaged one
+        return path
 
     def prune(self, step: int) -> None:
         """Delete all but the newest `checkpoint.keep` up to that of `step`.
@@ -85,7 +88,7 @@ class Checkpoints:
         Raises:
             UserError: on every rank, when one cannot be deleted.
         """
-        prune_checkpoints(self.run_dir, self.config.checkpoint.keep, step, self.engine.mesh.world)
+        prune_checkpoints(self.run_dir, self.config.checkpoint.keep, step, self.engine.mesh.world, self._passed)
 
     def whole(self) -> list[Path]:
         """The folders of the whole ones, oldest first."""
@@ -107,13 +110,18 @@ class Checkpoints:
         bad = (~largest.isfinite()).sum()
         return int(self.engine.mesh.world.all_reduce_(bad)) == 0
 
-    def restore(self, checkpoint: Checkpoint) -> int:
+    def restore(self, checkpoint: Checkpoint, passed: Collection[Path] = ()) -> int:
         """Put the engine into the state of a checkpoint, and return the updates made for it.
+
+        Args:
+            checkpoint: to read.
+            passed: folders of damaged ones that are newer, which do not count among those that are kept.
 
         Raises:
             DamagedCheckpoint: on every rank, when it is not as it was written; the engine is in no usable state then.
             UserError: on every rank, when it cannot be read.
         """
+        self._passed = frozenset(passed)
         load_tensors(engine_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.publish()
         facts, scale = checkpoint.facts, self.engine.loss_scale
