@@ -140,6 +140,40 @@ def test_console_ranks_that_are_none(threefold, config_file: Path, tmp_path: Pat
     assert "--console-ranks" in error
 
 
+@pytest.mark.parametrize(
+    ("ranks", "layout", "sentence"),
+    [
+        ("-1", "1", "--console-ranks has -1 but the layout has rank 0 alone; use 0."),
+        ("0,2", "2", "--console-ranks has 2 but the layout has ranks 0 to 1; use 1."),
+    ],
+)
+def test_console_ranks_that_do_not_exist(
+    threefold, config_file: Path, tmp_path: Path, ranks: str, layout: str, sentence: str
+) -> None:
+    options = (f"--console-ranks={ranks}", "--set", f"parallel.dp={layout}")
+    ended = threefold("train", config_file, "--run-dir", tmp_path / "run", *options)
+    assert ended == (2, "", f"Error: {sentence}\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_replaces_no_config_of_the_users(threefold, config_file: Path, tmp_path: Path) -> None:
+    """Such as the very config that it is started with, comments and all."""
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    mine = folder / "config.yaml"
+    mine.write_text("# Mine.\n" + config_file.read_text())
+    ended = threefold("train", mine, "--run-dir", folder)
+    assert ended.status == 2
+    assert ended.error == (
+        f"Error: --run-dir is {folder}, which no run has used and whose config.yaml the run would replace; choose "
+        f"another, such as {folder / 'run'}.\n"
+    )
+    assert list(folder.iterdir()) == [mine]
+    (folder / "logs").mkdir()  # as a run leaves it that failed before its first checkpoint
+    with_wrong = threefold("train", mine, "--run-dir", folder, "--set", "train.max_steps=0")
+    assert "train.max_steps" in with_wrong.error
+
+
 def test_run_dir_that_cannot_be_made(threefold, config_file: Path) -> None:
     status, _, error = threefold("train", config_file, "--run-dir", config_file / "run")
     assert status == 2

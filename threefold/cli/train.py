@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -14,6 +14,10 @@ from typer.core import TyperCommand
 from threefold.cli.data_view import Bars
 from threefold.cli.options import ConfigFile, Overrides
 from threefold.errors import OutputLost
+from threefold.files import shown
+
+if TYPE_CHECKING:
+    from threefold.config import Config
 
 
 class ResumeChoice(StrEnum):
@@ -66,18 +70,19 @@ def train(
     """
     from threefold.launch.signals import StopRequested, StopSignals
 
-    shown, folder = _ranks(console_ranks), run_dir or Path("runs") / config.stem
+    console, folder = _ranks(console_ranks), run_dir or Path("runs") / config.stem
     with StopSignals() as signals:
         try:
             from threefold.config import load_config
             from threefold.launch.training import prepare_training
 
             given = load_config(config, overrides or ())
+            _require_ranks(console, given)
             with Bars() as bars:  # whose thread has ended when the workers are forked
                 run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars)
             if run.finished:
                 _say(f"{folder} has made all its {run.config.train.max_steps:,} steps; there is nothing left to do.")
-            stopped = run.start(shown, signals, lambda: _tell(run.config.compact()))
+            stopped = run.start(console, signals, lambda: _tell(run.config.compact()))
         except StopRequested as request:
             if not request.again:
                 # Nothing is imported to say so: the signal may have come in the middle of an import.
@@ -122,6 +127,19 @@ def _tell(text: str) -> None:
 
 def _ranks(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(rank) for rank in text.split(",") if rank.strip())
+        return tuple(dict.fromkeys(int(rank) for rank in text.split(",") if rank.strip()))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of ranks such as 0,3", param_hint="--console-ranks") from None
+        raise typer.BadParameter(
+            f"{shown(text)!r} is not a list of ranks such as 0,3", param_hint="--console-ranks"
+        ) from None
+
+
+def _require_ranks(ranks: tuple[int, ...], config: "Config") -> None:
+    """Check that the layout has the ranks whose output is to be shown."""
+    from threefold.errors import UserError
+    from threefold.parallel.layout import Layout
+
+    last = Layout.of(config.parallel).world_size - 1
+    if absent := [rank for rank in ranks if not 0 <= rank <= last]:
+        exist = f"the layout has ranks 0 to {last}" if last else "the layout has rank 0 alone"
+        raise UserError(f"--console-ranks has {shown(str(absent[0]))} but {exist}; use {0 if absent[0] < 0 else last}.")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from threefold.checkpoint.begin import find_beginning
-from threefold.checkpoint.folder import newest, write_durably
-from threefold.checkpoint.resume import Resume, continues, find_resumption
+from threefold.checkpoint.folder import FOLDER, newest, write_durably
+from threefold.checkpoint.resume import Resume, continues, find_resumption, has_all_steps
 from threefold.config import Config, resolve
 from threefold.config.resolve import check_settings
 from threefold.data.dataset import open_dataset
@@ -19,8 +19,10 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.device import choose_device, memory_per_rank, require_gpus
 from threefold.launch.environment import find_place
+from threefold.launch.output import log_file
 from threefold.launch.process import require_room, signal_name
 from threefold.launch.run import run
+from threefold.launch.run_lock import FILE as LOCK_FILE
 from threefold.launch.run_lock import cannot_write, require_free, run_lock
 from threefold.launch.signals import StopSignals
 from threefold.launch.worker import Device, RankInfo
@@ -187,12 +189,12 @@ def prepare_training(
     _require_folder(run_dir)
     place = find_place()
     if place is None or place.rank == 0:  # the other ranks would take rank 0 for another run
+        _require_no_foreign(run_dir)
         require_free(run_dir)
     if place is None:
         require_room(Layout.of(config.parallel).world_size)
     checked = _checked(config, progress)
-    saved = newest(run_dir) if resume == "auto" else None
-    if saved is not None and saved.step == checked.resolved.train.max_steps:
+    if resume == "auto" and has_all_steps(run_dir, checked.resolved.train.max_steps):
         return TrainingRun(checked.resolved, run_dir, resume, finished=True)
     if continues(run_dir, resume):
         find_resumption(run_dir, checked.resolved)
@@ -241,6 +243,20 @@ def _require_folder(run_dir: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         kind = "a file" if stat.S_ISREG(found.st_mode) else "a pipe, socket or device"
         raise UserError(f"{name}, which is {kind}; name a folder.")
+
+
+def _require_no_foreign(run_dir: Path) -> None:
+    """Check that the files which a run replaces are not somebody's own, in a folder that no run has used."""
+    from threefold.train import log, metrics, plot
+
+    replaced = (CONFIG_FILE, metrics.FILE, log.FILE, plot.FILE)
+    found = [name for name in replaced if os.path.lexists(run_dir / name)]
+    used = (LOCK_FILE, FOLDER, log_file(run_dir, 0).parent.name)
+    if found and not any(os.path.lexists(run_dir / name) for name in used):
+        raise UserError(
+            f"--run-dir is {shown(run_dir)}, which no run has used and whose {found[0]} the run would replace; choose "
+            f"another, such as {shown(run_dir / 'run')}."
+        )
 
 
 def _require_no_checkpoints(run_dir: Path) -> None:
