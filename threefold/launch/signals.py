@@ -32,7 +32,8 @@ class StopRequested(KeyboardInterrupt):
 class StopSignals:
     """Takes SIGINT and SIGTERM of this process while it is entered; in the main thread, else it does nothing.
 
-    Until somebody takes them over (`passed_to`, `noted`), a signal raises `StopRequested` where the process is.
+    Until somebody takes them over (`passed_to`, `noted`), a signal raises `StopRequested` where the process is. After one
+    they are ignored when it is left, as the process ends then.
 
     Attributes:
         received: the number of the first signal, 0 before.
@@ -54,7 +55,8 @@ class StopSignals:
 
     def __exit__(self, *exc: object) -> None:
         for number, before in self._before.items():
-            signal.signal(number, before)
+            # After a signal the process only ends: one more is not to change the status that says in which way.
+            signal.signal(number, signal.SIG_IGN if self.received else before)
 
     @contextmanager
     def passed_to(self, take: Callable[[int, bool], None]) -> Iterator[None]:
