@@ -32,8 +32,8 @@ class StopRequested(KeyboardInterrupt):
 class StopSignals:
     """Takes SIGINT and SIGTERM of this process while it is entered; in the main thread, else it does nothing.
 
-    Until somebody takes them over (`passed_to`, `noted`), a signal raises `StopRequested` where the process is. After one
-    they are ignored when it is left, as the process ends then.
+    Until somebody takes them over (`passed_to`, `noted`), a signal raises `StopRequested` where the process is. Once
+    one came, more are ignored after this is left, as the process ends then.
 
     Attributes:
         received: the number of the first signal, 0 before.
