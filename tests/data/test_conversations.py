@@ -74,6 +74,24 @@ def test_documents_stand_whole_and_apart(files: TokenFiles) -> None:
     assert (labels[:, :-1][crossing] == -100).all()
 
 
+@pytest.mark.parametrize("length", [16, 160])
+def test_positions_and_padding(files: TokenFiles, length: int) -> None:
+    """Each conversation counts its positions from 0, and only what is beyond the last one is padding."""
+    samples = PackedConversations.open(files, "train", "1", length)
+    every = np.arange(len(samples))
+    padding, counts = samples.padding(every), []
+    for first, end in zip(samples.samples, samples.samples[1:], strict=False):
+        places = [place for held in samples.lengths[first:end].tolist() for place in range(held)]
+        fill = max(0, length - len(places))
+        counts.append((places + list(range(fill)))[:length])
+        assert padding[len(counts) - 1] == fill
+    assert padding.any()
+    np.testing.assert_array_equal(samples.positions(every), counts)
+    back = every[::-1]
+    np.testing.assert_array_equal(samples.positions(back), counts[::-1])
+    np.testing.assert_array_equal(samples.padding(back), padding[::-1])
+
+
 def test_packing_is_tight_and_fits() -> None:
     lengths = np.random.default_rng(0).integers(2, 12, 500)
     bins = pack(lengths, 32)

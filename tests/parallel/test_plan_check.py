@@ -166,6 +166,8 @@ HOSTILE: list[tuple[Callable[[Model], None], dict[str, Any], str]] = [
     (nothing, {"split": {**table("blocks.*.mlp.up"), "blocks.*.mpl.up": Column()}}, "split says nothing about the parameter 'blocks.0.mlp.up.weight'; give 'blocks.0.mlp.up' Replicated(), and mend 'blocks.*.mpl.up', which no module of the model has for a name."),
     (nothing, {"split": {**TABLE, "blocks.*.*.up": Replicated()}}, ""),  # two whole names against three
     (nothing, {"split": {**table("blocks.*.mlp.up"), "blocks.*.mlp.*": Replicated(), "blocks.*.*.up": Column()}}, "split has 'blocks.*.*.up' and 'blocks.*.mlp.*', which both match 'blocks.0.mlp.up' and are equally specific"),
+    (nothing, {"split": {**table("blocks.*.mlp.up"), "**.up": Column(), "blocks.*.mlp": Replicated()}}, "split has '**.up', which decides for nothing: 'blocks.*.mlp' is more specific and decides for all inside it, 'blocks.0.mlp.up' too"),
+    (nothing, {"split": {**table("blocks.*.mlp.up"), "**.up": Column(), "blocks.1.mlp": Replicated()}}, ""),  # of one block alone
     (nothing, {"split": {**TABLE, "blocks.**.up.**": Replicated()}}, "split has 'blocks.**.up.**', which no module of the model has"),
     (nothing, {"split": {**TABLE, "blocks..up": Replicated()}}, "The pattern 'blocks..up' has an empty part"),
     (nothing, {"split": {**TABLE, "blocks.**up": Replicated()}}, "The pattern 'blocks.**up' has ** beside other characters"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +29,13 @@ from threefold.inference.sampling import Sampling
 from threefold.inference.scoring import score
 from threefold.inference.tasks import Perplexity
 from threefold.inference.texts import read_prompts, read_texts
-from threefold.launch.pool import WorkerPool
+from threefold.launch.pool import WorkerError, WorkerPool
 from threefold.launch.training import resolve_run
 from threefold.train.run import train
 
-STYLES = {"llama3": "llama", "chatml": "qwen2"}
-LENGTH = 160
+STYLES = {"llama3": "llama", "chatml": "qwen2", "phi": "gpt2"}
+LENGTHS = {"llama3": 160, "chatml": 160, "phi": 96}
+"""Tokens of a sample, so that all conversations are two."""
 
 
 class Tuned(NamedTuple):
@@ -45,9 +47,12 @@ class Tuned(NamedTuple):
     lines: Path
     tokens: Path
     chats: list[list[dict[str, Any]]]
+    length: int
 
 
-@pytest.fixture(scope="module", params=["llama3", pytest.param("chatml", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["llama3", *(pytest.param(style, marks=pytest.mark.slow) for style in ("chatml", "phi"))]
+)
 def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     import transformers
 
@@ -56,6 +61,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     classes = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config, model = classes[STYLES[style]]
     torch.manual_seed(5)
@@ -65,10 +71,13 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             hidden_size=32,
             num_hidden_layers=2,
             num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=48,
             max_position_embeddings=256,
             initializer_range=0.2,
+            **(
+                {"n_inner": 48, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+                if STYLES[style] == "gpt2"
+                else {"intermediate_size": 48, "num_key_value_heads": 2}
+            ),
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=tokenizer.bos_token_id,
         )
@@ -80,13 +89,13 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     lines = folder / "chats.jsonl"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     prepare(Request((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json"), Silent())
-    return Tuned(theirs, tokenizer, folder / "base", lines, folder / "tokens", chats)
+    return Tuned(theirs, tokenizer, folder / "base", lines, folder / "tokens", chats, LENGTHS[style])
 
 
 def config_of(tuned: Tuned, path: Path, steps: int = 3, **layout: int) -> Config:
     """All conversations in each batch, so that a step's loss is that of the file."""
     given = load_config(tuned.base / "config.yaml").sections()
-    given["data"] = {"path": str(path), "sequence_length": LENGTH, "split": "1"}
+    given["data"] = {"path": str(path), "sequence_length": tuned.length, "split": "1"}
     if path == tuned.lines:
         given["data"]["tokenizer"] = str(tuned.base / "tokenizer.json")
     given["train"] |= {"max_steps": steps, "eval_every": 0, "device": "cpu", "global_batch_size": 2}
@@ -145,7 +154,7 @@ def test_the_first_loss_is_theirs_in_every_layout(tuned: Tuned, pool: WorkerPool
     pool.run(1, train, config, tmp_path / "one", False)
     one = losses_of(tmp_path / "one")
     assert math.isclose(one[0], loss, rel_tol=1e-6), (one[0], loss)
-    layouts = ({"dp": 2, "tp": 2},) if tuned.tokenizer.bos_token else ({"dp": 2}, {"tp": 2}, {"pp": 2})
+    layouts = ({"dp": 2, "tp": 2},) if tuned.tokenizer.bos_token else ({"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2})
     for layout in layouts:
         name = "-".join(layout)
         ranks = math.prod(layout.values())
@@ -199,3 +208,49 @@ def test_a_run_keeps_its_rule_and_template(tuned: Tuned, pool: WorkerPool, tmp_p
     other = longer.model_copy(update={"data": longer.data.model_copy(update={"special_tokens": "text"})})
     with pytest.raises(UserError, match=r"data.special_tokens is text but .* was trained with parse"):
         find_resumption(tmp_path / "run", other)
+
+
+def with_data(config: Config, **changes: Any) -> Config:
+    """The same run on other data, one step longer."""
+    train = config.train.model_copy(update={"max_steps": config.train.max_steps + 1})
+    return config.model_copy(update={"data": config.data.model_copy(update=changes), "train": train})
+
+
+def test_other_answers_are_not_resumed(tuned: Tuned, pool: WorkerPool, tmp_path: Path) -> None:
+    """A template that writes the same text and marks less of it as answers leaves the tokens as they are."""
+    config = config_of(tuned, tuned.lines, steps=1)
+    pool.run(1, train, config, tmp_path / "run", False)
+    assert find_resumption(tmp_path / "run", with_data(config)).warnings == ()
+    prepared = with_data(config, path=str(tuned.tokens), tokenizer=None)
+    assert find_resumption(tmp_path / "run", prepared).warnings == (), "the same in another form"
+    (changed,) = find_resumption(tmp_path / "run", with_data(config, loss_tokens="all")).warnings
+    assert changed.startswith("data.loss_tokens is 'all' from here on")
+    template, end = str(tuned.tokenizer.chat_template), "{% endgeneration %}"
+    before = next(
+        text for text in (" + '<|im_end|>' }}", " + '<|eot_id|>' }}", " + '<|end|>' }}") if text + end in template
+    )
+    fewer = tmp_path / "fewer.jinja"
+    fewer.write_text(template.replace(before + end, " }}" + end + "{{" + before[2:]))
+    other = with_data(config, chat_template=str(fewer))
+    assert open_dataset(other).sizes() == open_dataset(config).sizes()
+    with pytest.raises(UserError, match=r"where other tokens count for the loss than .*step_00000001 was trained on"):
+        find_resumption(tmp_path / "run", other)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_mask_or_cache_is_seen(tuned: Tuned, pool: WorkerPool, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tuned.tokens, tmp_path / "tokens"))
+    flip(folder / "loss_mask.bin", 40)
+    with pytest.raises(UserError, match=r"loss_mask.bin is damaged \(its checksum"):
+        TokenFiles.open(folder)
+    config = with_data(config_of(tuned, tuned.lines, steps=1), cache=str(tmp_path / "cache"))
+    open_dataset(config).samples("train")
+    (cached,) = (tmp_path / "cache").glob("*/tokens.bin")
+    flip(cached, 20)
+    with pytest.raises(WorkerError, match=r"tokens.bin (is damaged|holds token)"):
+        pool.run(1, train, config, tmp_path / "run", False)

@@ -48,8 +48,9 @@ def names(folder: Path) -> list[str]:
 
 
 def on(run: Run, folder: Path, weights: tuple[float, ...] = WEIGHTS, *more: tuple[str, Any]) -> Run:
-    """The run on a mixture of the three."""
+    """The run on a mixture of the three, whose folders are of before there was a rule for special tokens."""
     settings = (
+        ("data.special_tokens", "text"),
         ("data.path", None),
         ("data.mixture", dict(zip(names(folder), weights, strict=True))),
         ("data.tokenizer", str(folder / "one/tokenizer.json")),
@@ -87,7 +88,8 @@ def test_evaluation_weighs_the_mean_of_each_corpus(pool: WorkerPool, small_run: 
     fp64 = small_run.but(dtype="fp64", set=(("train.eval_every", 1),))
     tokenizer = ("data.tokenizer", str(folder / "one/tokenizer.json"))
     separate = ("data.separate_documents", True)
-    alone = [fp64.but(set=(*fp64.set, ("data.path", name), tokenizer, separate)) for name in names(folder)]
+    text = ("data.special_tokens", "text")
+    alone = [fp64.but(set=(*fp64.set, ("data.path", name), tokenizer, separate, text)) for name in names(folder)]
     losses = [pool.run(1, evaluated, run, 10_000)[0] for run in alone]
     expected = sum(weight / 10 * loss for weight, (loss, _) in zip(WEIGHTS, losses, strict=True))
     for loss, tokens in pool.run(2, evaluated, on(fp64, folder).but(dp=2), 10_000):
@@ -156,3 +158,8 @@ def test_another_mixture_is_refused(saved: Path, small_run: Run, folder: Path, t
         file.write('{"text": "one more"}\n')
     with pytest.raises(UserError, match=r"data.mixture has .*three.jsonl with .* but .* was trained on .* there"):
         find_resumption(saved, on(small_run, tmp_path / "other").but(steps=4).config)
+
+
+def test_lines_follow_the_rule_of_older_folders(small_run: Run, folder: Path) -> None:
+    with pytest.raises(UserError, match=r"three.jsonl, made with parse; set data.special_tokens to text, which JSON"):
+        _ = on(small_run, folder, WEIGHTS, ("data.special_tokens", None)).config

@@ -5,30 +5,28 @@ import re
 from contextlib import closing
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from tests.train.support import Run, steps_of, train_rank
 from threefold.data.dataset import open_dataset
-from threefold.data.loader import Batch, Loader, Share
+from threefold.data.loader import Loader, Share
+from threefold.data.tokenizer import END_OF_DOCUMENT
 from threefold.labels import IGNORED
 from threefold.launch.pool import WorkerPool
 
-END = 0
 
-
-def batch(tokens: list[list[int]], labels: list[list[int]]) -> Batch:
-    return Batch(torch.tensor(tokens), torch.tensor(labels), torch.arange(len(tokens)))
-
-
-def test_what_padding_is() -> None:
-    none = IGNORED
-    assert batch([[5, 6, END, END, END]], [[6, END, none, none, none]]).padding() == 2  # the first ends the text
-    assert batch([[5, 6, 7, END]], [[6, 7, END, none]]).padding() == 0
-    assert batch([[5, END, 6, END]], [[END, none, END, none]]).padding() == 0
-    assert batch([[5, 6, 7, 8]], [[6, 7, 8, 9]]).padding() == 0
-    assert batch([[4, 5, 6, 7]], [[none, none, none, none]]).padding() == 0  # a long question without its answer
-    rows = batch([[5, END, END, END], [5, 6, 7, 8]], [[END, none, none, none], [6, 7, 8, 9]])
-    assert rows.padding() == 2
+def test_what_padding_is(small_run: Run, tmp_path: Path) -> None:
+    """What is beyond a line and its end, also where the line ends with that token; none of a line that is cut."""
+    data, tokenizer = tmp_path / "lines.jsonl", small_run.data / "tokenizer.json"
+    spelled = ["a", "a" + 2 * END_OF_DOCUMENT, "list of values " * 40]
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in spelled))
+    settings = (("data.tokenizer", str(tokenizer)), ("data.sequence_length", 48), ("data.split", "1"))
+    samples = open_dataset(small_run.but(data=data, set=settings).config).samples("train")
+    assert samples.padding(np.arange(3)).tolist() == [46, 44, 0]
+    with closing(Loader(samples, None, Share(3), 1)) as loader:
+        found = loader.batch(0)
+    assert found.padding is not None
+    assert sorted(found.padding.tolist()) == [0, 44, 46]
 
 
 def test_padding_is_neither_read_nor_trained_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

@@ -327,10 +327,11 @@ def _is_pairs(value: Any) -> bool:
 def _is_contents(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(content, dict)
-        and content.keys() == {"dtype", "documents", "tokens"}
+        and content.keys() | {"loss_mask"} == {"dtype", "documents", "tokens", "loss_mask"}
         and content["dtype"] in CONTENT_DTYPES
         and isinstance(content["documents"], str)
         and isinstance(content["tokens"], str | None)
+        and isinstance(content.get("loss_mask"), str | None)
         for content in value
     )
 

@@ -222,9 +222,15 @@ def _check_data(checkpoint: Checkpoint, config: Config) -> None:
                 f"{key} has {name} with {now[0]:,} tokens in {now[1]:,} documents but {checkpoint.path} was trained on "
                 f"{then[0]:,} in {then[1]:,} there; give that data, or start a new run in another folder."
             )
-    for read, content in zip(dataset.contents(), facts.contents, strict=False):
+    for name, read, content in zip(names, dataset.contents(), facts.contents, strict=False):
         if differs := different_file(content, read):
             raise other_text(differs, checkpoint)
+        masks = (content.loss_mask, read.content.loss_mask)
+        if config.data.loss_tokens == "answers" and None not in masks and masks[0] != masks[1]:
+            raise UserError(
+                f"{key} has {name}, where other tokens count for the loss than {checkpoint.path} was trained on; give "
+                "that data, with the chat template it had (data.chat_template), or start a new run in another folder."
+            )
 
 
 def different_file(then: Content, now: ReadCorpus) -> Path | None:

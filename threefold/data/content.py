@@ -9,8 +9,7 @@ import numpy as np
 
 from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.data.corpus import Corpus, Tokens
-from threefold.data.files import TokenFiles
-from threefold.data.format import DOCUMENT_DTYPE, DOCUMENTS_FILE, TOKENS_FILE
+from threefold.data.format import DOCUMENT_DTYPE, LOSS_MASK_FILE, TOKENS_FILE
 from threefold.data.padded import EncodedLines
 
 CONTENT_DTYPES: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -27,11 +26,13 @@ class Content:
             is beside the tokens.
         tokens: checksum of the tokens, little endian in their type; None until all have been read where no file of the
             corpus keeps it.
+        loss_mask: checksum of what says which tokens count for the loss; None where it is not known, or all do.
     """
 
     dtype: str
     documents: str
     tokens: str | None = None
+    loss_mask: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +65,9 @@ def content_of(data: Corpus | EncodedLines) -> ReadCorpus:
         tokens = known.pop(TOKENS_FILE, None)
         documents = checksum_of("".join(f"{name} {known[name]}\n" for name in sorted(known)).encode()) if known else ""
         return ReadCorpus(files, data.tokens, Content(data.tokens.dtype.name, documents, tokens), remedy)
-    checksums = data.meta.checksums if isinstance(data, TokenFiles) else {}
-    documents = checksums.get(DOCUMENTS_FILE) or _checksum_of_documents(data)
-    content = Content(data.tokens.dtype.name, documents, checksums.get(TOKENS_FILE))
+    written = [data.checksums.get(file.name) for file in data.files]
+    mask = data.checksums.get(LOSS_MASK_FILE) if data.holds_chat else None
+    content = Content(data.tokens.dtype.name, written[-1] or _checksum_of_documents(data), written[0], mask)
     return ReadCorpus(data.files, data.tokens, content, data.remedy)
 
 

@@ -131,6 +131,19 @@ class PackedConversations:
             found[row] = np.searchsorted(bounds, np.arange(self.sequence_length), side="right")
         return found
 
+    def positions(self, indices: Int64Array) -> Int64Array:
+        documents, places = self.documents(indices), np.arange(self.sequence_length)
+        begins = np.diff(documents, axis=1, prepend=-1) != 0
+        return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        return np.maximum(0, self.sequence_length - self._held[indices])
+
+    @cached_property
+    def _held(self) -> Int64Array:
+        """int64 [samples], tokens of the pieces of each sample."""
+        return np.add.reduceat(self.lengths, self.samples[:-1])
+
     def _pieces(self, sample: int) -> list[tuple[int, int]]:
         here = slice(self.samples[sample], self.samples[sample + 1])
         return list(zip(self.starts[here].tolist(), self.lengths[here].tolist(), strict=True))

@@ -1,7 +1,8 @@
 """What every format of token files is read into: tokens in a row, the bounds of their documents, their vocabulary."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +73,7 @@ class Corpus:
         loss_mask: uint8 [N], 1 where predicting a token counts for the loss; None where the corpus is no conversations
             and all count.
         template: of its conversations, if it is known.
+        checksums: of its files as they were written, by name, as far as they are kept.
     """
 
     path: Path
@@ -85,6 +87,7 @@ class Corpus:
     rule: TextRule
     loss_mask: NDArray[np.uint8] | StoredArray | None = None
     template: ChatTemplate | None = None
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def holds_chat(self) -> bool:

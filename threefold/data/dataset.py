@@ -181,10 +181,16 @@ def _check_shared(sources: Sequence[Source]) -> None:
                 raise _not_shared(one, other, f"have vocabularies of {sizes} tokens")
             assumed = one.data.rule.is_assumed or other.data.rule.is_assumed
             if one.data.rule.special_tokens != other.data.rule.special_tokens and not assumed:
+                lines = isinstance(one.data, JsonLines) or isinstance(other.data, JsonLines)
+                made = (other if isinstance(one.data, JsonLines) else one).data.rule.special_tokens
+                remedy = (
+                    f"set data.special_tokens to {made}, which JSON lines follow"
+                    if lines
+                    else "prepare one of them again with the other's --special-tokens"
+                )
                 raise UserError(
                     f"data.mixture names {one.name}, made with special_tokens {one.data.rule.special_tokens}, and "
-                    f"{other.name}, made with {other.data.rule.special_tokens}; prepare one of them again with the "
-                    "other's --special-tokens."
+                    f"{other.name}, made with {other.data.rule.special_tokens}; {remedy}."
                 )
 
 

@@ -69,6 +69,7 @@ class TokenFiles(Corpus):
             rule=meta.rule,
             loss_mask=_mask(path / LOSS_MASK_FILE, meta.tokens) if meta.loss_mask else None,
             template=ChatTemplate.beside(path / TOKENIZER_FILE) if meta.loss_mask else None,
+            checksums=meta.checksums,
         )
         files._check()
         return files
@@ -79,12 +80,12 @@ class TokenFiles(Corpus):
 
     def _check(self) -> None:
         starts = self.documents
-        expected = self.meta.checksums.get(DOCUMENTS_FILE)
-        if expected is not None and checksum(self.path / DOCUMENTS_FILE) != expected:
-            raise UserError(
-                f"{shown(self.path / DOCUMENTS_FILE)} is damaged (its checksum is not the one that was written); "
-                f"{_AGAIN}"
-            )
+        for name in (DOCUMENTS_FILE, *((LOSS_MASK_FILE,) if self.holds_chat else ())):
+            expected = self.checksums.get(name)
+            if expected is not None and checksum(self.path / name) != expected:
+                raise UserError(
+                    f"{shown(self.path / name)} is damaged (its checksum is not the one that was written); {_AGAIN}"
+                )
         if starts[0] != 0 or starts[-1] != self.meta.tokens or not np.all(np.diff(starts) > 0):
             raise UserError(f"{self.path / DOCUMENTS_FILE} does not fit {TOKENS_FILE}; {_AGAIN}")
         # Touching every document's end would read the whole file; its two ends show the usual damage.

@@ -28,6 +28,13 @@ class Samples(Protocol):
     def documents(self, indices: Int64Array) -> Int64Array:
         """The document of each input token of samples: int64 [rows, S], which never falls along a row."""
 
+    def positions(self, indices: Int64Array) -> Int64Array | None:
+        """The position of each input token of samples where documents that do not see one another count theirs from 0:
+        int64 [rows, S]; None where positions count from the start of the sample."""
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        """How many of the input tokens of samples only fill them up to their length: int64 [rows]."""
+
     @property
     def parts(self) -> "tuple[Part, ...]":
         """The corpora that the samples come from, whose weights add up to 1."""

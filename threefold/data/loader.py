@@ -23,29 +23,23 @@ class Batch:
         labels: int64 [rows, S], the next token of each; -100 where it does not count.
         rows: int64 [rows], the index of each row in the global batch.
         documents: int64 [rows, S], the document of each token where attention stops at their bounds, else None.
+        positions: int64 [rows, S], the position of each token where documents count theirs from 0, else None.
+        padding: int64 [rows], how many tokens of each row only fill it up to its length; None where none do.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     rows: torch.Tensor
     documents: torch.Tensor | None = None
-
-    def padding(self) -> torch.Tensor:
-        """int64 scalar: how many tokens only fill the samples up to their length.
-
-        Those are what follows the first of a row's last equal tokens that have no label: the first of them ends its
-        document.
-        """
-        fills = (self.labels == IGNORED) & (self.tokens == self.tokens[:, -1:])
-        tail = fills.flip(1).cumprod(1).sum(1)
-        return (tail - 1).clamp(min=0).sum()
+    positions: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
 
 
 def fingerprint(batch: Batch) -> int:
     """63-bit content hash (BLAKE2b) of a batch on the CPU: ranks of one tp or pp group must agree on it."""
     digest = hashlib.blake2b(digest_size=8)
-    documents = [] if batch.documents is None else [batch.documents]
-    for part in (batch.tokens, batch.labels, batch.rows, *documents):
+    known = [each for each in (batch.documents, batch.positions) if each is not None]
+    for part in (batch.tokens, batch.labels, batch.rows, *known):
         digest.update(str(tuple(part.shape)).encode())
         digest.update(part.contiguous().numpy().data)
     return int.from_bytes(digest.digest(), "little") >> 1
@@ -189,7 +183,10 @@ class Loader:
     def _make_batch(self, samples: Samples, indices: Int64Array) -> Batch:
         tokens, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in samples.labelled(indices))
         documents = torch.from_numpy(samples.documents(indices)) if self.separate_documents else None
-        return Batch(tokens, labels, torch.from_numpy(self.share.rows), documents)
+        found = samples.positions(indices) if self.separate_documents else None
+        positions = None if found is None else torch.from_numpy(found)
+        padding = torch.from_numpy(samples.padding(indices))
+        return Batch(tokens, labels, torch.from_numpy(self.share.rows), documents, positions, padding)
 
     def _heldout_samples(self) -> Samples:
         if self.heldout is None:

@@ -111,6 +111,19 @@ class MixedSamples:
         counts = self.blend.counts(counter).tolist()
         return {part.name: count / len(part.samples) for part, count in zip(self.parts, counts, strict=True)}
 
+    def positions(self, indices: Int64Array) -> Int64Array | None:
+        parts = [(len(own), samples.positions(own)) for samples, own in self._divided(indices)]
+        length = next((positions.shape[1] for _, positions in parts if positions is not None), None)
+        if length is None:
+            return None
+        from_start = np.arange(length)
+        whole = [np.tile(from_start, (rows, 1)) if positions is None else positions for rows, positions in parts]
+        return np.concatenate(whole)[self._back(indices)]
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        parts = [samples.padding(own) for samples, own in self._divided(indices)]
+        return np.concatenate(parts)[self._back(indices)]
+
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(f"{part.name}: {note}" for part in self.parts for note in part.samples.notes)

@@ -152,6 +152,7 @@ class JsonLines:
             rule=self.rule,
             loss_mask=mask,
             template=template,
+            checksums=lines.checksums,
         )
 
     def _cached(self, further: dict[str, Any], longest: int | None, progress: Progress) -> Path:
@@ -334,6 +335,14 @@ class PaddedSamples:
 
     def documents(self, indices: Int64Array) -> Int64Array:
         return np.repeat(self._lines(indices)[:, None], self.sequence_length, axis=1)
+
+    def positions(self, indices: Int64Array) -> None:
+        return None
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        lines = self._lines(indices)
+        held = self.encoded.lines[lines + 1] - self.encoded.lines[lines]
+        return np.maximum(0, self.sequence_length - held)
 
     def epochs(self, counter: int) -> dict[str, float]:
         return {}

@@ -98,6 +98,12 @@ class PackedSamples:
         places = self._places(indices, self.sequence_length)
         return np.searchsorted(self.files.documents, places, side="right") - 1
 
+    def positions(self, indices: Int64Array) -> None:
+        return None
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        return np.zeros(len(indices), np.int64)
+
     def ends(self, indices: Int64Array) -> NDArray[np.bool_]:
         """Whether each input token of the samples at `indices` ends its document: bool [rows, S].
 

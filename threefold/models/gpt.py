@@ -31,7 +31,7 @@ class Input(nn.Module):
     def forward(self, tokens: Tensor, samples: Samples = NOTHING) -> Tensor:
         """int64 [B, S] → [B, S, H]."""
         x = self.tokens(tokens)
-        return self.dropout(x + self.positions(x) if self.positions else x, samples.keys)
+        return self.dropout(x + self.positions(x, samples) if self.positions else x, samples.keys)
 
 
 class Attention(nn.Module):

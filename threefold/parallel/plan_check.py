@@ -124,10 +124,9 @@ def _unlisted(parameter: str, plan: ModelPlan) -> str:
 
 
 def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
-    """Each pattern matches a module, and decides alone or beside less specific ones; each parameter is decided."""
+    """Each pattern matches a module and is not swallowed, and decides alone or beside less specific ones."""
     idle = [pattern for pattern in plan.split if not any(matches(name, pattern) for name in modules if name)]
-    for name in modules:
-        plan.patterns.deciding(name)
+    deciding = {name: plan.patterns.deciding(name) for name in modules}
     for name in parameters:
         if plan.split_of(name) is None:
             module = name.rpartition(".")[0]
@@ -138,6 +137,14 @@ def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn
             f"split has {idle[0]!r}, which no module of the model has for a name{_nearest(idle[0], modules)}; mend it "
             "or leave it out."
         )
+    for pattern in plan.split:
+        named = [name for name in modules if name and matches(name, pattern)]
+        swallowed = [name for name in named if (other := deciding[name]) and not matches(name, other)]
+        if swallowed and all(deciding[name] != pattern for name in named):
+            raise UserError(
+                f"split has {pattern!r}, which decides for nothing: {deciding[swallowed[0]]!r} is more specific and "
+                f"decides for all inside it, {swallowed[0]!r} too; write more of the name, or leave it out."
+            )
 
 
 def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:

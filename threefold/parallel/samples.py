@@ -14,11 +14,14 @@ class Samples(NamedTuple):
             bounds; None where it does not.
         weights: float [B, S], what the losses that layers add for each token of the whole sequence count for in the
             gradient; None where they count for nothing.
+        positions: int64 [B, S], the position of each token of the whole sequence in its document, where learned
+            positions count by document; None where they count from the start of the sample.
     """
 
     keys: Tensor | None = None
     documents: Tensor | None = None
     weights: Tensor | None = None
+    positions: Tensor | None = None
 
 
 NOTHING = Samples()

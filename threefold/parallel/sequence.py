@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from threefold.kernels import embedding
 from threefold.parallel.mesh import Axis
 from threefold.parallel.random import Part, Slice
+from threefold.parallel.samples import NOTHING, Samples
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,17 @@ class PositionEmbedding(nn.Embedding):
 
     part: Part = Slice()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Vectors of the positions of `x` [B, S, H]: [S, H], or [B, S, H] where they differ by sample."""
+    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+        """Vectors of the positions of `x` [B, S, H]: [S, H], or [B, S, H] where they differ by sample.
+
+        Args:
+            x: activations.
+            samples: its `positions`, where documents count theirs from 0.
+        """
         size = x.shape[1]
+        if samples.positions is not None:
+            held = self.part.indices(size, x.device)
+            return embedding(samples.positions[:, held], self.weight)
         if isinstance(self.part, Slice):
             return self.weight[self.part.start : self.part.start + size]
         return embedding(self.part.indices(size, x.device), self.weight)

@@ -277,7 +277,8 @@ class Engine:
 
     def _count(self, batch: Batch) -> tuple[int, int]:
         """Tokens of the global batch that count, and that are padding, from this replica's rows."""
-        counts = torch.stack([(batch.labels != IGNORED).sum(), batch.padding()])
+        counted = (batch.labels != IGNORED).sum()
+        counts = torch.stack([counted, torch.zeros_like(counted) if batch.padding is None else batch.padding.sum()])
         counted, padding = self.mesh.dp.all_reduce_(counts).tolist()
         return counted, padding
 
@@ -289,7 +290,9 @@ class Engine:
         if cut.shares > 1:
             held = cut.indices(tokens.shape[1] // cut.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]
-        facts = (None if fact is None else fact.to(device) for fact in (keys, batch.documents, weights))
+        facts = (
+            None if fact is None else fact.to(device) for fact in (keys, batch.documents, weights, batch.positions)
+        )
         return Work(tokens, labels, Samples(*facts))
 
 
