@@ -18,7 +18,7 @@ LONG = tuple(
     for setting in ("train.max_steps=1000000", "log.every=1", "train.eval_every=0", "checkpoint.every=0")
     for word in ("--set", setting)
 )
-"""A run that only a signal ends, and has save."""
+"""A run that only a signal ends, and that saves nothing before it."""
 LONG_EVALUATION = tuple(
     word
     for setting in (
