@@ -33,3 +33,11 @@ def test_the_command_after_the_demo_works_when_pasted(tmp_path: Path) -> None:
     assert pasted.stdout.startswith("In Python, a list")
     assert activate.split("#")[0].strip() == "source .venv/bin/activate"
     assert Path(sys.executable).with_name("activate").exists()
+
+
+def test_the_readme_says_how_to_have_the_command() -> None:
+    """`threefold` is not found after `make demo` alone: its examples stand below the ways to have it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    own = readme.index("## Your own run")
+    assert 0 < readme.index("make demo") < readme.index("source .venv/bin/activate") < own
+    assert 0 < readme.index("\npip install .") < own

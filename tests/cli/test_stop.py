@@ -3,6 +3,7 @@
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,12 @@ import pytest
 
 from tests.cli.runs import children, command, end_of, losses, read_until, start, wait_for
 
-LONG = ("--set", "train.max_steps=1000000", "--set", "log.every=1", "--set", "train.eval_every=0")
-
-"""A run that only a signal ends."""
+LONG = tuple(
+    word
+    for setting in ("train.max_steps=1000000", "log.every=1", "train.eval_every=0", "checkpoint.every=0")
+    for word in ("--set", setting)
+)
+"""A run that only a signal ends, and that saves nothing before it."""
 LONG_EVALUATION = tuple(
     word
     for setting in (
@@ -119,6 +123,24 @@ def test_signal_at_start_up(config_file: Path, tmp_path: Path, number: signal.Si
     assert shlex.split(output.splitlines()[-1])[:2] == ["threefold", "train"]
 
 
+@pytest.mark.sweep
+@pytest.mark.skipif(not shutil.which("c++"), reason="train.compile needs a C++ compiler")
+def test_signal_while_the_model_is_compiled(config_file: Path, tmp_path: Path) -> None:
+    """In the first step, which is finished, with compilers of its own at work as the signal comes."""
+    run, cache = tmp_path / "run", tmp_path / "compiled"
+    process = start(
+        command(config_file, run, *LONG, "--set", "train.compile=true", "--set", "model.num_layers=1"),
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+    )
+    wait_for(lambda: any(cache.rglob("*.cpp")), process)
+    assert not (run / "metrics.jsonl").read_text(), "the first step is made already"
+    process.send_signal(signal.SIGTERM)
+    code, output, error = end_of(process)
+    assert (code, error) == (0, "")
+    assert saved_step(output, "SIGTERM", run) == 1
+    assert [step for step, _ in losses(run)] == [1]
+
+
 @pytest.mark.slow
 def test_signal_in_an_evaluation_ends_it_and_saves(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -158,7 +180,7 @@ def test_run_whose_last_step_is_made_ends_normally(config_file: Path, tmp_path: 
 
 def test_deleted_run_folder_is_one_sentence(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(command(config_file, run, *LONG, "--set", "parallel.dp=2", "--set", "checkpoint.every=0"))
+    process = start(command(config_file, run, *LONG, "--set", "parallel.dp=2"))
     read_until(process, "step 2,")
     run.rename(tmp_path / "elsewhere")
     code, _, error = end_of(process)

@@ -66,7 +66,10 @@ YAML = {
     "section in itself": ("data: &a {path: *a}", "contains itself"),
     "billion laughs": (_laughs(merge=False), "more than 20,000 values"),
     "billion merges": (_laughs(merge=True), "more than 20,000 values"),
-    "long chain": ("a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)), ""),
+    "long chain": (
+        "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)),
+        "more than 20,000 values",
+    ),
     "many values": ("[" + "1," * 100_000 + "]", "more than 20,000 values"),
     "deep list": ("[" * 100_000, "nested too deeply"),
     "deep mapping": ("{a: " * 50_000, "nested too deeply"),

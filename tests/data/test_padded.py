@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from threefold.config import Config
 from threefold.data import padded
 from threefold.data.dataset import open_dataset
+from threefold.data.format import TOKENS_FILE
 from threefold.data.loader import Loader, Share
 from threefold.data.padded import JsonLines, PaddedSamples
 from threefold.data.progress import SILENT
@@ -58,6 +59,18 @@ def row(ids: list[int], length: int) -> tuple[list[int], list[int]]:
     inputs = (ended + [EOD] * length)[:length]
     labels = (ended[1:] + [-100] * length)[:length]
     return inputs, labels
+
+
+def test_a_token_outside_the_vocabulary_is_named(lines: JsonLines) -> None:
+    file = lines.encoded(LENGTH, SILENT).folder / TOKENS_FILE
+    tokens = np.fromfile(file, dtype="<u2")
+    tokens[len(FILLED[0]) + 2] = 7  # of the second line with text: b, c and the end
+    tokens.tofile(file)
+    samples = opened(lines)
+    place = f"position {len(FILLED[0]) + 2} \\(line 1 with text, sample 1 of the train split\\)"
+    with pytest.raises(UserError, match=rf"{TOKENS_FILE} holds token 7 at {place}, outside the vocabulary of 7 tokens"):
+        samples.labelled(np.arange(len(samples)))
+    samples.labelled(np.array([0, 2]))
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 50])

@@ -1,4 +1,4 @@
-"""Where the ranks of a local run listen: nowhere but on this host."""
+"""Where the ranks of a local run, and the workers of a pool, listen: nowhere but on this host."""
 
 import os
 import shutil
@@ -15,6 +15,13 @@ from threefold.launch import spawn
 if __name__ == "__main__":
     spawn(workers.listening, ({folder!r},), 4)
 """
+POOL = """
+import workers
+from threefold.launch.pool import WorkerPool
+if __name__ == "__main__":
+    with WorkerPool(4) as pool:
+        pool.run(4, workers.listening_in_a_pool, {folder!r})
+"""
 NAMESPACE = """
 set -e
 ip link set lo up
@@ -27,15 +34,16 @@ exec {python} {script}
 """
 
 
-def test_ranks_listen_on_loopback_whatever_the_name_of_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "least"), [(RUN, 5), (POOL, 4)], ids=["run", "pool"])
+def test_ranks_listen_on_loopback_whatever_the_name_of_the_host(tmp_path: Path, script: str, least: int) -> None:
     """In a namespace in which the host's name resolves to the address of a network, as it does in most clusters."""
     if not shutil.which("unshare") or not shutil.which("ip"):
         pytest.skip("needs unshare and ip")
     if subprocess.run(["unshare", "-Urmnu", "true"], capture_output=True).returncode:
         pytest.skip("namespaces are not permitted here")
-    script = tmp_path / "running.py"
-    script.write_text(RUN.format(folder=str(tmp_path)))
-    shell = NAMESPACE.format(hosts=tmp_path / "hosts", python=sys.executable, script=script)
+    file = tmp_path / "running.py"
+    file.write_text(script.format(folder=str(tmp_path)))
+    shell = NAMESPACE.format(hosts=tmp_path / "hosts", python=sys.executable, script=file)
     ended = subprocess.run(
         ["unshare", "-Urmnu", "sh", "-c", shell],
         env={**os.environ, "PYTHONPATH": str(HERE)},
@@ -45,5 +53,5 @@ def test_ranks_listen_on_loopback_whatever_the_name_of_the_host(tmp_path: Path) 
     )
     assert ended.returncode == 0, ended.stderr
     addresses = (tmp_path / "listening").read_text().split()
-    assert len(addresses) > 4  # the store's, and one or more of each rank
+    assert len(addresses) >= least  # one or more of each rank, and the store's of a run
     assert set(addresses) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

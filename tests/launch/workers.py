@@ -81,6 +81,11 @@ def listening(info: RankInfo, folder: str) -> None:
     dist.barrier()
 
 
+def listening_in_a_pool(folder: str) -> None:
+    """`listening` by the workers of a pool."""
+    listening(RankInfo(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), "cpu"), folder)
+
+
 def _listening(table: Path) -> list[str]:
     lines = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
     return [_address(line[1].partition(":")[0]) for line in lines if line[3] == "0A"]
