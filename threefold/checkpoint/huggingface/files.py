@@ -14,6 +14,8 @@ from torch import Tensor
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file
 
+_LOOKED_AT: Final = 1 << 20
+"""Values that are looked at together."""
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -82,7 +84,7 @@ class TensorFiles:
                 found = whole[down]
             else:
                 found = whole[across, down].t() if transposed else whole[down, across]
-        if count := found.numel() - int(found.isfinite().sum()):
+        if count := _count_not_finite(found):
             self._not_finite.append((name, count))
         return found
 
@@ -96,6 +98,13 @@ class TensorFiles:
             name, count = self._not_finite.pop(0)
             counts[name] = counts.get(name, 0) + count
         return counts
+
+
+def _count_not_finite(found: Tensor) -> int:
+    """How many values are NaN or infinite; looked at in parts, since the check makes several copies of each."""
+    rows: Tensor = found.t() if found.dim() == 2 and not found.is_contiguous() else found
+    step = max(1, _LOOKED_AT * len(rows) // max(1, rows.numel()))
+    return sum(int((~block.isfinite()).sum()) for block in rows.split(step))
 
 
 class _opened:
