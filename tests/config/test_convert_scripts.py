@@ -67,6 +67,17 @@ def test_a_flag_read_is_converted_or_noted(tmp_path: Path) -> None:
         assert found.sections != plain.sections or noted == {flag.split()[0][2:]}, flag
 
 
+def test_flags_appended_to_a_text_or_to_an_array(tmp_path: Path) -> None:
+    for begin, more in (
+        (f'ARGS="{_MODEL}"', 'ARGS+=" --seed 7"'),
+        (f"ARGS=({_MODEL})", "ARGS+=(--seed 7)"),
+        (f'ARGS="{_MODEL}"', 'ARGS="$ARGS --seed 7"'),
+        (f'ARGS="{_MODEL}"', 'ARGS="${ARGS} --seed 7"'),
+    ):
+        found = _convert(tmp_path, f"{begin}\n{more}\ntorchrun pretrain_gpt.py ${{ARGS[@]}}\n")
+        assert (found.sections["train"]["seed"], found.sections["model"]["num_layers"]) == (7, 2), more
+
+
 def test_each_example_form_has_its_own_way_of_gathering_flags() -> None:
     assert len(expected.EXPECTED) >= 12
     assert any("+=(" in getattr(scripts, name) for name in expected.EXPECTED)
