@@ -13,7 +13,7 @@ from threefold.data.audit import audit
 from threefold.data.cache import FACTS
 from threefold.data.convert import to_threefold
 from threefold.data.files import TokenFiles
-from threefold.data.format import CHECKED, META_FILE, TOKENS_FILE, Meta
+from threefold.data.format import CHECKED, DOCUMENTS_FILE, META_FILE, TOKENS_FILE, Meta
 from threefold.data.padded import JsonLines
 from threefold.data.progress import SILENT
 from threefold.errors import UserError
@@ -69,6 +69,16 @@ def test_each_flipped_bit_of_a_token_folder_is_found(folder: Path) -> None:
         assert "\n" not in sentence
         flip(path, bit)
     assert problems(folder) == []
+
+
+def test_a_moved_bound_of_documents_is_found_on_opening(folder: Path) -> None:
+    """One that is still in order, and not at the ends, where it would show without a checksum."""
+    TokenFiles.open(folder)
+    starts = np.fromfile(folder / DOCUMENTS_FILE, dtype="<i8")
+    starts[20] += 1
+    starts.tofile(folder / DOCUMENTS_FILE)
+    with pytest.raises(UserError, match=rf"{DOCUMENTS_FILE} is damaged \(its checksum is not the one that was written"):
+        TokenFiles.open(folder)
 
 
 def test_each_flipped_bit_of_a_cache_is_found(tmp_path: Path, tokenizer: Path) -> None:
