@@ -16,7 +16,6 @@ from typing import Any, Final, cast
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -190,7 +189,7 @@ class Reader(StorageReader):
         else:
             held = self._held(file, tensor, chunk)
             for item, target in zip(items, targets, strict=True):
-                target.copy_(narrow_tensor_by_index(held, item.storage_offsets, item.lengths))
+                target.copy_(_part(held, item.storage_offsets, item.lengths))
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
 
@@ -269,6 +268,11 @@ def _is_place_for(target: Tensor, tensor: StoredTensor, chunk: Chunk) -> bool:
         and tuple(target.shape) == chunk.sizes
         and target.is_contiguous()
     )
+
+
+def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """A box of a tensor, as a view."""
+    return tensor[tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
