@@ -33,8 +33,15 @@ from threefold.launch.pool import WorkerError, WorkerPool
 from threefold.launch.training import resolve_run
 from threefold.train.run import train
 
-STYLES = {"llama3": "llama", "chatml": "qwen2", "phi": "gpt2"}
-LENGTHS = {"llama3": 160, "chatml": 160, "phi": 96}
+STYLES = {
+    "llama3": "llama",
+    "chatml": "qwen2",
+    "phi": "gpt2",
+    "mistral": "mistral",
+    "zephyr": "mistral",
+    "gemma": "llama",
+}
+LENGTHS = {"llama3": 160, "chatml": 160, "phi": 96, "mistral": 48, "zephyr": 176, "gemma": 80}
 """Tokens of a sample, so that all conversations are two."""
 
 
@@ -51,7 +58,8 @@ class Tuned(NamedTuple):
 
 
 @pytest.fixture(
-    scope="module", params=["llama3", *(pytest.param(style, marks=pytest.mark.slow) for style in ("chatml", "phi"))]
+    scope="module",
+    params=[pytest.param(style, marks=() if style == "llama3" else pytest.mark.slow) for style in STYLES],
 )
 def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     import transformers
@@ -61,6 +69,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     classes = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config, model = classes[STYLES[style]]
@@ -115,7 +124,7 @@ def expected(tuned: Tuned) -> tuple[float, int, list[list[int]]]:
         rendered = tuned.tokenizer.apply_chat_template(
             chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
         )
-        labels = rendered["input_ids"].masked_fill(torch.tensor(rendered["assistant_masks"]) == 0, -100)
+        labels = rendered["input_ids"].masked_fill(torch.as_tensor(rendered["assistant_masks"]) == 0, -100)
         counted = int((labels[:, 1:] != -100).sum())
         with torch.no_grad():
             loss = tuned.theirs.double()(rendered["input_ids"], labels=labels).loss
@@ -167,7 +176,7 @@ def test_eval_on_the_training_file_is_the_training_loss(tuned: Tuned, pool: Work
     pool.run(1, train, config_of(tuned, tuned.lines, steps=1), tmp_path / "run", False)
     pool.run(1, train, config_of(tuned, tuned.lines, steps=2), tmp_path / "longer", False)
     trained = Trained.find(tmp_path / "run")
-    task = Perplexity(trained.config.data.sequence_length, 64)
+    task = Perplexity(trained.config.data.sequence_length, min(64, tuned.length))
     work = task.prepare(trained.documents(), read_texts(tuned.lines, "text"), lambda: None)
     scores = score(trained.load(dtype="fp64"), work.texts, work.windows, 3, masks=work.masks)
     found = {figure.name: figure.value for figure in task.figures(work, scores)}
@@ -201,7 +210,8 @@ def test_a_run_keeps_its_rule_and_template(tuned: Tuned, pool: WorkerPool, tmp_p
     assert trained.documents().prompt(chat[:1], "--prompt") == expected_ids
     rendered = tuned.tokenizer.apply_chat_template(chat, tokenize=False)
     bos = [tuned.tokenizer.bos_token_id] if tuned.tokenizer.bos_token else []
-    assert trained.documents().text.encode(rendered) == expected(tuned)[2][0]
+    ids = expected(tuned)[2][0]
+    assert trained.documents().text.encode(rendered) == (ids if ids[: len(bos)] == bos else [*bos, *ids])
     assert list(trained.documents().text.beginning) == bos
     longer = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 2})})
     assert find_resumption(tmp_path / "run", longer).warnings == ()
@@ -226,9 +236,8 @@ def test_other_answers_are_not_resumed(tuned: Tuned, pool: WorkerPool, tmp_path:
     (changed,) = find_resumption(tmp_path / "run", with_data(config, loss_tokens="all")).warnings
     assert changed.startswith("data.loss_tokens is 'all' from here on")
     template, end = str(tuned.tokenizer.chat_template), "{% endgeneration %}"
-    before = next(
-        text for text in (" + '<|im_end|>' }}", " + '<|eot_id|>' }}", " + '<|end|>' }}") if text + end in template
-    )
+    ends = (*(f"'{token}'" for token in ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")), "eos_token")
+    before = next(text for text in (f" + {token} }}}}" for token in ends) if text + end in template)
     fewer = tmp_path / "fewer.jinja"
     fewer.write_text(template.replace(before + end, " }}" + end + "{{" + before[2:]))
     other = with_data(config, chat_template=str(fewer))
