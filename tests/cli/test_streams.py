@@ -28,6 +28,17 @@ def test_a_command_that_prints(command: str, where: str, status: int, error: str
     assert (ended.returncode, ended.stderr.decode()) == (status, error)
 
 
+def test_what_is_printed_lands_in_no_file(tmp_path: Path) -> None:
+    """The first file that is opened would get the number of a stream that is closed."""
+    script = (
+        "import sys; from threefold.cli.streams import guard_streams; guard_streams(); "
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); print('printed', flush=True); print('told', file=sys.stderr)"
+    )
+    ended = shell(f'{sys.executable} -c "{script}" <&- >&- 2>&-')
+    assert ended.returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
 def test_an_error_that_cannot_be_told_keeps_its_status() -> None:
     for where in (">&- 2>&-", "2>/dev/full", "<&- >&- 2>&-"):
         assert shell(f"{THREEFOLD} config show missing.yaml {where}").returncode == 2

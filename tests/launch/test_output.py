@@ -81,3 +81,13 @@ def test_helpers_that_outlive_the_rank_do_not_hold_it_up(tmp_path: Path) -> None
 )
 def test_plain(line: bytes, plain: bytes) -> None:
     assert _plain(line) == plain
+
+
+def test_a_rank_whose_log_is_on_a_full_disk_prints_on() -> None:
+    """A rank that is not shown on the console writes into its log itself."""
+    script = (
+        "from pathlib import Path\nfrom threefold.launch.output import logged\n"
+        "with logged(Path('/dev/full')):\n    print('lost')\nprint('after')"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "after\n", "")
