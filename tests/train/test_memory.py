@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.support.parity import Case, make_engine
+from tests.train.support import Run
 from threefold.config import Config, resolve
 from threefold.host import _group_limits, memory
 from threefold.launch.device import memory_per_rank
 from threefold.launch.pool import WorkerPool
+from threefold.launch.training import resolve_run
 from threefold.parallel.activations import block_bytes, head_bytes, recording_saved
 from threefold.parallel.parameter import local
 from threefold.parallel.random import sample_keys
@@ -224,3 +226,18 @@ def test_a_process_takes_no_more_than_planned(model: dict[str, Any]) -> None:
     peak, planned = map(int, ended.stdout.split())
     own = 400 << 20  # of a process without a model, as `memory_per_rank` takes it off
     assert 0.6 * planned < peak < planned + own
+
+
+def test_a_run_is_planned_with_the_memory_of_its_ranks(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Config.model_validate(
+        {
+            "data": {"path": str(small_run.data), "sequence_length": 16},
+            "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2},
+            "train": {"global_batch_size": 8, "eval_every": 0, "device": "cpu"},
+        }
+    )
+    assert resolve_run(given).train.micro_batch_size == 8
+    asked = []
+    monkeypatch.setattr("threefold.launch.training.memory_per_rank", lambda *where: asked.append(where) or 0)
+    assert resolve_run(given).train.micro_batch_size == 1
+    assert asked == [("cpu", 1)]
