@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of, whole_tensors
 from threefold.parallel.parameter import whole
+from threefold.parallel.samples import Samples
 from threefold.parallel.sequence import PositionEmbedding
 
 
@@ -121,8 +122,8 @@ def positions_unused_by_the_first(case: Case) -> Tensor:
     engine = make_engine(case)
     used = PositionEmbedding.forward
 
-    def forward(self: PositionEmbedding, x: Tensor) -> Tensor:
-        return x.new_zeros(x.shape[1:]) if engine.mesh.rank == 0 else used(self, x)
+    def forward(self: PositionEmbedding, x: Tensor, samples: Samples) -> Tensor:
+        return x.new_zeros(x.shape[1:]) if engine.mesh.rank == 0 else used(self, x, samples)
 
     with patch.object(PositionEmbedding, "forward", forward):
         engine.compute_gradients(shard_of(case, 0, engine.mesh.rank), 0)
