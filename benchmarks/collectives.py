@@ -23,7 +23,7 @@ from hardware import hardware_line
 from rich.console import Console
 from rich.table import Table
 
-from threefold.parallel.shared_memory import SharedMemoryGroup
+from threefold.comm.shared_memory import SharedMemoryGroup
 
 SIZES = [1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 SECONDS_PER_MEASUREMENT = 0.2

@@ -95,10 +95,10 @@ def transformers_step(batch: int) -> Callable[[int], None]:
 def _model():  # type: ignore[no-untyped-def]
     """A model of the benchmarks' shape with its initial weights."""
     from threefold.checkpoint.folder import Checkpoint, Facts
+    from threefold.comm.mesh import Mesh
     from threefold.inference.model import Model, Trained
     from threefold.models.registry import make_model, model_plan
-    from threefold.parallel.apply import Division, draw_, parallelize
-    from threefold.parallel.mesh import Mesh
+    from threefold.parallel.parallelize import Division, draw_, parallelize
     from threefold.parallel.pipeline.placement import StageMap
     from threefold.parallel.pipeline.stage import whole_parameters
 

@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor
 
 from threefold.host import keep_freed_memory
-from threefold.kernels import product
-from threefold.models.layers import Linear, LinearCrossEntropy, chunk_loss_
+from threefold.models.layers.basic import Linear, LinearCrossEntropy, chunk_loss_
+from threefold.ops.kernels import product
 
 COLUMNS, TOKENS = 8192, 256
 """What 128 MiB of fp32 logits hold of 131,072 columns and 4,096 tokens."""

@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py
 
-Activations: bytes that autograd keeps of one block and one micro-batch (`threefold.parallel.activations`). Pipeline:
+Activations: bytes that autograd keeps of one block and one micro-batch (`threefold.plan.activations`). Pipeline:
 the most micro-batches whose activations a stage holds at once; 1F1B holds at most pp − stage. ZeRO: bytes of weights,
 gradients and optimizer state that a rank keeps of its own; what is gathered for a while is not among them.
 """
@@ -14,16 +14,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
-from threefold.launch.pool import WorkerPool
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
-from threefold.parallel.activations import BlockSizes, block_bytes, recording_saved
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.launch.worker_pool import WorkerPool
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.runner import PipelineRunner
+from threefold.plan.activations import BlockSizes, block_bytes, recording_saved
 from threefold.train.engine import Engine
 
 LENGTH, MICRO_BATCH, MICRO_BATCHES = 256, 2, 8

@@ -20,19 +20,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
-from threefold.kernels import DEFERRED
-from threefold.launch.pool import WorkerPool
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.launch.worker_pool import WorkerPool
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
+from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.ops.kernels import DEFERRED
 from threefold.parallel.pipeline.pipe import Action, Timed
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.parallel.pipeline.simulate import simulate
-from threefold.parallel.samples import NOTHING, Samples
 from threefold.parallel.split import Constant, ModelPlan, Replicated
+from threefold.plan.simulate import simulate
 from threefold.train.engine import Engine
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.host import keep_freed_memory
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
 from threefold.train.engine import Engine
 
 LAYERS, HIDDEN, HEADS, FFN, VOCAB, SEQUENCE = 8, 256, 8, 1024, 8192, 256

@@ -1,11 +1,12 @@
 """The fleet of local workers that distributed tests run on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 
-from threefold.launch.pool import WorkerPool
+from tests.support.parity import Case, Trace, one_process
+from threefold.launch.worker_pool import WorkerPool
 
 settings.register_profile("house", database=None, deadline=None, derandomize=True)
 settings.load_profile("house")
@@ -24,3 +25,16 @@ def pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
     """Eight workers on which `pool.run(world_size, fn, *args)` calls `fn` as the ranks of a fresh process group."""
     with pytestconfig.stash[_FLEET] as fleet:
         yield fleet
+
+
+@pytest.fixture(scope="session")
+def expected(pool) -> Callable[[Case], Trace]:
+    """What one process computes for a case; computed once for all its layouts."""
+    known: dict[Case, Trace] = {}
+
+    def trace(case: Case) -> Trace:
+        if case.unsplit not in known:
+            known[case.unsplit] = pool.run(1, one_process, case.unsplit)[0]
+        return known[case.unsplit]
+
+    return trace

@@ -37,7 +37,7 @@ def test_help_imports_nothing_slow(arguments: list[str]) -> None:
 def test_importing_the_package_starts_nothing() -> None:
     """No work at import: no threads, no process group, no files opened for writing."""
     script = (
-        "import threading, threefold.launch.pool, threefold.launch.training, torch.distributed\n"
+        "import threading, threefold.launch.worker_pool, threefold.launch.training, torch.distributed\n"
         "assert threading.active_count() == 1\n"
         "assert not torch.distributed.is_initialized()\n"
     )
@@ -59,12 +59,12 @@ ADMITTED = {
     "threefold/checkpoint/tensors.py": {
         "dcp.load(_detached(tensors), storage_reader=Reader(folder)": "our reader, whose files hold no pickle",
     },
-    "threefold/verify/oracle.py": {
+    "threefold/verify/reference.py": {
         "torch.load(folder / FILE, mmap=True, weights_only=True)": "our own file; only tensors"
     },
-    "threefold/parallel/axis.py": {"pickle.loads(each)": "a message between ranks of one run, never a file"},
-    "threefold/parallel/pickled.py": {"that `pickle.loads` reads": "says what reads such a message"},
-    "threefold/launch/pool.py": {
+    "threefold/comm/axis.py": {"pickle.loads(each)": "a message between ranks of one run, never a file"},
+    "threefold/comm/tensor_pickle.py": {"that `pickle.loads` reads": "says what reads such a message"},
+    "threefold/launch/worker_pool.py": {
         "pickle.loads(workers[rank].connection.recv_bytes())": "an answer of a process that this one forked",
         "pickle.loads(raw)": "a request of the process that forked this one",
         "pickle.loads(job.call)": "the same",

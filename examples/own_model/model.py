@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.config import ModelConfig
-from threefold.models.layers import CrossEntropy
-from threefold.parallel.attention import CausalAttention
-from threefold.parallel.samples import NOTHING, Samples
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.basic import CrossEntropy
+from threefold.models.layers.sample_info import NOTHING, Samples
 from threefold.parallel.split import (
     AttentionCore,
     Column,

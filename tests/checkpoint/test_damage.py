@@ -17,17 +17,17 @@ from torch import Tensor
 from tests.checkpoint.support import Silent
 from tests.cli.conftest import Command, threefold  # noqa: F401
 from tests.train.support import Run, losses_of, train_rank
-from threefold.checkpoint.begin import find_beginning
 from threefold.checkpoint.choose import choose
 from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.folder import folders, path_of
-from threefold.checkpoint.huggingface.give import Export, export_model
 from threefold.checkpoint.resume import find_resumption, has_all_steps
 from threefold.checkpoint.sealed import seal
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.checkpoint.warm_start import find_beginning
 from threefold.errors import UserError
+from threefold.huggingface.export_hf import Export, export_model
 from threefold.inference.model import Trained
-from threefold.launch.pool import WorkerPool
+from threefold.launch.worker_pool import WorkerPool
 
 EVERY = (("checkpoint.every", 2), ("checkpoint.keep", 0))
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.train.support import Run, losses_of, manifest, same, steps_of, train_rank
-from threefold.launch.pool import WorkerPool
-from threefold.train.metrics import read_metrics
+from threefold.launch.worker_pool import WorkerPool
+from threefold.train.callbacks.metrics import read_metrics
 
 HALF, WHOLE = 3, 6
 

@@ -8,7 +8,7 @@ import pytest
 from tests.train.support import Run, train_rank, write_tokens
 from threefold.checkpoint.resume import find_resumption
 from threefold.errors import UserError
-from threefold.launch.pool import WorkerPool
+from threefold.launch.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="module")

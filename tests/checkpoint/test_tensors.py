@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tests.train.support import Run, train_rank
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, save_tensors, stored_tensors
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.launch.pool import WorkerPool
-from threefold.models.gpt import GPT
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.launch.worker_pool import WorkerPool
+from threefold.models.gpt.model import GPT
 from threefold.parallel.parameter import local, split_parameter
 
 

@@ -15,12 +15,12 @@ from tests.checkpoint.support import Silent, file_tensors
 from tests.cli.conftest import Command, threefold  # noqa: F401
 from tests.train.support import losses_of
 from threefold.checkpoint.choose import choose
-from threefold.checkpoint.huggingface.give import Export, export_model
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config, load_config, resolve
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
-from threefold.launch.pool import WorkerError, WorkerPool
+from threefold.huggingface.export_hf import Export, export_model
+from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.run import train
 
 ARCHIVE = Path(__file__).parent / "data" / "version1.tar.xz"

@@ -14,10 +14,10 @@ import torch
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import Facts, complete, newest, path_of, prune
 from threefold.checkpoint.save import save_checkpoint
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.launch.pool import WorkerError, WorkerPool
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.launch.worker_pool import WorkerError, WorkerPool
 
 
 def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None:

@@ -83,10 +83,10 @@ def test_an_error_in_a_config_does_not_wait_for_torch(told) -> None:
 
 
 def test_names_of_the_parallel_package_are_imported_when_used() -> None:
-    """A config's checks use `threefold.parallel.layout`, which needs no torch."""
+    """A config's checks use `threefold.comm.layout`, which needs no torch."""
     script = (
         "import sys, threefold.parallel as package\n"
-        "from threefold.parallel.layout import Layout\n"
+        "from threefold.comm.layout import Layout\n"
         "import threefold.verify.select, threefold.launch.training, threefold.checkpoint.folder\n"
         "assert 'torch' not in sys.modules\n"
         "assert package.Layout is Layout\n"

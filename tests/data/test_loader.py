@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from threefold.data.loader import Batch, Loader, Share, fingerprint
-from threefold.data.order import samples_at
 from threefold.data.samples import PackedSamples
 from threefold.errors import UserError
+from threefold.random.permutation import samples_at
 
 LENGTH = 12
 GLOBAL_BATCH = 12

@@ -15,9 +15,9 @@ from threefold.data.dataset import open_dataset
 from threefold.data.interface import Part
 from threefold.data.loader import Batch, Loader, Share
 from threefold.data.mixture import LONGEST_PERIOD, Blend, MixedSamples, whole_shares
-from threefold.data.order import KeyedPermutation
 from threefold.data.samples import PackedSamples
 from threefold.errors import UserError
+from threefold.random.permutation import KeyedPermutation
 
 from .conftest import EOD
 

@@ -13,7 +13,6 @@ import torch
 
 from tests.checkpoint.support import Silent
 from threefold.checkpoint.choose import choose
-from threefold.checkpoint.huggingface.bring import Import, import_model
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import load_config, resolve
 from threefold.data.audit import audit
@@ -23,6 +22,7 @@ from threefold.data.padded import JsonLines, PaddedSamples
 from threefold.data.progress import SILENT
 from threefold.data.samples import PackedSamples
 from threefold.errors import UserError
+from threefold.huggingface.import_hf import Import, import_model
 
 LENGTH = 16
 VOCABULARY = 300

@@ -19,11 +19,11 @@ from tests.fuzz.damage import damaged_file, flipped_file
 from tests.fuzz.judge import Judge, Reader, examine
 from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
-from threefold.checkpoint.huggingface.bring import Import, import_model
 from threefold.data.convert import to_threefold
 from threefold.data.padded import JsonLines
 from threefold.data.prepare import Request, prepare
 from threefold.data.progress import SILENT
+from threefold.huggingface.import_hf import Import, import_model
 
 pytestmark = pytest.mark.slow
 

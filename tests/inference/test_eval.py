@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.inference.support import Oracle
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.inference.model import Trained
 from threefold.inference.scoring import score
 from threefold.inference.tasks import LastWord, Perplexity, Task
 from threefold.inference.texts import read_texts
-from threefold.launch.pool import WorkerPool
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.launch.worker_pool import WorkerPool
 
 TEXTS = [
     "The statement returns a value when the name is bound to an object in the current scope.",

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.inference.support import Oracle
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.inference.generate import Request, complete, generate, generate_text, generate_tokens
 from threefold.inference.model import Model, Trained
 from threefold.inference.sampling import Sampling
 from threefold.inference.texts import read_prompts
-from threefold.launch.pool import WorkerPool
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.launch.worker_pool import WorkerPool
 
 CONTEXT = 16
 PROMPTS = [

@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tests.checkpoint.support import Silent, write_llama
-from threefold.checkpoint.huggingface.bring import Import, import_model
 from threefold.data.text import TextRule, beginning_of
 from threefold.errors import UserError
+from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import Request, generate
 from threefold.inference.model import Trained
 from threefold.inference.sampling import Sampling

@@ -5,10 +5,10 @@ import torch
 
 from threefold.config import Config, resolve
 from threefold.labels import IGNORED
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
-from threefold.parallel.apply import draw_
-from threefold.parallel.samples import Samples
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
+from threefold.models.layers.sample_info import Samples
+from threefold.parallel.parallelize import draw_
 
 
 def config(**model: object) -> Config:

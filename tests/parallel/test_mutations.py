@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, Trace, departures, in_layout
+from threefold.comm import collectives
+from threefold.comm.mesh import Axis
 from threefold.data.loader import Batch
 from threefold.labels import IGNORED
-from threefold.parallel import apply, collectives, data, loss, tensor
-from threefold.parallel.mesh import Axis
+from threefold.parallel import parallelize as apply
+from threefold.parallel.data import grad_buckets as data
 from threefold.parallel.pipeline import runner, stage, tied
 from threefold.parallel.split import AttentionCore
+from threefold.parallel.tensor import layers as tensor
+from threefold.parallel.tensor import loss
 from threefold.train import engine, optimizer
 
 Patch = tuple[Any, str, Any]

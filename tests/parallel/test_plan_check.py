@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.presets import PRESETS
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
-from threefold.launch.pool import WorkerError
-from threefold.models.layers import CrossEntropy
+from threefold.launch.worker_pool import WorkerError
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.basic import CrossEntropy
 from threefold.models.registry import make_model, model_plan
-from threefold.parallel.apply import Division, parallelize
-from threefold.parallel.attention import CausalAttention
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.parallel.parallelize import Division, parallelize
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.plan_check import check_plan

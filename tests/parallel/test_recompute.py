@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of
+from threefold.comm.mesh import Event
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
-from threefold.models.gpt_split import gpt_plan
-from threefold.parallel.activations import Attention, BlockSizes, block_bytes, recording_saved
-from threefold.parallel.mesh import Event
+from threefold.models.gpt.sharding import gpt_plan
+from threefold.models.layers.sample_info import NOTHING, Samples
 from threefold.parallel.parameter import local
-from threefold.parallel.random import sample_keys
 from threefold.parallel.recompute import chosen_layers
-from threefold.parallel.samples import NOTHING, Samples
+from threefold.plan.activations import Attention, BlockSizes, block_bytes, recording_saved
+from threefold.random.philox import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)
 MODES = [("selective", 1), ("full", 1), ("full", 2)]

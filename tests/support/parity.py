@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.data.loader import Batch, Share
 from threefold.labels import IGNORED
 from threefold.models.registry import make_model, model_plan
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
 from threefold.parallel.parameter import offset
 from threefold.train.engine import Engine
-from threefold.verify import oracle
+from threefold.verify import reference
 from threefold.verify.compare import TOLERANCE
 from threefold.verify.data import Rows
 
@@ -171,7 +171,7 @@ def one_process(case: Case) -> Trace:
     """The unsplit model, torch's own optimizer and clip, and the whole batch in one pass: nothing of the engine."""
     config = case.config
     plan = model_plan(config.model, case.sequence)
-    trace = oracle.one_process(partial(make_model, config.model), plan, config, CaseRows(case), case.steps)
+    trace = reference.one_process(partial(make_model, config.model), plan, config, CaseRows(case), case.steps)
     return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1])
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from tests.support import parity
 from tests.support.parity import Case, Trace
 from threefold.config import ModelConfig
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.split import ModelPlan
 
 SHARED = ("blocks.1.mlp", "blocks.3.mlp", "blocks.5.mlp")

@@ -14,7 +14,6 @@ import torch
 from tests.checkpoint.support import Silent
 from tests.support.chats import conversations, transformers_tokenizer
 from tests.train.support import losses_of, same
-from threefold.checkpoint.huggingface.bring import Import, import_model
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, load_config
 from threefold.data.dataset import open_dataset
@@ -22,6 +21,7 @@ from threefold.data.files import TokenFiles
 from threefold.data.loader import Loader, Share
 from threefold.data.prepare import Request, prepare
 from threefold.errors import UserError
+from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import Request as Asked
 from threefold.inference.generate import generate_text
 from threefold.inference.model import Trained
@@ -29,8 +29,8 @@ from threefold.inference.sampling import Sampling
 from threefold.inference.scoring import score
 from threefold.inference.tasks import Perplexity
 from threefold.inference.texts import read_prompts, read_texts
-from threefold.launch.pool import WorkerError, WorkerPool
 from threefold.launch.training import resolve_run
+from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.run import train
 
 STYLES = {

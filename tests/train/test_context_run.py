@@ -7,8 +7,8 @@ import pytest
 from tests.train.support import Run, losses_of, same, train_rank, write_tokens
 from threefold.inference.generate import Request, generate
 from threefold.inference.sampling import Sampling
-from threefold.launch.pool import WorkerPool
-from threefold.train.metrics import read_metrics
+from threefold.launch.worker_pool import WorkerPool
+from threefold.train.callbacks.metrics import read_metrics
 
 ROPE = (("model.position_embedding", "rope"), ("data.separate_documents", True), ("train.eval_every", 3))
 

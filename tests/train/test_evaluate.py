@@ -9,17 +9,17 @@ from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 
 from tests.train.support import Run, write_ids
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
 from threefold.data.files import TokenFiles
 from threefold.data.samples import PackedSamples
 from threefold.data.split import document_runs
-from threefold.launch.pool import WorkerPool
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
-from threefold.parallel.apply import draw_
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.launch.worker_pool import WorkerPool
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
+from threefold.parallel.parallelize import draw_
 from threefold.train.engine import Engine
 from threefold.train.evaluate import evaluate
 from threefold.train.run import open_loader

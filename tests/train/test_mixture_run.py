@@ -16,11 +16,11 @@ from tests.train.test_evaluate import evaluated
 from threefold.checkpoint.resume import find_resumption
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
-from threefold.launch.pool import WorkerPool
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
-from threefold.parallel.apply import draw_
-from threefold.train.metrics import read_metrics
+from threefold.launch.worker_pool import WorkerPool
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
+from threefold.parallel.parallelize import draw_
+from threefold.train.callbacks.metrics import read_metrics
 
 WEIGHTS = (5, 3, 2)
 

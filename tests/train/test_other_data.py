@@ -11,7 +11,7 @@ from threefold.checkpoint.resume import find_resumption
 from threefold.data.files import TokenFiles
 from threefold.errors import UserError
 from threefold.inference.generate import Request, generate
-from threefold.launch.pool import WorkerPool
+from threefold.launch.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from tests.support.parity import Case, make_engine, relative_error, shard_of
 from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
-from threefold import kernels
+from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
-from threefold.models.layers import CrossEntropy
-from threefold.parallel.layout import Layout
+from threefold.models.layers.basic import CrossEntropy
+from threefold.ops import kernels
 from threefold.train.engine import Engine, StepResult
 from threefold.train.loss_scale import LossScale
 

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tests.train.support import Run, losses_of, same, steps_of, train_rank
 from threefold.errors import UserError
 from threefold.launch import RankInfo, spawn
-from threefold.launch.pool import WorkerError, WorkerPool
-from threefold.train.metrics import read_metrics
+from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.run import check_division, train
 
 STEP_LINE = re.compile(

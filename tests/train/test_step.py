@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.parity import Case, make_engine, shard_of
-from threefold.launch.pool import WorkerPool
+from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.parameter import is_split
 from threefold.train.engine import Engine, squared_norm
 

@@ -18,14 +18,14 @@ from tests.train.support import Run, manifest, train_rank
 from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.resume import find_resumption
 from threefold.checkpoint.sealed import seal
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.data.dataset import open_dataset
 from threefold.data.files import TokenFiles
 from threefold.data.format import DOCUMENTS_FILE, META_FILE, TOKENS_FILE, Meta, file_checksums
 from threefold.data.stored_array import StoredArray
 from threefold.errors import UserError
-from threefold.launch.pool import WorkerError, WorkerPool
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.token_check import TokenCheck
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from tests.parallel.test_mutations import Patch, patched
 from threefold.config import Config
-from threefold.launch.pool import WorkerPool
+from threefold.launch.worker_pool import WorkerPool
 from threefold.verify.data import RandomRows
+from threefold.verify.layout_spec import Variant, parse
 from threefold.verify.report import Result
 from threefold.verify.run import Task, Verifier
 from threefold.verify.shrink import prepare, shrink
 from threefold.verify.source import ConfigSource, ModelSource
-from threefold.verify.variant import Variant, parse
 
 LAYOUTS = ("dp2", "tp2", "pp2", "dp2·tp2·pp2")
 

@@ -8,7 +8,7 @@ import torch
 from tests.parallel import test_mutations as mistakes
 from tests.verify.support import LAYOUTS, MistakenPool, config, task, verify
 from threefold.verify.compare import Comparison, Held, coverage
-from threefold.verify.oracle import Trace
+from threefold.verify.reference import Trace
 from threefold.verify.report import DEPARTS, EQUAL, FAILED, Result
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -21,7 +21,7 @@ from threefold.errors import UserError
 
 if TYPE_CHECKING:
     from threefold.checkpoint.fit import Shapes
-    from threefold.parallel.mesh import Axis
+    from threefold.comm.mesh import Axis
 
 Damaged = Mapping[Path, str]
 """What is wrong with the checkpoints that could not be loaded, by folder."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from threefold.checkpoint.choose import Damaged, check_whole, choose
 from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint, folders, newest
+from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.data.content import Content, ReadCorpus
 from threefold.data.dataset import open_dataset
@@ -15,7 +16,6 @@ from threefold.data.mixture import whole_shares
 from threefold.data.text import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.parallel.layout import Layout
 
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
 """Settings that change no result, by their beginning."""
@@ -171,7 +171,7 @@ def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """A sentence if the model draws from its ranks' streams, which go on in the same layout alone."""
     # These import torch, which errors that need no tensor do not wait for.
     from threefold.checkpoint.tensors import stored_names
-    from threefold.parallel.streams import STREAMS, stored_as
+    from threefold.random.rng import STREAMS, stored_as
 
     layout = Layout.of(config.parallel)
     stored = [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]

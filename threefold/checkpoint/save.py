@@ -18,9 +18,9 @@ from threefold.checkpoint.folder import (
     write_manifest,
 )
 from threefold.checkpoint.tensors import save_tensors
+from threefold.comm.mesh import Axis
 from threefold.data.staging import sync
 from threefold.errors import UserError
-from threefold.parallel.mesh import Axis
 
 
 def save_checkpoint(

@@ -27,8 +27,8 @@ def import_(
     ] = False,
 ) -> None:
     """Make a run of the model in HF_DIR: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE."""
-    from threefold.checkpoint.huggingface.bring import Import, import_model
     from threefold.cli.data_view import Bars, print_table, size
+    from threefold.huggingface.import_hf import Import, import_model
 
     with Bars() as bars:
         found = import_model(Import(source, out, tuple(ignore or ()), overwrite, allow_not_finite), bars)
@@ -64,8 +64,8 @@ def export(
     overwrite: Overwrite = False,
 ) -> None:
     """Write the newest checkpoint of RUN as transformers' from_pretrained reads it."""
-    from threefold.checkpoint.huggingface.give import Export, export_model
     from threefold.cli.data_view import Bars, print_table, size
+    from threefold.huggingface.export_hf import Export, export_model
 
     with Bars() as bars:
         made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite), bars)

@@ -34,7 +34,7 @@ def size(config: ConfigFile, overrides: Overrides = None) -> None:
     from threefold.data.vocabulary import resolve_without_data
 
     resolved = resolve_without_data(given)
-    from threefold.train.size import ModelSize  # imports torch, which errors do not wait for
+    from threefold.plan.model_size import ModelSize  # imports torch, which errors do not wait for
 
     print_size(ModelSize(resolved), resolved)
 

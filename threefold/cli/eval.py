@@ -54,9 +54,9 @@ def evaluate(
 
     The figures are the same in every layout.
     """
+    from threefold.comm.layout import Layout
     from threefold.inference.texts import read_texts
     from threefold.launch.inference import Inference
-    from threefold.parallel.layout import Layout
 
     inference = Inference.prepare(run, Layout(dp, tp, pp), dtype, device)
     counted = loss_tokens or inference.trained.config.data.loss_tokens

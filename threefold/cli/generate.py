@@ -46,11 +46,11 @@ def generate(
 
     The layout changes nothing but the speed: a prompt, a seed and the options give the same text in each.
     """
+    from threefold.comm.layout import Layout
     from threefold.inference.generate import Request, encode_prompts, require_text
     from threefold.inference.sampling import Sampling
     from threefold.inference.texts import read_prompts
     from threefold.launch.inference import Inference
-    from threefold.parallel.layout import Layout
 
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")

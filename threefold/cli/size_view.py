@@ -9,12 +9,12 @@ from threefold.cli.data_view import size as bytes_text
 
 if TYPE_CHECKING:
     from threefold.config import Config
-    from threefold.train.size import ModelSize
+    from threefold.plan.model_size import ModelSize
 
 
 def print_size(size: "ModelSize", config: "Config") -> None:
     """Tables of a model's parameters, of its pipeline stages, and of what ranks hold."""
-    from threefold.parallel.layout import Layout
+    from threefold.comm.layout import Layout
 
     layout = Layout.of(config.parallel)
     active = f", of which a token passes {size.active:,}" if size.active < size.parameters else ""

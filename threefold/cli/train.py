@@ -136,8 +136,8 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 def _require_ranks(ranks: tuple[int, ...], config: "Config") -> None:
     """Check that the layout has the ranks whose output is to be shown."""
+    from threefold.comm.layout import Layout
     from threefold.errors import UserError
-    from threefold.parallel.layout import Layout
 
     last = Layout.of(config.parallel).world_size - 1
     if absent := [rank for rank in ranks if not 0 <= rank <= last]:

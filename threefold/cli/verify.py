@@ -8,8 +8,8 @@ from threefold.cli.options import ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from threefold.config import Config
+    from threefold.verify.layout_spec import Variant
     from threefold.verify.select import Selection
-    from threefold.verify.variant import Variant
 
 
 def verify(
@@ -48,9 +48,9 @@ def verify(
     from threefold.config import load_config
     from threefold.data.vocabulary import vocabulary
     from threefold.launch.process import require_room
+    from threefold.verify.layout_spec import parse_layouts
     from threefold.verify.select import possible
     from threefold.verify.shrink import UNKNOWN_VOCABULARY, prepare, shrink
-    from threefold.verify.variant import parse_layouts
 
     given = load_config(config, overrides or ())
     variants = parse_layouts([*(layouts or ()), *(named or ())])

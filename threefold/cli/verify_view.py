@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from threefold.config import Config
+from threefold.verify.layout_spec import Variant
 from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT, Result
 from threefold.verify.run import Task
 from threefold.verify.select import Selection
 from threefold.verify.shrink import changes
-from threefold.verify.variant import Variant
 
 AXES = {"dp": ("dp", "dp·cp", "expert copies"), "tp": ("tp",), "pp": ("pp", "tie"), "cp": ("cp",), "ep": ("ep",)}
 """Columns of the table → the axes whose bytes they add up."""

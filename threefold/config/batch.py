@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from threefold.config.config_error import divisors, nearest_divisor, nearest_multiple, problem
 from threefold.config.pipeline_checks import accepts
-from threefold.config.problem import divisors, nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32

@@ -3,9 +3,9 @@
 from math import lcm, log2
 
 from threefold.config.compatibility import check_together
+from threefold.config.config_error import nearest_divisor, nearest_multiple, problem
 from threefold.config.model_checks import check_division, check_model
 from threefold.config.pipeline_checks import check_pipeline
-from threefold.config.problem import nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
 
 

@@ -6,7 +6,7 @@ A pair of features that no rule names works, and the test suite proves that it d
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from threefold.config.problem import problem
+from threefold.config.config_error import problem
 from threefold.config.schema import Config
 
 SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")

@@ -2,8 +2,8 @@
 
 from math import gcd
 
+from threefold.config.config_error import nearest_divisor, nearest_multiple, problem
 from threefold.config.model import FOR_EXPERTS, FOR_LLAMA, FOR_SCALED_ROPE
-from threefold.config.problem import nearest_divisor, nearest_multiple, problem
 from threefold.config.schema import Config
 
 

@@ -1,6 +1,6 @@
 """Rules of the pipeline's schedules: their stages and micro-batches."""
 
-from threefold.config.problem import divisors, problem
+from threefold.config.config_error import divisors, problem
 from threefold.config.schema import Config, Schedule
 
 ONE_STAGE: tuple[Schedule, ...] = ("1f1b", "gpipe")

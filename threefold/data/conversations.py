@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from threefold.data.corpus import Corpus
 from threefold.data.interface import Part
-from threefold.data.order import Int64Array, samples_at
 from threefold.data.split import document_runs
 from threefold.errors import UserError
 from threefold.labels import IGNORED
+from threefold.random.permutation import Int64Array, samples_at
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,12 +25,12 @@ from threefold.data.format import (
 )
 from threefold.data.megatron import BIN, IDX, with_ending, write_idx
 from threefold.data.opening import is_own, open_corpus, read_stored
-from threefold.data.order import Int64Array
 from threefold.data.progress import Progress
 from threefold.data.staging import staged_directory, staged_files
 from threefold.data.tokenizer import end_of_document, load_tokenizer
 from threefold.data.written import check_name, check_replaceable
 from threefold.errors import UserError
+from threefold.random.permutation import Int64Array
 
 _CHUNK: Final = 1 << 22
 """Tokens that are worked on at once; a longer document is one piece."""

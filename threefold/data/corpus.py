@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.data.chat_template import ChatTemplate
-from threefold.data.order import Int64Array
 from threefold.data.stored_array import StoredArray
 from threefold.data.text import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.random.permutation import Int64Array
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,8 +12,8 @@ import numpy as np
 
 from threefold.data.corpus import StoredTokens
 from threefold.data.numpy_files import Column, read_npy, read_npz
-from threefold.data.order import Int64Array
 from threefold.errors import UserError
+from threefold.random.permutation import Int64Array
 
 FORMAT: Final = "Fleet"
 IDS_NPY: Final = "_ids.npy"

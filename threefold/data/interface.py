@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from threefold.data.order import Int64Array
+from threefold.random.permutation import Int64Array
 
 
 class Samples(Protocol):

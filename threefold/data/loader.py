@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from threefold.data.interface import Part, Samples
-from threefold.data.order import Int64Array
 from threefold.labels import IGNORED
+from threefold.random.permutation import Int64Array
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.data.corpus import StoredTokens
-from threefold.data.order import Int64Array
 from threefold.data.stored_array import StoredArray, load_column
 from threefold.errors import UserError
 from threefold.files import require_file, shown
+from threefold.random.permutation import Int64Array
 
 FORMAT: Final = "Megatron-LM"
 BIN: Final = ".bin"

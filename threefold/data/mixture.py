@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 
 from threefold.data.interface import Part, Samples
-from threefold.data.order import Int64Array
 from threefold.errors import UserError
+from threefold.random.permutation import Int64Array
 
 LONGEST_PERIOD: Final = 65_536
 """Samples after which a mixture repeats at the latest; weights are rounded to this fraction where they need more."""

@@ -17,7 +17,6 @@ from threefold.data.corpus import Corpus
 from threefold.data.encode import Encoded, Encoding, encode_documents
 from threefold.data.format import DOCUMENT_DTYPE, DTYPES, LOSS_MASK_FILE, TOKENS_FILE, dtype_for
 from threefold.data.interface import Part
-from threefold.data.order import Int64Array, samples_at
 from threefold.data.progress import Progress
 from threefold.data.sources import SourceReader, holds_chat
 from threefold.data.split import document_runs
@@ -28,6 +27,7 @@ from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.host import usable_cores
 from threefold.labels import IGNORED
+from threefold.random.permutation import Int64Array, samples_at
 
 LINES_FILE: Final = "lines.bin"
 # Raised when the same file, tokenizer and length give another cache.

@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from threefold.data.order import Int64Array, KeyedPermutation
 from threefold.errors import UserError
+from threefold.random.permutation import Int64Array, KeyedPermutation
 
 SPLITS: Final = ("train", "valid", "test")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from threefold.data.chat import Conversation
 from threefold.data.text import SpecialTokens
 from threefold.errors import UserError
-from threefold.inference.cache import Cache, caching
+from threefold.inference.kv_cache import Cache, caching
 from threefold.inference.model import Model, Trained
 from threefold.inference.sampling import Sampling, uniform
 

@@ -15,23 +15,23 @@ from torch import Tensor
 from threefold.checkpoint.choose import Damaged, choose, from_first
 from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint
-from threefold.checkpoint.huggingface.carried import PREFIX, end_tokens
 from threefold.checkpoint.naming import MODEL
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.config.problem import nearest_divisor
+from threefold.config.config_error import nearest_divisor
 from threefold.data.chat_template import ChatTemplate
 from threefold.data.documents import DocumentEncoder
 from threefold.data.text import SpecialTokens, TextEncoder, TextRule
 from threefold.data.tokenizer import id_count
 from threefold.errors import UserError
+from threefold.huggingface.sidecar_files import PREFIX, end_tokens
+from threefold.models.layers.sample_info import NOTHING
 from threefold.models.registry import make_model, model_plan
-from threefold.parallel.apply import Division, parallelize
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.parallel.parallelize import Division, parallelize
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
-from threefold.parallel.samples import NOTHING
 from threefold.train.engine import DTYPES
 
 _SPLIT_WIDTHS = (

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from threefold.comm.collectives import shard_bounds
 from threefold.errors import UserError
 from threefold.inference.model import Model
-from threefold.parallel.collectives import shard_bounds
-from threefold.parallel.loss import ParallelCrossEntropy
+from threefold.parallel.tensor.loss import ParallelCrossEntropy
 
 _LOGITS_AT_ONCE = 1 << 25
 """Elements; the logits of a whole batch would need many times the memory of the model."""

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from threefold.comm.layout import Layout
 from threefold.inference.model import Model, Trained
 from threefold.launch.device import choose_device
 from threefold.launch.environment import find_place
 from threefold.launch.run import run
 from threefold.launch.worker import Device, RankInfo
-from threefold.parallel.layout import Layout
 
 Work = Callable[..., object]
 """A function of an importable module, called as `work(model, *args)` on every rank."""
@@ -58,7 +58,7 @@ class Inference:
             RankFailed: a rank failed; all have been ended.
         """
         if self.layout.world_size == 1 and find_place() is None:
-            from threefold.parallel.mesh import Mesh
+            from threefold.comm.mesh import Mesh
 
             model = self.trained.load(Mesh.alone(self.device), self.dtype)
             with model.few_threads():
@@ -75,7 +75,7 @@ def load_rank(inference: Inference) -> Model:
     """This rank's part of the model, in an initialised process group of as many ranks as the layout."""
     import torch
 
-    from threefold.parallel.mesh import Mesh
+    from threefold.comm.mesh import Mesh
 
     device = "cuda" if inference.device == "cuda" else "cpu"
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from threefold.checkpoint.begin import find_beginning
 from threefold.checkpoint.folder import FOLDER, newest, write_durably
 from threefold.checkpoint.resume import Resume, continues, find_resumption, has_all_steps
+from threefold.checkpoint.warm_start import find_beginning
+from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.resolve import check_settings
 from threefold.data.dataset import open_dataset
@@ -26,7 +27,6 @@ from threefold.launch.run_lock import FILE as LOCK_FILE
 from threefold.launch.run_lock import cannot_write, require_free, run_lock
 from threefold.launch.signals import StopSignals
 from threefold.launch.worker import Device, RankInfo
-from threefold.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from threefold.train.stop import Stopped
@@ -68,7 +68,7 @@ class _Checked:
         config, device = self.given, self.resolved.train.device
         if config.train.micro_batch_size is not None or config.train.gradient_accumulation_steps is not None:
             return self.resolved
-        from threefold.train.memory import largest_micro_batch  # imports torch, which no check needs
+        from threefold.plan.memory import largest_micro_batch  # imports torch, which no check needs
 
         room = memory_per_rank(device, self.local_world_size)
         return _on(device, resolve(config, self.vocab_size, largest_micro_batch(config, self.vocab_size, room, device)))
@@ -247,7 +247,7 @@ def _require_folder(run_dir: Path) -> None:
 
 def _require_no_foreign(run_dir: Path) -> None:
     """Check that the files which a run replaces are not somebody's own, in a folder that no run has used."""
-    from threefold.train import log, metrics, plot
+    from threefold.train.callbacks import log, metrics, plot
 
     replaced = (CONFIG_FILE, metrics.FILE, log.FILE, plot.FILE)
     found = [name for name in replaced if os.path.lexists(run_dir / name)]

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from threefold.config import ModelConfig
-from threefold.models.initial import initial_values
-from threefold.models.layers import Linear, LinearCrossEntropy
-from threefold.parallel.random import name_sites
-from threefold.parallel.samples import NOTHING, Samples
+from threefold.models.initial_weights import initial_values
+from threefold.models.layers.basic import Linear, LinearCrossEntropy
+from threefold.models.layers.sample_info import NOTHING, Samples
 from threefold.parallel.split import ModelPlan, Split
+from threefold.random.philox import name_sites
 
 
 class Head(nn.Module):

@@ -2,10 +2,10 @@
 
 from threefold.config import ModelConfig
 from threefold.models.decoder import Decoder
-from threefold.models.gpt import GPT
-from threefold.models.gpt_split import gpt_plan
-from threefold.models.llama import Llama
-from threefold.models.llama_split import llama_plan
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
+from threefold.models.llama.model import Llama
+from threefold.models.llama.sharding import llama_plan
 from threefold.parallel.split import ModelPlan
 
 _MODELS: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}

@@ -1,6 +1,6 @@
 """The mesh and everything that is split over it; its layers also serve models of your own.
 
-What is named here is imported when it is first used: `threefold.parallel.layout` alone needs no torch, which takes
+What is named here is imported when it is first used: `threefold.comm.layout` alone needs no torch, which takes
 seconds to import.
 """
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.parallel.collectives import (
+    from threefold.comm.collectives import (
         copy_to,
         gather_from,
         gather_shares,
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
         reduce_to_shares,
         scatter_to,
     )
-    from threefold.parallel.functional import Splitter
-    from threefold.parallel.layout import Layout
-    from threefold.parallel.loss import ParallelCrossEntropy
-    from threefold.parallel.mesh import Axis, Mesh
+    from threefold.comm.layout import Layout
+    from threefold.comm.mesh import Axis, Mesh
+    from threefold.parallel.context.sequence import sum_over_shares_
     from threefold.parallel.pipeline.partition import partition_by_class, partition_by_cost, partition_uniform
-    from threefold.parallel.random import Dropout, sample_keys
-    from threefold.parallel.sequence import sum_over_shares_
-    from threefold.parallel.streams import RandomStreams
-    from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from threefold.parallel.tensor.functional import Splitter
+    from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from threefold.parallel.tensor.loss import ParallelCrossEntropy
+    from threefold.random.philox import Dropout, sample_keys
+    from threefold.random.rng import RandomStreams
 
 __all__ = [
     "Axis",
@@ -51,27 +51,27 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "copy_to": "collectives",
-    "gather_from": "collectives",
-    "gather_shares": "collectives",
-    "reduce_from": "collectives",
-    "reduce_to_shares": "collectives",
-    "scatter_to": "collectives",
-    "Splitter": "functional",
-    "Layout": "layout",
-    "ParallelCrossEntropy": "loss",
-    "Axis": "mesh",
-    "Mesh": "mesh",
-    "partition_by_class": "pipeline.partition",
-    "partition_by_cost": "pipeline.partition",
-    "partition_uniform": "pipeline.partition",
-    "Dropout": "random",
-    "sample_keys": "random",
-    "sum_over_shares_": "sequence",
-    "RandomStreams": "streams",
-    "ColumnParallelLinear": "tensor",
-    "RowParallelLinear": "tensor",
-    "VocabParallelEmbedding": "tensor",
+    "copy_to": "comm.collectives",
+    "gather_from": "comm.collectives",
+    "gather_shares": "comm.collectives",
+    "reduce_from": "comm.collectives",
+    "reduce_to_shares": "comm.collectives",
+    "scatter_to": "comm.collectives",
+    "Splitter": "parallel.tensor.functional",
+    "Layout": "comm.layout",
+    "ParallelCrossEntropy": "parallel.tensor.loss",
+    "Axis": "comm.mesh",
+    "Mesh": "comm.mesh",
+    "partition_by_class": "parallel.pipeline.partition",
+    "partition_by_cost": "parallel.pipeline.partition",
+    "partition_uniform": "parallel.pipeline.partition",
+    "Dropout": "random.philox",
+    "sample_keys": "random.philox",
+    "sum_over_shares_": "parallel.context.sequence",
+    "RandomStreams": "random.rng",
+    "ColumnParallelLinear": "parallel.tensor.layers",
+    "RowParallelLinear": "parallel.tensor.layers",
+    "VocabParallelEmbedding": "parallel.tensor.layers",
 }
 """The module of each name."""
 
@@ -79,7 +79,7 @@ _MODULES: Final = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"threefold.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

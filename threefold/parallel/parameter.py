@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from threefold.parallel.collectives import local_part, shard_bounds
-from threefold.parallel.mesh import Axis
+from threefold.comm.collectives import local_part, shard_bounds
+from threefold.comm.mesh import Axis
 
 
 def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:

@@ -8,8 +8,8 @@ from math import isfinite
 from torch import Tensor, nn
 
 from threefold.errors import UserError
-from threefold.parallel.pattern import matches
-from threefold.parallel.portion import cuts_of
+from threefold.models.name_pattern import matches
+from threefold.parallel.shard_shapes import cuts_of
 from threefold.parallel.split import (
     KINDS,
     AttentionCore,

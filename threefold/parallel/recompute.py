@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from threefold.parallel.pattern import matches
+from threefold.models.name_pattern import matches
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.streams import streams_of
+from threefold.random.rng import streams_of
 
 
 def recompute_(stages: Sequence[Stage], mode: str, every: int = 1) -> None:

@@ -11,19 +11,19 @@ from typing import TypeVar
 
 from torch import nn
 
-from threefold.parallel.attention import CausalAttention
-from threefold.parallel.collectives import shard_bounds
-from threefold.parallel.context import ContextParallelAttention
-from threefold.parallel.experts import Experts, ParallelExperts
-from threefold.parallel.loss import ParallelCrossEntropy
-from threefold.parallel.pattern import Patterns
+from threefold.comm.collectives import shard_bounds
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.rotary import Rotary
+from threefold.models.layers.router import Routing
+from threefold.models.name_pattern import Patterns
+from threefold.parallel.context.attention import ContextParallelAttention
+from threefold.parallel.context.ring_attention import RingAttention
+from threefold.parallel.context.sequence import PositionEmbedding, Region
+from threefold.parallel.expert.experts import Experts, ParallelExperts
 from threefold.parallel.pipeline.partition import stage_bounds
-from threefold.parallel.random import Dropout, Slice
-from threefold.parallel.ring import RingAttention
-from threefold.parallel.rotary import Rotary
-from threefold.parallel.routing import Routing
-from threefold.parallel.sequence import PositionEmbedding, Region
-from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from threefold.parallel.tensor.loss import ParallelCrossEntropy
+from threefold.random.philox import Dropout, Slice
 
 Kind = TypeVar("Kind", bound=nn.Module)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from threefold.errors import UserError
-from threefold.train.hooks import EvaluationRecord, StepRecord
+from threefold.train.callbacks.base import EvaluationRecord, StepRecord
 
 
 class DivergenceError(UserError):

@@ -8,27 +8,27 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 
+from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.labels import IGNORED
-from threefold.models.layers import chunk_loss_
-from threefold.parallel.apply import Division, parallelize
-from threefold.parallel.compression import FORMATS
-from threefold.parallel.data import GradientBuckets, Gradients, JoinedGradients
-from threefold.parallel.mesh import Mesh
+from threefold.models.layers.basic import chunk_loss_
+from threefold.models.layers.router import Routing
+from threefold.models.layers.sample_info import Samples
+from threefold.parallel.context.sequence import sum_over_shares_
+from threefold.parallel.data.compression import FORMATS
+from threefold.parallel.data.grad_buckets import GradientBuckets, Gradients, JoinedGradients
+from threefold.parallel.data.zero import ShardedGradients, make_sharing
+from threefold.parallel.parallelize import Division, parallelize
 from threefold.parallel.parameter import is_of_experts, is_split, local
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner, Work
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
-from threefold.parallel.random import Dropout, sample_keys
 from threefold.parallel.recompute import recompute_
-from threefold.parallel.routing import Routing
-from threefold.parallel.samples import Samples
-from threefold.parallel.sequence import sum_over_shares_
 from threefold.parallel.split import ModelPlan
-from threefold.parallel.streams import RandomStreams, lend
-from threefold.parallel.zero import ShardedGradients, make_sharing
+from threefold.random.philox import Dropout, sample_keys
+from threefold.random.rng import RandomStreams, lend
 from threefold.train.divergence import DivergenceError
 from threefold.train.division import stage_map
 from threefold.train.loss_scale import LossScale

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from threefold.data.loader import Batch, Loader
 from threefold.errors import UserError
+from threefold.train.callbacks.base import EvaluationRecord
 from threefold.train.engine import Engine
-from threefold.train.hooks import EvaluationRecord
 
 
 def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> EvaluationRecord | None:

@@ -6,10 +6,10 @@ from math import isfinite
 
 from threefold.config import Config
 from threefold.data.loader import Loader
+from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
 from threefold.train.divergence import CheckpointStore, DivergenceError, SafeSaving
 from threefold.train.engine import Engine
 from threefold.train.evaluate import evaluate
-from threefold.train.hooks import EvaluationRecord, Hook, StepRecord
 from threefold.train.stop import Stopped
 
 

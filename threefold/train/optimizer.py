@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from threefold.config import OptimizerConfig
-from threefold.parallel.apply import draw_
-from threefold.parallel.data import Gradients
+from threefold.parallel.data.grad_buckets import Gradients
+from threefold.parallel.parallelize import draw_
 from threefold.parallel.parameter import like, local
 from threefold.parallel.split import ModelPlan
 

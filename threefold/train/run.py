@@ -8,22 +8,22 @@ from pathlib import Path
 import torch
 
 from threefold.checkpoint.resume import Resume
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Axis, Mesh
 from threefold.config import Config
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.host import keep_freed_memory
 from threefold.models.decoder import Decoder
 from threefold.models.registry import make_model, model_plan
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Axis, Mesh
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.split import ModelPlan
-from threefold.train import log, metrics, plot, tensorboard
-from threefold.train.agreement import DataAgreement, agree_on_micro_batch
-from threefold.train.console import LiveLine, Summary, on_terminal, say
+from threefold.train.callbacks import log, metrics, plot, tensorboard
+from threefold.train.callbacks.base import Hook
+from threefold.train.callbacks.console import LiveLine, Summary, on_terminal, say
+from threefold.train.data_check import DataAgreement, agree_on_micro_batch
 from threefold.train.division import stage_map
 from threefold.train.engine import Engine
-from threefold.train.hooks import Hook
 from threefold.train.loop import Trainer
 from threefold.train.start import Start
 from threefold.train.state import Checkpoints

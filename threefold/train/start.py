@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from threefold.checkpoint.begin import Beginning, find_beginning
 from threefold.checkpoint.choose import from_first
 from threefold.checkpoint.damage import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint
 from threefold.checkpoint.resume import Resume, Resumption, continues, find_resumption
+from threefold.checkpoint.warm_start import Beginning, find_beginning
+from threefold.comm.mesh import Axis
 from threefold.config import Config
-from threefold.parallel.mesh import Axis
 from threefold.train.state import Checkpoints
 
 

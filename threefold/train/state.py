@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts, complete
-from threefold.checkpoint.huggingface.carried import PREFIX, carried_by
 from threefold.checkpoint.naming import MODEL, OPTIMIZER
 from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
@@ -15,7 +14,8 @@ from threefold.config import Config
 from threefold.data.chat_template import CONFIG_FILE
 from threefold.data.content import Content
 from threefold.data.dataset import Dataset
-from threefold.parallel.streams import STREAMS, stored_as
+from threefold.huggingface.sidecar_files import PREFIX, carried_by
+from threefold.random.rng import STREAMS, stored_as
 from threefold.train.engine import Engine
 
 

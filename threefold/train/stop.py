@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.parallel.mesh import Mesh
 
 # A sum of these over as many as 2^16 ranks tells which of them were in it.
 _INTERRUPT, _TERMINATE, _FOLDER_LOST = 1.0, float(1 << 16), float(1 << 32)

@@ -12,12 +12,12 @@ import torch
 
 from threefold.checkpoint.folder import Checkpoint
 from threefold.checkpoint.resume import other_text
+from threefold.comm.mesh import Mesh
 from threefold.data.content import Content, ReadCorpus, checksum_of_tokens
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.parallel.mesh import Mesh
-from threefold.train.console import say
-from threefold.train.hooks import EvaluationRecord, Hook
+from threefold.train.callbacks.base import EvaluationRecord, Hook
+from threefold.train.callbacks.console import say
 
 if TYPE_CHECKING:
     from threefold.data.loader import Batch

@@ -6,7 +6,7 @@ from math import inf, isnan, prod
 
 from torch import Tensor
 
-from threefold.verify.oracle import Trace
+from threefold.verify.reference import Trace
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 """The largest relative error that still counts as rounding."""

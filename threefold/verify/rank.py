@@ -7,14 +7,14 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Event, Mesh
 from threefold.parallel.parameter import axes_of, offset
 from threefold.train.engine import Engine
 from threefold.verify.compare import Comparison, Error, Held
 from threefold.verify.data import Rows
-from threefold.verify.oracle import Trace
+from threefold.verify.reference import Trace
 from threefold.verify.source import ModelSource
 
 

@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Final, Literal
 
-from threefold.parallel.layout import Layout
+from threefold.comm.layout import Layout
 from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Error, Held
+from threefold.verify.layout_spec import Variant
 from threefold.verify.rank import RankReport
-from threefold.verify.variant import Variant
 
 EQUAL: Final = "equal"
 DEPARTS: Final = "departs"

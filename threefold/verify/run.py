@@ -11,16 +11,16 @@ from pathlib import Path
 from threefold.config import Config
 from threefold.data.dataset import names_data
 from threefold.errors import UserError
-from threefold.launch.pool import WorkerError, WorkerPool
+from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.verify.compare import TOLERANCE, coverage
 from threefold.verify.data import FileRows, RandomRows, Rows
-from threefold.verify.oracle import Trace, write_trace
+from threefold.verify.layout_spec import Variant
 from threefold.verify.rank import run_rank
+from threefold.verify.reference import Trace, write_trace
 from threefold.verify.report import FAILED, Result, judge
 from threefold.verify.select import Selection
 from threefold.verify.shrink import compose
 from threefold.verify.source import ConfigSource, ModelSource, check_source
-from threefold.verify.variant import Variant
 
 PATIENCE = {True: timedelta(minutes=30), False: timedelta(minutes=2)}
 """How long a rank waits for another, in full and shrunk, before that is an error."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
+from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.parallel.layout import Layout
+from threefold.verify.layout_spec import SCHEDULES, Variant
 from threefold.verify.shrink import compose
-from threefold.verify.variant import SCHEDULES, Variant
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from threefold.config.batch import batch_sizes
 from threefold.config.loading import config_of
 from threefold.config.model import ModelConfig
 from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED
-from threefold.verify.variant import Variant
+from threefold.verify.layout_spec import Variant
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """What sizes are shrunk to, where nothing asks for more."""

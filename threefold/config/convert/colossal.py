@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.convert.arithmetic import constant, parsed
-from threefold.config.convert.draft import (
+from threefold.config.convert.key_mapping import (
     Draft,
     Given,
     Note,
@@ -24,6 +23,7 @@ from threefold.config.convert.draft import (
     text,
     whole,
 )
+from threefold.config.convert.shell.arithmetic import constant, parsed
 from threefold.config.presets import PRESETS
 from threefold.errors import UserError
 

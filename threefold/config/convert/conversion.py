@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
 
-from threefold.config.convert import colossal, fleet, megatron
+from threefold.config.convert import colossal, megatron, paddlefleetx
 from threefold.config.convert.detection import Kind, detected
-from threefold.config.convert.draft import Draft, Given, Note, shortened
+from threefold.config.convert.key_mapping import Draft, Given, Note, shortened
 from threefold.config.loading import config_of, known_keys
 from threefold.config.resolve import resolve
 from threefold.config.schema import Config, section_types, to_yaml
@@ -24,7 +24,7 @@ class _System(NamedTuple):
 
 
 _SYSTEMS: Final[dict[Kind, _System]] = {
-    "fleet": _System(fleet.read, fleet.fill),
+    "fleet": _System(paddlefleetx.read, paddlefleetx.fill),
     "colossal": _System(colossal.read, colossal.fill),
     "megatron": _System(megatron.read, megatron.fill),
 }

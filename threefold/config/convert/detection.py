@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Final, Literal
 
-from threefold.config.convert.arithmetic import parsed
-from threefold.config.convert.draft import foreign_text
+from threefold.config.convert.key_mapping import foreign_text
+from threefold.config.convert.shell.arithmetic import parsed
 
 Kind = Literal["fleet", "colossal", "megatron"]
 _ENDINGS: Final[dict[str, Kind]] = {".yaml": "fleet", ".yml": "fleet", ".py": "colossal"}

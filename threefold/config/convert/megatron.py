@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.convert.draft import (
+from threefold.config.convert.key_mapping import (
     Draft,
     Given,
     Note,
@@ -21,9 +21,9 @@ from threefold.config.convert.draft import (
     texts,
     whole,
 )
-from threefold.config.convert.launch_line import Launch, launch_of
 from threefold.config.convert.megatron_model import fill_model
 from threefold.config.convert.megatron_reasons import REASONS, SATISFIED, SWITCHES, UNSUPPORTED
+from threefold.config.convert.shell.launch_line import Launch, launch_of
 from threefold.config.document import read_document
 from threefold.errors import UserError
 

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from threefold.config.convert.draft import Draft, Same, number, switch, text, whole
+from threefold.config.convert.key_mapping import Draft, Same, number, switch, text, whole
 
 TABLE = (
     Same("num-layers", "model.num_layers", whole),

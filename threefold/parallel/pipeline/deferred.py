@@ -2,9 +2,9 @@
 
 A backward pass owes the gradient of its input to the stage before, at once, and those of its weights to nobody before
 the update (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241). So the linear layers of
-`threefold.kernels` only note down what their weights' gradients are made of, where a store is attached to the weight;
-the schedule has the notes of a micro-batch worked off when the rank would wait. Layers that know nothing of this
-compute all their gradients in the backward pass, which is right too.
+`threefold.ops.kernels` only note down what their weights' gradients are made of, where a store is attached to the
+weight; the schedule has the notes of a micro-batch worked off when the rank would wait. Layers that know nothing of
+this compute all their gradients in the backward pass, which is right too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from threefold.kernels import DEFERRED
+from threefold.ops.kernels import DEFERRED
 
 Note = tuple[Tensor, Callable[[], Tensor]]
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
 
-from threefold.parallel.mesh import Mesh
+from threefold.comm.mesh import Mesh
+from threefold.models.layers.sample_info import Samples
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.samples import Samples
 
 DeferredWeights = Callable[[], Callable[[], None]]
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.parallel.apply import Division
+from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.parallel.parallelize import Division
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.pipe import Action, Pipe, Shapes, Timed
 from threefold.parallel.pipeline.placement import SINGLE
 from threefold.parallel.pipeline.schedules import SPLITTING, actions, evaluation_schedule, training_schedule
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
-from threefold.parallel.samples import NOTHING, Samples
 
 
 @dataclass(frozen=True)

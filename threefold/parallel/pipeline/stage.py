@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from threefold.models.layers.sample_info import NOTHING, Samples
 from threefold.parallel.parameter import stored
-from threefold.parallel.samples import NOTHING, Samples
 from threefold.parallel.split import ModelPlan
 
 

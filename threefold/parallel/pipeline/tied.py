@@ -6,9 +6,9 @@ from itertools import combinations, product
 
 from torch import Tensor
 
-from threefold.parallel.axis import Axis
-from threefold.parallel.layout import Layout
-from threefold.parallel.mesh import Mesh
+from threefold.comm.axis import Axis
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.split import ModelPlan
 

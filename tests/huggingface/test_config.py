@@ -1,0 +1,223 @@
+"""Files of settings as their makers published them, in the spellings of several years."""
+
+from typing import Any
+
+import pytest
+
+from threefold.config import ModelConfig
+from threefold.errors import UserError
+from threefold.huggingface.config_in import read_model
+from threefold.huggingface.config_out import choose_family, left_out, write_model
+from threefold.huggingface.families import FAMILIES
+
+LLAMA_3_1 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+GPT_2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "expected"),
+    [
+        (
+            LLAMA_3_1,
+            {"num_key_value_heads": 8, "rope_theta": 5e5, "rope_scaling": "llama3", "rope_factor": 8.0,
+             "rope_original_positions": 8192, "tie_embeddings": False, "norm_eps": 1e-5},
+        ),
+        (
+            QWEN3_MOE,
+            {"qk_norm": True, "num_experts": 128, "experts_per_token": 8, "expert_ffn_hidden_size": 768,
+             "normalize_expert_weights": True, "moe_every": 1, "dense_layers": 0, "head_dim": 128},
+        ),
+        (MISTRAL, {"sliding_window": 4096, "full_attention_layers": 0, "head_dim": 128, "qkv_bias": False}),
+        (GPT_2, {"architecture": "gpt", "ffn_hidden_size": 3072, "hidden_dropout": 0.1, "tie_embeddings": True}),
+    ],
+    ids=["llama 3.1", "qwen3 moe", "mistral", "gpt-2"],
+)  # fmt: skip
+def test_published_files_are_read_and_come_back(published: dict[str, Any], expected: dict[str, Any]) -> None:
+    family, settings = read_model(published, "config.json")
+    assert {key: settings[key] for key in expected} == expected
+    model = ModelConfig(**settings)
+    filled = model.filled(1)
+    model = ModelConfig(**{**filled, **settings})
+    assert choose_family(model, family.name) is family
+    written = write_model(model, family, "bfloat16", None, published)
+    said = {key: written[key] for key in published.keys() & written.keys() if key != "rope_scaling"}
+    assert said == {key: published[key] for key in said}
+    assert read_model(written, "config.json") == (family, settings)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"rope_scaling": "linear", "rope_factor": 4.0}),
+        ({"type": "dynamic", "factor": 2}, {"rope_scaling": "dynamic", "rope_original_positions": 131072}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            {"rope_attention_factor": pytest.approx(1.1386294), "rope_beta_fast": 32.0, "rope_beta_slow": 1.0},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "attention_factor": 1.5},
+            {"rope_attention_factor": 1.5, "rope_original_positions": 32768},
+        ),
+    ],
+)
+def test_scalings_of_either_spelling(scaling: dict[str, Any], expected: dict[str, Any]) -> None:
+    old = LLAMA_3_1 | {"rope_scaling": scaling}
+    new = {key: value for key, value in LLAMA_3_1.items() if not key.startswith("rope_")}
+    new["rope_parameters"] = {**scaling, "rope_theta": 5e5}
+    _, settings = read_model(old, "config.json")
+    assert {key: settings[key] for key in expected} == expected
+    assert read_model(new, "config.json")[1] == settings
+
+
+def test_spellings_that_disagree_are_refused() -> None:
+    both = LLAMA_3_1 | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    with pytest.raises(UserError, match=r"rope_scaling is .* and rope_parameters .*; delete the one that is wrong"):
+        read_model(both, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("step", "dense", "expected"),
+    [
+        (1, [], (1, 0)),
+        (2, [], (2, 0)),
+        (1, [0, 1, 2], (1, 3)),
+        (2, [1], (2, 3)),
+        (1, [3], None),
+        (1, [1, 2], None),
+        (50, [], None),
+    ],
+)
+def test_layers_with_experts(step: int, dense: list[int], expected: tuple[int, int] | None) -> None:
+    """The same layers have experts as in transformers, or the file is refused."""
+    given = QWEN3_MOE | {"num_hidden_layers": 6, "decoder_sparse_step": step, "mlp_only_layers": dense}
+    if expected is None:
+        with pytest.raises(UserError, match=r"mlp_only_layers|decoder_sparse_step"):
+            read_model(given, "config.json")
+        return
+    _, settings = read_model(given, "config.json")
+    assert (settings["moe_every"], settings["dense_layers"]) == expected
+    model = ModelConfig(**settings)
+    theirs = [layer not in dense and (layer + 1) % step == 0 for layer in range(6)]
+    assert [model.has_experts(layer) for layer in range(6)] == theirs
+
+
+def test_what_a_config_json_has_no_key_for_is_named() -> None:
+    mixture = ModelConfig(architecture="llama", hidden_dropout=0.1, router_z_loss=0.001, expert_capacity_factor=1.25)
+    assert left_out(mixture, FAMILIES["mixtral"]) == (
+        "model.router_z_loss 0.001",
+        "model.expert_capacity_factor 1.25",
+        "model.hidden_dropout 0.1",
+    )
+    assert left_out(ModelConfig(hidden_dropout=0.1), FAMILIES["gpt2"]) == ()

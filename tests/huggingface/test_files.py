@@ -1,0 +1,256 @@
+"""Folders of Hugging Face made by hand: what is refused and how, what is carried along, and training from one."""
+
+import json
+import os
+import shutil
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from tests.checkpoint.support import LLAMA, Silent, file_tensors, llama_tensors, same_tensors, stored, write_llama
+from tests.train.support import Run, losses_of, same, train_rank
+from threefold.checkpoint.folder import newest
+from threefold.cli.main import app
+from threefold.config import ModelConfig
+from threefold.errors import UserError
+from threefold.huggingface.config_out import choose_family
+from threefold.huggingface.export_hf import Export, export_model
+from threefold.huggingface.import_hf import Import, import_model
+from threefold.launch.training import prepare_training
+from threefold.launch.worker_pool import WorkerPool
+
+INDEX = "model.safetensors.index.json"
+
+
+def refused(source: Path, out: Path, **options: Any) -> str:
+    """The sentence that an import ends with; nothing is left where it was to go."""
+    with pytest.raises(UserError) as caught:
+        import_model(Import(source, out, **options), Silent())
+    assert not list(out.parent.glob(f"{out.name}*"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "gpt_neox"}, "model_type is 'gpt_neox' and Threefold reads gpt2, llama"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; Threefold has hidden_act 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True; Threefold has attention_bias False alone"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; Threefold has default, "),
+        ({"rope_scaling": {"type": "linear"}}, "factor of rope_type linear is missing"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "Threefold has one kind of rotary positions for all layers",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"quantization_config": {"bits": 4}}, "says that the weights are quantised; take a copy that is not"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types is ['sliding_attention', 'full_attention']; Threefold has full attention in the first",
+        ),
+        ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight and 8 more tensors"),
+        ({"num_hidden_layers": 2}, "holds model.layers.2.input_layernorm.weight and 8 more tensors, which a llama"),
+        ({"intermediate_size": 48}, "is 40 × 24 and its config.json asks for 48 × 24"),
+        ({"tie_word_embeddings": False}, "lacks lm_head.weight, which"),
+        ({"num_key_value_heads": 3}, "model.num_key_value_heads is 3 but must divide model.num_attention_heads 4"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide', which is no number"),
+        ({"hidden_size": float("inf")}, "config.json: Infinity is not a JSON number"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+    sentence = refused(write_llama(tmp_path / "hf", change), tmp_path / "run")
+    assert expected in sentence
+    assert "\n" not in sentence
+
+
+def test_an_unknown_key_may_be_ignored(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "hf", {"shiny": 3})
+    assert "give --ignore shiny" in refused(source, tmp_path / "run")
+    import_model(Import(source, tmp_path / "run", ("shiny",)), Silent())
+
+
+def test_damaged_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "hf")
+    whole = (source / "model.safetensors").read_bytes()
+    for length in (4, 200, len(whole) - 3):
+        (source / "model.safetensors").write_bytes(whole[:length])
+        assert "model.safetensors cannot be read" in refused(source, tmp_path / "run")
+    (source / "model.safetensors").unlink()
+    assert "neither model.safetensors nor" in refused(source, tmp_path / "run")
+    (source / "pytorch_model.bin").touch()
+    assert "reads safetensors alone" in refused(source, tmp_path / "run")
+    (source / "config.json").write_text('{"model_type":')
+    assert "config.json: it is not JSON" in refused(source, tmp_path / "run")
+    assert "does not exist" in refused(tmp_path / "nowhere", tmp_path / "run")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    source = write_llama(tmp_path / "hf")
+    (source / "model.safetensors").unlink()
+    names = [f"model-{number + 1:05d}-of-00002.safetensors" for number in range(2)]
+    shares = [dict(list(tensors.items())[number::2]) for number in range(2)]
+    for name, share in zip(names, shares, strict=True):
+        save_file(share, source / name)
+    weight_map = {key: name for name, share in zip(names, shares, strict=True) for key in share}
+    (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    import_model(Import(source, tmp_path / "whole"), Silent())
+    save_file({key: tensor for key, tensor in shares[1].items() if "norm" not in key}, source / names[1])
+    assert "the files it names do not hold it" in refused(source, tmp_path / "run")
+    (source / names[1]).unlink()
+    assert f"names {names[1]}, which is not there" in refused(source, tmp_path / "run")
+
+
+def test_weights_of_other_kinds(tmp_path: Path) -> None:
+    """Names without their prefix, buffers of old files, a tied head that is there too; integers are refused."""
+    plain = llama_tensors()
+    import_model(Import(write_llama(tmp_path / "plain"), tmp_path / "run"), Silent())
+    short = {name.removeprefix("model."): tensor for name, tensor in plain.items()}
+    short["layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(3)
+    short["lm_head.weight"] = plain["model.embed_tokens.weight"].clone()
+    import_model(Import(write_llama(tmp_path / "short", tensors=short), tmp_path / "run2"), Silent())
+    assert same_tensors(stored(tmp_path / "run"), stored(tmp_path / "run2"))
+    short["lm_head.weight"][300, 23] += 1
+    told = refused(write_llama(tmp_path / "head", tensors=short), tmp_path / "run3")
+    assert "tie_word_embeddings true, and lm_head.weight is not model.embed_tokens.weight" in told
+    plain["model.norm.weight"] = torch.ones(24, dtype=torch.int8)
+    assert "model.norm.weight as I8" in refused(write_llama(tmp_path / "int", tensors=plain), tmp_path / "run3")
+
+
+def test_texts_that_go_along_are_looked_at(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "hf")
+    (source / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json cannot be read (Model missing" in refused(source, tmp_path / "run")
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer_config.json").write_bytes(b'{"bos_token": "\xe9"}')
+    assert "tokenizer_config.json is not UTF-8 text (byte 15)" in refused(source, tmp_path / "run")
+    (source / "tokenizer_config.json").unlink()
+    import_model(Import(source, tmp_path / "run"), Silent())
+    ended = CliRunner().invoke(app, ["generate", str(tmp_path / "run"), "--prompt", "a"])
+    assert ended.output == ""
+    assert "was imported without a tokenizer, so there are no words for its tokens; put" in str(ended.exception)
+
+
+class Interrupted(Silent):
+    """Ctrl-C, or another end, once a tensor is under way."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def advance(self, amount: int) -> None:
+        raise self._error
+
+
+def test_ctrl_c_and_a_full_disk_end_an_import(tmp_path: Path) -> None:
+    request = Import(write_llama(tmp_path / "hf"), tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        import_model(request, Interrupted(KeyboardInterrupt()))
+    with pytest.raises(UserError, match=r"run could not be written \(No space left on device\); make room or"):
+        import_model(request, Interrupted(OSError(ENOSPC, os.strerror(ENOSPC))))
+    with pytest.raises(UserError, match=r"run could not be written \(rank 0: unexpected pos 64\); make room or"):
+        import_model(request, Interrupted(RuntimeError("unexpected pos 64")))
+    assert not list(tmp_path.glob("run*"))
+
+
+def test_what_no_family_has_is_not_exported(tmp_path: Path) -> None:
+    rotary = ModelConfig(position_embedding="rope")
+    with pytest.raises(UserError, match=r"a place for this model: each lacks one of model.position_embedding rope\."):
+        choose_family(rotary, None)
+    with pytest.raises(UserError, match=r"each lacks one of .*model\.qkv_bias true"):
+        choose_family(ModelConfig(architecture="llama", qkv_bias=True, qk_norm=True), "qwen2")
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        export_model(Export(tmp_path, tmp_path / "hf"), Silent())
+
+
+def test_training_goes_on_from_an_import_in_any_layout(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "hf")
+    shutil.copy(small_run.data / "tokenizer.json", source)
+    (source / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    import_model(Import(source, tmp_path / "imported"), Silent())
+    checkpoint = newest(tmp_path / "imported")
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.facts.eod) == (0, 0)
+    settings = {
+        "architecture": "llama",
+        "hidden_size": 24,
+        "num_key_value_heads": 2,
+        "ffn_hidden_size": 40,
+        "max_position_embeddings": 64,
+        "tie_embeddings": True,
+    }
+    start = tuple((f"model.{key}", value) for key, value in settings.items())
+    run = small_run.but(dropout=0.0, steps=3, set=(*start, ("train.init_from", str(tmp_path / "imported"))))
+    pool.run(1, train_rank, run, tmp_path / "one")
+    printed = pool.run(4, train_rank, run.but(tp=2, pp=2), tmp_path / "four")[0]
+    assert f"Starting from {checkpoint.path}." in printed
+    assert same(losses_of(tmp_path / "four"), losses_of(tmp_path / "one"), "fp32")
+    pool.run(1, train_rank, run.but(set=start), tmp_path / "drawn")
+    assert abs(losses_of(tmp_path / "one")[0] - losses_of(tmp_path / "drawn")[0]) > 0.1
+
+    made = export_model(Export(tmp_path / "four", tmp_path / "back", dtype="bf16"), Silent())
+    assert (made.family, made.step, made.dtype) == ("llama", 3, "bfloat16")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", ".threefold-output.json",
+    }  # fmt: skip
+    exported = file_tensors(tmp_path / "back")
+    assert exported.keys() == llama_tensors().keys()
+    moved = exported["model.norm.weight"].float() - llama_tensors()["model.norm.weight"]
+    assert 0 < moved.abs().max() < 0.1  # trained from those weights
+    told = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: told[key] for key in LLAMA} == LLAMA
+
+
+def test_what_cannot_be_started_from(small_run: Run, tmp_path: Path) -> None:
+    import_model(Import(write_llama(tmp_path / "hf"), tmp_path / "imported"), Silent())
+    init = ("train.init_from", str(tmp_path / "imported"))
+    wrong = small_run.but(set=(init,)).config
+    with pytest.raises(UserError, match=r"model.architecture is 'gpt' but .* has 'llama', whose weights do not fit"):
+        prepare_training(wrong, tmp_path / "new")
+    with pytest.raises(UserError, match=r"train.init_from is .*, which has no complete checkpoint"):
+        prepare_training(small_run.but(set=(("train.init_from", str(tmp_path)),)).config, tmp_path / "new")
+    with pytest.raises(UserError, match="has a model and no optimizer's state to go on with; start a run in another"):
+        prepare_training(wrong, tmp_path / "imported", resume=True)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    source, runner = write_llama(tmp_path / "hf"), CliRunner()
+    arguments = ["checkpoint", "import", str(source), "--out", str(tmp_path / "run")]
+    printed = runner.invoke(app, arguments, catch_exceptions=False).output
+    for expected in (
+        "family",
+        "llama",
+        "parameters",
+        "21,216",
+        "3 of width 24",
+        "float32, 84.9 kB",
+        "none in the folder",
+    ):
+        assert expected in printed
+    with pytest.raises(UserError, match="exists already; choose another folder, or replace it with --overwrite"):
+        runner.invoke(app, arguments, catch_exceptions=False)
+    assert runner.invoke(app, [*arguments, "--overwrite"], catch_exceptions=False).exit_code == 0
+    back = ["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "back"), "--shard-size", "30KB"]
+    printed = runner.invoke(app, back, catch_exceptions=False).output
+    count = len(list((tmp_path / "back").glob("*.safetensors")))
+    assert f"model-00001-of-{count:05d}.safetensors and {count - 1} more" in " ".join(printed.split())
+    assert count > 2
+    assert same_tensors(file_tensors(tmp_path / "back"), file_tensors(source))
+    assert runner.invoke(app, [*back, "--shard-size", "5 apples"]).exit_code == 2
+
+
+def test_every_setting_is_shown_to_a_family() -> None:
+    """A setting that is added to the model's section has to be thought of in the translation of config.json."""
+    thought_of = """preset architecture num_layers hidden_size num_attention_heads num_key_value_heads head_dim
+        ffn_hidden_size vocab_size max_position_embeddings hidden_dropout attention_dropout position_embedding
+        rope_theta rope_scaling rope_factor rope_original_positions rope_low_frequency_factor rope_high_frequency_factor
+        rope_beta_fast rope_beta_slow rope_attention_factor norm_eps qkv_bias qk_norm sliding_window
+        full_attention_layers num_experts experts_per_token expert_ffn_hidden_size shared_expert_ffn_hidden_size
+        shared_expert_gate normalize_expert_weights expert_capacity_factor moe_every dense_layers router_aux_loss
+        router_z_loss initializer_range tie_embeddings"""
+    assert set(ModelConfig.model_fields) == set(thought_of.split())

@@ -1,0 +1,321 @@
+"""Folders of Hugging Face that someone damaged or made up: each is refused in a sentence, and nothing is left."""
+
+import json
+import os
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from typer.testing import CliRunner
+
+from tests.checkpoint.support import Silent, llama_tensors, stored, write_llama
+from threefold.cli.main import app
+from threefold.errors import UserError
+from threefold.huggingface.import_hf import Import, import_model
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+DAMAGED = 150
+_SEED = 20
+
+
+def refused(source: Path, out: Path, **options: Any) -> str:
+    """The sentence that an import ends with; nothing is left where it was to go."""
+    with pytest.raises(UserError) as caught:
+        import_model(Import(source, out, **options), Silent())
+    assert not list(out.parent.glob(f"{out.name}*"))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 800
+    return str(caught.value)
+
+
+def _outcome(source: Path, out: Path) -> str | None:
+    """The sentence that an import ends with; None where it succeeds."""
+    try:
+        import_model(Import(source, out), Silent())
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _write_tokenizer(folder: Path, tokens: int, first: int = 0) -> None:
+    vocabulary = {f"w{number}": first + number for number in range(tokens)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "hf")
+    _write_tokenizer(source, 4096)
+    told = refused(source, tmp_path / "run")
+    assert "tokenizer.json has 4,096 tokens with ids up to 4,095 and the embedding has 301 rows" in told
+    _write_tokenizer(source, 10, first=292)  # few, and one of them is beyond
+    assert "10 tokens with ids up to 301 and the embedding has 301 rows" in refused(source, tmp_path / "run")
+    _write_tokenizer(source, 301)
+    import_model(Import(source, tmp_path / "whole"), Silent())
+    _write_tokenizer(source, 66)  # a vocabulary with room left is usual
+    import_model(Import(source, tmp_path / "small"), Silent())
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    tensors["model.embed_tokens.weight"][7, :3] = float("nan")
+    tensors["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("-inf")
+    tensors["model.layers.2.mlp.down_proj.weight"][:, 5] = float("inf")
+    source = write_llama(tmp_path / "hf", tensors=tensors)
+    told = refused(source, tmp_path / "run")
+    assert "model.embed_tokens.weight holds 3 values that are NaN or infinite and 2 more tensors 25" in told
+    assert "--allow-not-finite" in told
+    import_model(Import(source, tmp_path / "run", allow_not_finite=True), Silent())
+    assert sum(int(tensor.isnan().sum()) for tensor in stored(tmp_path / "run").values()) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_one_value_that_is_not_finite_is_found(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in llama_tensors().items()}
+    tensors["model.layers.2.self_attn.v_proj.weight"][11, 23] = float("nan")
+    told = refused(write_llama(tmp_path / "hf", tensors=tensors), tmp_path / "run")
+    assert "model.layers.2.self_attn.v_proj.weight holds 1 values that are NaN or infinite; fetch" in told
+
+
+def test_a_loss_that_is_not_finite_ends_eval(tmp_path: Path) -> None:
+    """The text is named; nothing is printed as if it were a result."""
+    tensors = llama_tensors()
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = float("nan")
+    source = write_llama(tmp_path / "hf", tensors=tensors)
+    _write_tokenizer(source, 301)
+    run, data = tmp_path / "run", tmp_path / "texts.jsonl"
+    data.write_text('{"text": "w1"}\n{"text": "w1 w2 w3"}\n')
+    imported = CliRunner().invoke(app, ["checkpoint", "import", str(source), "--out", str(run), "--allow-not-finite"])
+    assert imported.exit_code == 0
+    result = CliRunner().invoke(app, ["eval", str(run), "--data", str(data)])
+    assert isinstance(result.exception, UserError)
+    assert "The loss of text 2 is not finite: the weights hold values that are not finite" in str(result.exception)
+    assert "nan" not in result.stdout
+
+
+WRONG = ([], {}, "x", -1, 0, 1e30, 10**30, True, None, 0.5, [1], {"a": 1}, "../x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model_type",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "attention_dropout",
+        "hidden_act",
+        "eos_token_id",
+        "sliding_window",
+        "layer_types",
+        "initializer_range",
+        "quantization_config",
+    ],
+)
+def test_wrong_values_of_config_json(tmp_path: Path, key: str) -> None:
+    """Each is refused in a sentence, or is a value that the key can have."""
+    allowed = 0
+    for number, value in enumerate(WRONG):
+        told = _outcome(write_llama(tmp_path / f"hf{number}", {key: value}), tmp_path / f"run{number}")
+        allowed += told is None
+        assert told is None or ("\n" not in told and len(told) < 800)
+    assert allowed < len(WRONG)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": []}, "model_type is [] and Threefold reads gpt2"),
+        ({"num_hidden_layers": "x"}, "num_hidden_layers is 'x', which is no number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1 but must be at least 1"),
+        ({"num_hidden_layers": 1e30}, "num_hidden_layers is 1e+30 but must be at most 100000"),
+        ({"num_hidden_layers": 1_000}, "asks for 1,000 layers and"),
+        ({"num_hidden_layers": 99_999}, "model.num_layers is 99999 but must be at most"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0 but must be at least 1"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', which is neither true nor false"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2', which is no number"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is ['linear']"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id is '</s>' but must be a token's id or a list of them"),
+        ({"intermediate_size": 10**9, "hidden_size": 10**9}, "model.hidden_size is 1000000000 but must be at most"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+    assert expected in refused(write_llama(tmp_path / "hf", change), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "expected"),
+    [
+        (["model.safetensors"], "has no weight_map"),
+        ({}, "has no weight_map"),
+        ({"model.norm.weight": 3}, "the file 3, which is no name of a safetensors file in that folder"),
+        ({"model.norm.weight": ["model.safetensors"]}, "which is no name"),
+        ({"model.norm.weight": "../secret.safetensors"}, "the file '../secret.safetensors', which is no name"),
+        ({"model.norm.weight": "/etc/passwd"}, "which is no name"),
+        ({"model.norm.weight": "..\\x.safetensors"}, "which is no name"),
+        ({"model.norm.weight": "a\0.safetensors"}, "which is no name"),
+        ({"model.norm.weight": ".."}, "which is no name"),
+        ({"model.norm.weight": "x" * 5000 + ".safetensors"}, "which is no name"),
+        ({"model.norm.weight": "gone.safetensors"}, "names gone.safetensors, which is not there"),
+    ],
+)
+def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, weight_map: Any, expected: str) -> None:
+    source = write_llama(tmp_path / "hf")
+    save_file(llama_tensors(), tmp_path / "secret.safetensors")
+    (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert expected in refused(source, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS, INDEX, "merges.txt"],
+)
+def test_what_is_no_file_is_refused_without_a_hang(tmp_path: Path, name: str) -> None:
+    source = write_llama(tmp_path / "hf")
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    assert "no regular file (a pipe, socket or device)" in refused(source, tmp_path / "run")
+    (source / name).unlink()
+    (source / name).symlink_to("/dev/zero")
+    assert "no regular file (a pipe, socket or device)" in refused(source, tmp_path / "run")
+    (source / name).unlink()
+    (source / name).mkdir()
+    assert "it is a folder" in refused(source, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("config.json", "[" * 100_000, "nested too deeply"),
+        ("config.json", '{"a":' * 100_000, "nested too deeply"),
+        ("config.json", "[]", "holds no JSON object"),
+        ("config.json", '{"hidden_size": ' + "9" * 5000 + "}", "Cannot read"),
+        ("generation_config.json", "[1]", "holds no JSON object"),
+        ("generation_config.json", '{"eos_token_id": {"a": 1}}', "must be a token's id or a list of them"),
+        ("generation_config.json", '{"eos_token_id": -2}', "must be a token's id or a list of them"),
+        ("tokenizer_config.json", "null", "holds no JSON object"),
+        ("tokenizer.json", "[]", "holds no JSON object"),
+        ("special_tokens_map.json", "{", "it is not JSON"),
+    ],
+)
+def test_texts_that_are_not_what_they_should_be(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    source = write_llama(tmp_path / "hf")
+    (source / name).write_text(text)
+    assert expected in refused(source, tmp_path / "run")
+
+
+def _header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    def damage(content: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+    return damage
+
+
+def _first(header: dict[str, Any]) -> dict[str, Any]:
+    return header[min(name for name in header if name != "__metadata__")]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: struct.pack("<Q", 1 << 62) + content[8:],
+        lambda content: struct.pack("<Q", 1 << 33) + content[8:],
+        lambda content: struct.pack("<Q", 0) + content[8:],
+        lambda content: content[:100],
+        lambda content: b"",
+        _header(lambda header: _first(header).update(data_offsets=[0, 4])),
+        _header(lambda header: _first(header).update(data_offsets=[-4, 4])),
+        _header(lambda header: _first(header).update(data_offsets=[8, 2])),
+        _header(lambda header: _first(header).update(data_offsets=[0, 1 << 60])),
+        _header(lambda header: _first(header).update(data_offsets="all")),
+        _header(lambda header: _first(header).update(shape=[1 << 62, 1 << 62])),
+        _header(lambda header: _first(header).update(shape=[float("nan")])),
+        _header(lambda header: _first(header).update(shape=[-1])),
+        _header(lambda header: _first(header).update(dtype="F1")),
+        _header(lambda header: _first(header).update(dtype=[])),
+        _header(lambda header: header.update({name: _first(header) for name in list(header)})),
+    ],
+)
+def test_damaged_safetensors(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    source = write_llama(tmp_path / "hf")
+    (source / WEIGHTS).write_bytes(damage((source / WEIGHTS).read_bytes()))
+    assert WEIGHTS in refused(source, tmp_path / "run")
+
+
+def _damaged(source: Path, chance: random.Random) -> str:
+    """Damage one file of a folder in one of many ways, and tell which."""
+    name = chance.choice(
+        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX, WEIGHTS]
+    )
+    path = source / name
+    content = bytearray(path.read_bytes())
+    way = chance.randrange(6)
+    if way == 0:  # cut short
+        content = content[: chance.randrange(len(content))]
+    elif way == 1:  # a byte of the beginning, where headers are
+        content[chance.randrange(min(len(content), 2000))] = chance.randrange(256)
+    elif way == 2:  # a run of bytes gone
+        begin = chance.randrange(len(content))
+        del content[begin : begin + chance.randrange(1, 40)]
+    elif way == 3:  # a run of bytes twice
+        begin = chance.randrange(len(content))
+        content[begin:begin] = content[begin : begin + chance.randrange(1, 40)]
+    elif way == 4 and name != WEIGHTS:  # a value of another type
+        document = json.loads(content)
+        key = chance.choice(sorted(document))
+        document[key] = chance.choice(WRONG)
+        content = bytearray(json.dumps(document).encode())
+    else:  # noise at the beginning
+        content[:16] = chance.randbytes(16)
+    path.write_bytes(content)
+    return f"{name}, way {way}"
+
+
+@pytest.mark.slow
+def test_damaged_folders_are_refused_or_harmless(tmp_path: Path) -> None:
+    """A damaged folder ends in a sentence; one that is imported after all has finite weights in the shapes it says."""
+    chance = random.Random(_SEED)
+    refusals = 0
+    for number in range(DAMAGED):
+        source = write_llama(tmp_path / f"hf{number}")
+        _write_tokenizer(source, 301)
+        (source / "generation_config.json").write_text('{"eos_token_id": [0, 2], "top_p": 0.9}')
+        (source / "tokenizer_config.json").write_text('{"bos_token": "w1", "model_max_length": 64}')
+        weight_map = dict.fromkeys(llama_tensors(), WEIGHTS)
+        (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        what = _damaged(source, chance)
+        out = tmp_path / f"run{number}"
+        told = _outcome(source, out)
+        if told is None:
+            assert all(bool(tensor.isfinite().all()) for tensor in stored(out).values()), what
+            continue
+        refusals += 1
+        assert "\n" not in told, what
+        assert len(told) < 800, what
+        assert not list(tmp_path.glob(f"{out.name}*")), what
+    assert refusals > DAMAGED // 2

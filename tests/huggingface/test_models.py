@@ -1,0 +1,154 @@
+"""Both ways between Threefold and transformers: the same logits, the same tokens, the same bits."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.support import Silent, file_tensors, model_of, same_tensors, stored
+from threefold.huggingface import weights
+from threefold.huggingface.export_hf import Export, export_model
+from threefold.huggingface.import_hf import Import, import_model
+from threefold.inference.generate import Request, complete
+from threefold.inference.model import Trained
+from threefold.inference.sampling import Sampling
+
+TOLERANCE = 1e-5
+SHARD = 20_000  # bytes: several files for every model here
+LENGTH = 40
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}
+GPT = {"vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", GPT),
+    "gpt2 untied": ("gpt2", GPT | {"n_inner": 50, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+    "llama": ("llama", SIZES | {"rope_parameters": LLAMA3}),
+    "llama tied": ("llama", SIZES | {"tie_word_embeddings": True, "head_dim": 8, "rms_norm_eps": 1e-3}),
+    "llama yarn": (
+        "llama",
+        SIZES | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.3, "beta_fast": 8.0}},
+    ),
+    "llama linear": ("llama", SIZES | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama dynamic": (
+        "llama",
+        SIZES
+        | {
+            "max_position_embeddings": LENGTH - 10,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+    ),
+    "qwen2": ("qwen2", SIZES | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", SIZES | {"head_dim": 8}),
+    "mistral": ("mistral", SIZES | {"sliding_window": 7}),
+    "mixtral": ("mixtral", SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "qwen2_moe": ("qwen2_moe", SIZES | EXPERTS | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [0]}),
+    "qwen3_moe": ("qwen3_moe", SIZES | EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """The library, which takes seconds to import."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+@pytest.fixture(autouse=True)
+def many_pieces() -> Iterator[None]:
+    """Cut also small weights into pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "SMALL", 0)
+        patch.setattr(weights, "PARTS", 3)
+        yield
+
+
+def random_model(transformers: Any, name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose weights are all random: norms and biases too."""
+    kind, settings = MODELS[name]
+    config = transformers.AutoConfig.for_model(kind, **settings, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for key, parameter in model.named_parameters():
+        centre = 1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0
+        parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.15 + centre).to(dtype)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_same_logits_and_bits_both_ways(transformers: Any, tmp_path: Path, name: str) -> None:
+    theirs = random_model(transformers, name)
+    theirs.save_pretrained(tmp_path / "hf")
+    progress = Silent()
+    import_model(Import(tmp_path / "hf", tmp_path / "run"), progress)
+    assert progress.moved == progress.total > 0
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) * 31 % 97
+    if name == "llama dynamic":  # transformers stretches for the longest sequence it has seen, so one of them alone
+        tokens = tokens[:1]
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.1
+    assert (model_of(tmp_path / "run")(tokens) - expected).abs().max() < TOLERANCE
+
+    export_model(Export(tmp_path / "run", tmp_path / "back", shard_bytes=SHARD), Silent())
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert same_tensors(file_tensors(tmp_path / "back"), file_tensors(tmp_path / "hf"))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    again = load(tmp_path / "back", attn_implementation="eager").eval()
+    assert type(again) is type(theirs)
+    assert torch.equal(again(tokens).logits, expected)
+
+    import_model(Import(tmp_path / "back", tmp_path / "run2"), Silent())
+    assert same_tensors(stored(tmp_path / "run2"), stored(tmp_path / "run"))
+
+
+def test_narrow_weights_stay_as_they_are(transformers: Any, tmp_path: Path) -> None:
+    theirs = random_model(transformers, "llama", torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    import_model(Import(tmp_path / "hf", tmp_path / "run"), Silent())
+    export_model(Export(tmp_path / "run", tmp_path / "back"), Silent())
+    assert [path.name for path in (tmp_path / "back").glob("*.safetensors*")] == ["model.safetensors"]
+    assert same_tensors(file_tensors(tmp_path / "back"), file_tensors(tmp_path / "hf"))
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == torch.bfloat16
+    export_model(Export(tmp_path / "run", tmp_path / "wide", dtype="fp32"), Silent())
+    widened = {name: tensor.float() for name, tensor in file_tensors(tmp_path / "hf").items()}
+    assert same_tensors(file_tensors(tmp_path / "wide"), widened)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_the_same_tokens_are_likeliest(transformers: Any, tmp_path: Path, name: str) -> None:
+    theirs = random_model(transformers, name)
+    theirs.config.eos_token_id = theirs.generation_config.eos_token_id = None  # a random model would end at once
+    theirs.save_pretrained(tmp_path / "hf")
+    import_model(Import(tmp_path / "hf", tmp_path / "run"), Silent())
+    prompts = torch.randint(97, (50, 6), generator=torch.Generator().manual_seed(1))
+    seen = torch.ones_like(prompts)  # else token 0 would be taken for padding
+    expected = theirs.generate(prompts, attention_mask=seen, max_new_tokens=12, do_sample=False, pad_token_id=0)[:, 6:]
+    assert len({tuple(row) for row in expected.tolist()}) > 20
+    request = Request(max_new_tokens=12, sampling=Sampling(temperature=0), batch_size=50)
+    got = complete(Trained.find(tmp_path / "run").load(), prompts.tolist(), request)
+    assert got == expected.tolist()

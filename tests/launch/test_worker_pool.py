@@ -1,0 +1,85 @@
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from threefold.errors import UserError
+from threefold.launch.worker_pool import WorkerError, WorkerPool
+
+
+def _sum_of_ranks(scale: torch.Tensor) -> torch.Tensor:
+    total = scale * dist.get_rank()
+    dist.all_reduce(total)
+    return total
+
+
+def _identity() -> tuple[int, int, int]:
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+
+
+def _backward() -> float:
+    x = torch.full((1000, 1000), 2.0, requires_grad=True)
+    (x @ x).sum().backward()
+    return float(x.grad[0, 0])
+
+
+def _raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise UserError("parallel.tp is 3")
+    dist.barrier()
+
+
+def _killed(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _unpicklable() -> object:
+    return lambda: None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_results_come_back_by_rank(pool: WorkerPool, world_size: int) -> None:
+    results = pool.run(world_size, _identity)
+    assert results == [(rank, world_size, 1) for rank in range(world_size)]
+
+
+def test_each_run_has_its_own_group(pool: WorkerPool) -> None:
+    for world_size in (3, 2, 4):
+        expected = torch.full((3,), sum(range(world_size)) * 0.5)
+        for result in pool.run(world_size, _sum_of_ranks, torch.full((3,), 0.5)):
+            assert torch.equal(result, expected)
+
+
+def test_first_error_is_named_and_the_hanging_are_replaced(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1 failed: Traceback[\s\S]*_raise_on[\s\S]*parallel.tp is 3") as caught:
+        pool.run(4, _raise_on, 1)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.error, UserError)
+    assert pool.run(4, _identity) == [(rank, 4, 1) for rank in range(4)]
+
+
+def test_killed_worker_is_named_and_replaced(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="rank 2 failed: its process ended, killed by SIGKILL"):
+        pool.run(3, _killed, 2)
+    assert pool.run(3, _identity) == [(rank, 3, 1) for rank in range(3)]
+
+
+def test_workers_stay_clean_whatever_this_process_did(pool: WorkerPool) -> None:
+    assert _backward() == 4000.0
+    with pytest.raises(WorkerError):
+        pool.run(2, _killed, 0)
+    assert pool.run(2, _backward) == [4000.0, 4000.0]
+
+
+def test_result_that_cannot_be_pickled_is_an_error(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="cannot be pickled"):
+        pool.run(1, _unpicklable)
+
+
+def test_world_larger_than_the_pool(pool: WorkerPool) -> None:
+    with pytest.raises(ValueError, match="world_size is 9"):
+        pool.run(9, _identity)

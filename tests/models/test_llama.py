@@ -1,0 +1,42 @@
+"""Llama and its kin against one process, in layouts that cut heads, positions and layers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.support.parity import Case, Trace, departures, in_layout
+from threefold.launch.worker_pool import WorkerPool
+
+SIZES = (
+    ("architecture", "llama"),
+    ("num_key_value_heads", 6),
+    ("head_dim", 4),
+    ("qkv_bias", True),
+    ("qk_norm", True),
+    ("sliding_window", 5),
+    ("full_attention_layers", 1),
+)
+LLAMA = Case(
+    model=SIZES, positions="rope", layers=3, sequence=12, dropout=0.1, documents=True, tie=False, dtype="fp64", steps=2
+)
+SHARED = (("parallel.sequence_parallel", True),)
+RING = (("parallel.cp_method", "ring"),)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        LLAMA.with_layout(1, 2, 2, settings=SHARED),
+        LLAMA.with_layout(1, 3, 1),
+        LLAMA.with_layout(1, 2, 1, cp=2, settings=SHARED),
+        LLAMA.with_layout(1, 1, 1, cp=3, settings=RING),
+        LLAMA.with_layout(2, 2, 1, settings=(("parallel.zero", 3),)),
+        replace(LLAMA, tie=True, dtype="fp32", steps=1).with_layout(2, 1, 2),
+    ],
+    ids=["tp2-pp2-shared", "tp3", "tp2-cp2-shared", "ring3", "dp2-tp2-zero3", "tied-fp32"],
+)
+def test_a_layout_trains_what_one_process_trains(
+    pool: WorkerPool, expected: Callable[[Case], Trace], case: Case
+) -> None:
+    assert departures(expected(case), pool.run(case.world_size, in_layout, case), case) == []

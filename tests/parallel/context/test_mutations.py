@@ -1,0 +1,253 @@
+"""Tests of the tests of context parallelism: each known silent mistake, put back, must make the comparison fail."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel.context.test_attention import case
+from tests.parallel.test_mutations import Patch, replace, with_mistake
+from tests.support.parity import departures
+from threefold.comm.axis import Axis
+from threefold.comm.mesh import Mesh
+from threefold.data.loader import Batch
+from threefold.labels import IGNORED
+from threefold.models.layers import attention
+from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.ops import kernels
+from threefold.parallel.context import attention as context
+from threefold.parallel.context import ring_attention as ring
+from threefold.parallel.context.sequence import PositionEmbedding
+from threefold.parallel.pipeline.runner import Work
+from threefold.parallel.split import OverContext, OverSequence
+from threefold.random.philox import Dropout, Slice
+from threefold.train import engine
+
+pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
+
+
+def labels_shifted_after_the_split() -> list[Patch]:
+    """The last token of each chunk is asked for the first of the rank's next chunk, which is not what follows it."""
+    work = engine.Engine._work
+
+    def shifted(self: engine.Engine, batch: Batch, *facts: Tensor | None) -> Work:
+        cut = self.division.region.cut.across_context
+        held = cut.indices(batch.tokens.shape[1] // cut.shares, torch.device("cpu"))
+        follow = torch.cat([batch.labels[:, held[1:] - 1], torch.full((len(batch.labels), 1), IGNORED)], 1)
+        right = work(self, batch, *facts)
+        return Work(right.tokens, follow, right.samples)
+
+    return [replace(engine.Engine, "_work", shifted)]
+
+
+def learned_positions_restart_on_each_rank() -> list[Patch]:
+    apply = OverSequence.apply
+    return [
+        replace(
+            OverSequence,
+            "apply",
+            lambda self, module, region: (
+                module if isinstance(module, PositionEmbedding) else apply(self, module, region)
+            ),
+        )
+    ]
+
+
+def rotary_positions_restart_on_each_rank() -> list[Patch]:
+    return [replace(OverContext, "apply", lambda self, module, region: module)]
+
+
+def plain_causal_mask_on_balanced_chunks() -> list[Patch]:
+    """Keys stay in the order of the ranks, as if each rank held one run of the sequence."""
+    return [replace(context, name, lambda cp: list(range(2 * cp))) for name in ("_places", "_held")]
+
+
+def causal_mask_aligned_with_the_first_key() -> list[Patch]:
+    def later(queries: int, keys: int, device: torch.device) -> Tensor:
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1)
+
+    return [replace(attention, "later", later), replace(kernels, "later", later)]
+
+
+def documents_attend_across() -> list[Patch]:
+    forward = context.ContextParallelAttention.forward
+
+    def across(self: Any, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
+        return forward(self, q, k, v, Samples(samples.keys))
+
+    return [replace(context.ContextParallelAttention, "forward", across)]
+
+
+def documents_of_the_first_positions_for_every_chunk() -> list[Patch]:
+    return [
+        replace(
+            attention,
+            "_apart",
+            lambda documents, queries: documents[:, :queries, None] != documents[:, None],
+        )
+    ]
+
+
+def key_gradients_not_returned_to_their_owner() -> list[Patch]:
+    """Each rank keeps what its own queries gave its own keys."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        by_rank = context._take_chunks(grad, ctx.dim, context._held(ctx.axis.size))
+        return by_rank.chunk(ctx.axis.size, ctx.dim)[ctx.axis.index], None, None
+
+    return [replace(context._GatherSequence, "backward", staticmethod(backward))]
+
+
+def key_gradients_returned_to_another_rank() -> list[Patch]:
+    """In the order of the sequence instead of that of the ranks."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.reduce_scatter(grad, ctx.dim), None, None
+
+    return [replace(context._GatherSequence, "backward", staticmethod(backward))]
+
+
+def mean_of_means_over_the_context_ranks() -> list[Patch]:
+    count = engine.Engine._count
+
+    def own(self: engine.Engine, batch: Batch) -> tuple[int, int]:
+        cut = self.division.region.cut.across_context
+        held = cut.indices(batch.labels.shape[1] // cut.shares, batch.labels.device)
+        counted, padding = count(
+            self, dataclasses.replace(batch, tokens=batch.tokens[:, held], labels=batch.labels[:, held])
+        )
+        return max(1, counted * self.mesh.cp.size), padding
+
+    return [replace(engine.Engine, "_count", own)]
+
+
+def gradients_not_summed_over_the_context_ranks() -> list[Patch]:
+    return [replace(Mesh, "_replicas", lambda self: self.dp)]
+
+
+def attention_mask_by_local_row() -> list[Patch]:
+    indices = staticmethod(lambda size, device: torch.arange(size, device=device))
+    return [replace(context.Chunk, "indices", lambda self, size, device: indices(size, device))]
+
+
+def attention_mask_of_a_shorter_sequence() -> list[Patch]:
+    """Rows of the second head and on are counted as if the sequence ended with the chunk."""
+    return [replace(context.Chunk, "whole", lambda self, size: size)]
+
+
+def hidden_mask_by_local_position() -> list[Patch]:
+    apply = OverSequence.apply
+
+    def restart(self: OverSequence, module: Any, region: Any) -> Any:
+        module = apply(self, module, region)
+        if isinstance(module, Dropout):
+            module.parts = {1: Slice()}
+        return module
+
+    return [replace(OverSequence, "apply", restart)]
+
+
+def attention_dropout_loses_its_stream() -> list[Patch]:
+    """The core that takes the place of the model's own draws from the stream of no layer."""
+    of_chunk = context._of_chunk
+
+    def unnamed(core: Any, heads: Any, queries: Any) -> Any:
+        with patch.object(core.dropout, "site", 0):
+            return of_chunk(core, heads, queries)
+
+    return [replace(context, "_of_chunk", unnamed)]
+
+
+def ring_gradients_end_a_rank_short() -> list[Patch]:
+    """They have visited every rank, but are not sent home by the last one."""
+    backward, shift = ring._Attention.backward, Axis.start_shift
+
+    def one_less(ctx: Any, grad: Tensor) -> Any:
+        calls = []
+
+        def counted(self: Axis, tensor: Tensor) -> Callable[[], Tensor]:
+            calls.append(tensor)
+            return (lambda: tensor) if len(calls) == 2 * self.size - 1 else shift(self, tensor)
+
+        with patch.object(Axis, "start_shift", counted):
+            return backward(ctx, grad)
+
+    return [replace(ring._Attention, "backward", staticmethod(one_less))]
+
+
+def ring_parts_joined_without_their_weights() -> list[Patch]:
+    """The mean over the parts that a rank's keys fall into, instead of the mean over the keys."""
+    return [replace(torch, "logaddexp", lambda sofar, new: torch.maximum(sofar, new))]
+
+
+def ring_attends_to_what_comes_later() -> list[Patch]:
+    def all_pairs(self: Any, owner: int) -> Any:
+        chunks = context.SequenceCut(self.axis.size, owner).chunks
+        return [
+            ring._Pair(self, row, column, query, key)
+            for row, query in enumerate(self.mine)
+            for column, key in enumerate(chunks)
+        ]
+
+    return [replace(ring._Ring, "pairs", all_pairs)]
+
+
+def ring_mask_by_the_place_in_the_block() -> list[Patch]:
+    drop = ring._Pair.drop
+    return [
+        replace(ring._Pair, "drop", lambda self, weights: drop(dataclasses.replace(self, key=self.column), weights))
+    ]
+
+
+def ring_documents_of_the_own_chunks() -> list[Patch]:
+    scores = ring._Pair.scores
+
+    def own(self: Any, q: Tensor, k: Tensor) -> Tensor:
+        return scores(dataclasses.replace(self, key=self.ring.mine[self.column]), q, k)
+
+    return [replace(ring._Pair, "scores", own)]
+
+
+RING = {"cp": 2, "settings": (("parallel.cp_method", "ring"),)}
+CONTEXT, WITH_TENSOR = {"cp": 2}, {"cp": 2, "tp": 2}
+
+MISTAKES = [
+    (labels_shifted_after_the_split, CONTEXT, "loss"),
+    (learned_positions_restart_on_each_rank, CONTEXT, "loss"),
+    (rotary_positions_restart_on_each_rank, {"cp": 2, "positions": "rope"}, "loss"),
+    (plain_causal_mask_on_balanced_chunks, CONTEXT, "loss"),
+    (causal_mask_aligned_with_the_first_key, CONTEXT, "loss"),
+    (documents_attend_across, {"cp": 2, "documents": True}, "loss"),
+    (documents_of_the_first_positions_for_every_chunk, {"cp": 2, "documents": True}, "loss"),
+    (key_gradients_not_returned_to_their_owner, CONTEXT, "grad blocks.0.attn.qkv.weight"),
+    (key_gradients_returned_to_another_rank, CONTEXT, "grad blocks.0.attn.qkv.weight"),
+    (mean_of_means_over_the_context_ranks, CONTEXT, "grad"),
+    (gradients_not_summed_over_the_context_ranks, CONTEXT, "grad"),
+    (attention_mask_by_local_row, CONTEXT, "loss"),
+    (attention_mask_of_a_shorter_sequence, WITH_TENSOR, "loss"),
+    (hidden_mask_by_local_position, CONTEXT, "loss"),
+    (attention_dropout_loses_its_stream, CONTEXT, "loss"),
+    (ring_gradients_end_a_rank_short, RING, "grad blocks.0.attn.qkv.weight"),
+    (ring_parts_joined_without_their_weights, RING, "loss"),
+    (ring_attends_to_what_comes_later, RING, "loss"),
+    (ring_mask_by_the_place_in_the_block, RING, "loss"),
+    (ring_documents_of_the_own_chunks, {**RING, "documents": True}, "loss"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "changes", "sign"), MISTAKES, ids=[mistake.__name__ for mistake, *_ in MISTAKES])
+def test_mistake_is_found(
+    pool, expected, mistake: Callable[[], list[Patch]], changes: dict[str, Any], sign: str
+) -> None:
+    spread = case(**changes)
+    found = departures(expected(spread), pool.run(spread.world_size, with_mistake, mistake, spread), spread)
+    assert any(sign in departure for departure in found), found[:5]
+
+
+def test_without_a_mistake_nothing_is_found(pool, expected) -> None:
+    spread = case(cp=2, tp=2, positions="rope", documents=True)
+    assert not departures(expected(spread), pool.run(spread.world_size, with_mistake, list, spread), spread)

@@ -1,0 +1,153 @@
+"""S48: gradients summed over the replicas in 16 bits: half the bytes, a bounded error, equal bits on every replica."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.parity import Case, make_engine, shard_of, whole_tensors
+from threefold.comm.axis import Event
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.config.resolve import resolve
+from threefold.errors import UserError
+from threefold.parallel.data.compression import FORMATS, start_narrow_sum
+from threefold.plan.traffic import wire_bytes
+
+NAMES = list(FORMATS)
+
+
+def part(rank: int, size: float) -> Tensor:
+    """One replica's bucket: numbers of either sign over nine powers of ten below `size`."""
+    generator = torch.Generator().manual_seed(rank)
+    magnitude = 10 ** (torch.rand(1001, generator=generator) * 9 - 9)
+    return magnitude * torch.randn(1001, generator=generator) * size
+
+
+def narrow_sums(name: str, sizes: list[float]) -> tuple[list[Tensor], list[Event]]:
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    found = []
+    with mesh.recorder.recording() as events:
+        for size in sizes:
+            flat = part(mesh.rank, size)
+            start_narrow_sum(flat, mesh.dp, FORMATS[name]).finish()
+            found.append(flat)
+    return found, list(events)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_the_error_is_bounded(pool, name: str, replicas: int) -> None:
+    """Of gradients that fp16 cannot hold, too, whether too small or too large."""
+    sizes = [1.0, 1e-20, 1e20, 3e-38 if name == "fp16" else 1e-30]
+    ranks = pool.run(replicas, narrow_sums, name, sizes)
+    unit = torch.finfo(FORMATS[name]).eps / 2
+    for place, size in enumerate(sizes):
+        parts = torch.stack([part(rank, size) for rank in range(replicas)]).double()
+        exact, total = parts.sum(0), parts.abs().sum(0)
+        lost = parts.abs().amax() * replicas**2 * 2.0**-39 if name == "fp16" else 1e-40  # below the smallest step
+        error = (ranks[0][0][place].double() - exact).abs()
+        assert (error <= 1.1 * replicas * unit * total + lost).all()
+        assert error.max() > 0
+        assert all(sums[place].equal(ranks[0][0][place]) for sums, _ in ranks)
+
+
+def test_what_travels_is_half(pool) -> None:
+    """Round a ring of n each rank sends 2(n − 1)/n of the copy's bytes; fp16 also agrees on one number a bucket."""
+    for name, extra in (("bf16", []), ("fp16", [Event("dp", "all_reduce_max", 4)])):
+        for _, events in pool.run(4, narrow_sums, name, [1.0]):
+            assert events == [*extra, Event("dp", "all_reduce", 2 * 1001)]
+    assert wire_bytes("all_reduce", 2 * 1001, 4) == 2 * 3 / 4 * 2002
+
+
+def not_finite(name: str, value: float) -> Tensor:
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    flat = torch.ones(5)
+    if mesh.rank == 1:
+        flat[3] = value
+    start_narrow_sum(flat, mesh.dp, FORMATS[name]).finish()
+    return flat
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_overflow_is_not_hidden(pool, name: str, value: float) -> None:
+    for flat in pool.run(3, not_finite, name, value):
+        assert not flat[3].isfinite()
+
+
+def zeros(name: str) -> Tensor:
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    flat = torch.zeros(5)
+    start_narrow_sum(flat, mesh.dp, FORMATS[name]).finish()
+    return flat
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_sums_to_nothing(pool, name: str) -> None:
+    assert all(flat.tolist() == [0.0] * 5 for flat in pool.run(2, zeros, name))
+
+
+Gradients = dict[str, Tensor]
+
+
+def trained(case: Case) -> tuple[list[Gradients], Gradients, list[float]]:
+    engine = make_engine(case)
+    gradients, losses = [], []
+    for step in range(3):
+        loss, tokens = engine.compute_gradients(shard_of(case, step, engine.mesh.dp.index), step)
+        gradients.append(whole_tensors(engine, "gradient"))
+        losses.append(engine.update(loss, tokens, step).loss)
+    return gradients, whole_tensors(engine, "master"), losses
+
+
+def compressed(case: Case, name: str) -> Case:
+    return replace(case, settings=(("parallel.gradient_compression", name),))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "layout", [{"dp": 3}, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 2, "cp": 2, "sequence": 12}], ids=str
+)
+def test_training_stays_near_and_replicas_stay_equal(pool, expected, name: str, layout: dict[str, int]) -> None:
+    case = Case(dropout=0.1, **layout)
+    exact = expected(case)
+    ranks = pool.run(case.world_size, trained, compressed(case, name))
+    unit = torch.finfo(FORMATS[name]).eps / 2
+    for gradients, final, losses in ranks:
+        assert losses == ranks[0][2]
+        assert losses == pytest.approx(exact.losses, rel=10 * unit)
+        off = 0.0
+        for parameter, gradient in gradients[0].items():
+            whole = exact.gradients[0][parameter]
+            off = max(off, float((gradient - whole).norm() / whole.norm()))
+        assert 1e-6 < off < 4 * case.dp * case.cp * unit  # rounded, but by no more than that
+        for other in (other for _, other, _ in ranks):
+            assert all(other[parameter].equal(weight) for parameter, weight in final.items() if parameter in other)
+
+
+def test_one_replica_rounds_nothing(pool) -> None:
+    case = Case(dropout=0.1, tp=2)
+    plain, rounded = pool.run(2, trained, case), pool.run(2, trained, compressed(case, "bf16"))
+    assert [losses for *_, losses in plain] == [losses for *_, losses in rounded]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"parallel": {"zero": 2, "dp": 2}},
+            "gradient_compression is fp16 but parallel.zero is 2, which would also add",
+        ),
+        ({"precision": {"dtype": "fp64"}}, "gradient_compression is fp16 but precision.dtype is fp64"),
+        ({"precision": {"dtype": "bf16", "master_weights": False}}, "is fp16 but precision.master_weights is false"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    given = {"data": {"path": "unused"}, **settings}
+    given["parallel"] = {**settings.get("parallel", {}), "gradient_compression": "fp16"}
+    with pytest.raises(UserError, match=sentence):
+        resolve(Config.model_validate(given), 67)

@@ -1,0 +1,100 @@
+"""S26, S46: gradients in buckets, one sum per step, begun while the backward pass goes on."""
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.parity import Case, make_engine, shard_of
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.parallel.data.grad_buckets import GradientBuckets
+
+
+def ordered_events() -> list[str]:
+    """The order in which layers run backward and buckets are summed, with two micro-batches."""
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    layers = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    events: list[str] = []
+    for place, layer in enumerate(layers):
+        layer.register_full_backward_pre_hook(lambda _module, _grad, place=place: events.append(f"backward {place}"))
+    buckets = GradientBuckets(list(layers.parameters()), mesh.dp, torch.float32, bucket_bytes=1)
+    start = buckets._start
+
+    def record(bucket: object) -> None:
+        events.append("sum")
+        start(bucket)  # type: ignore[arg-type]
+
+    buckets._start = record  # type: ignore[method-assign]
+    buckets.begin(2)
+    for _ in range(2):
+        layers(torch.ones(1, 3)).sum().backward()
+    buckets.finish()
+    return events
+
+
+def test_each_bucket_is_summed_once_as_soon_as_it_is_complete(pool) -> None:
+    backward = ["backward 2", "backward 1", "backward 0"]
+    for events in pool.run(2, ordered_events):
+        assert events == [*backward, "backward 2", "sum", "backward 1", "sum", "backward 0", "sum"]
+
+
+def step_events(case: Case) -> list[str]:
+    engine = make_engine(case)
+    with engine.mesh.recorder.recording() as events:
+        engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
+    gradients = sum(entry.gradient.numel() * entry.gradient.element_size() for entry in engine.optimizer.entries)
+    return [event.operation for event in events if event.axis == "dp" and event.nbytes == gradients]
+
+
+def test_one_gradient_sync_per_step_whatever_the_accumulation(pool) -> None:
+    for accumulation in (1, 3):
+        case = Case(accumulation=accumulation, steps=1).with_layout(2, 1, 1)
+        assert pool.run(2, step_events, case) == [["all_reduce"]] * 2
+
+
+def unused_parameter() -> tuple[Tensor, Tensor]:
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    used, maybe = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    buckets = GradientBuckets([used, maybe], mesh.dp, torch.float32)
+    buckets.begin(1)
+    loss = used.sum() + (maybe.sum() if mesh.rank == 1 else 0)
+    loss.backward()
+    buckets.finish()
+    return buckets[used].clone(), buckets[maybe].clone()
+
+
+def test_a_parameter_that_one_replica_did_not_use_is_summed_all_the_same(pool) -> None:
+    for used, maybe in pool.run(2, unused_parameter):
+        assert used.tolist() == [2.0, 2.0]
+        assert maybe.tolist() == [1.0, 1.0, 1.0]
+
+
+def buckets_complete_in_another_order() -> list[list[float]]:
+    """Three buckets of different sizes; the first rank does not use the last weight, so its first bucket waits."""
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    weights = [nn.Parameter(torch.ones(size)) for size in (2, 3, 5)]
+    buckets = GradientBuckets(weights, mesh.dp, torch.float32, bucket_bytes=1)
+    buckets.begin(1)
+    sum(weight.sum() for weight in weights[: 2 + mesh.rank]).backward()  # type: ignore[union-attr]
+    buckets.finish()
+    return [buckets[weight].tolist() for weight in weights]
+
+
+def test_buckets_are_summed_in_one_order_whatever_each_replica_used(pool) -> None:
+    for summed in pool.run(2, buckets_complete_in_another_order):
+        assert summed == [[2.0] * 2, [2.0] * 3, [1.0] * 5]
+
+
+def narrow_sum() -> Tensor:
+    """Many small bf16 gradients, which would stop growing if they were added up in bf16."""
+    mesh = Mesh(Layout())
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    buckets = GradientBuckets([weight], mesh.dp, torch.float32)
+    buckets.begin(1000)
+    for _ in range(1000):
+        (weight * 1.0).sum().backward()
+    buckets.finish()
+    return buckets[weight].clone()
+
+
+def test_narrow_gradients_are_added_up_wide(pool) -> None:
+    assert pool.run(1, narrow_sum)[0].item() == 1000.0

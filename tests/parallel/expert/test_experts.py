@@ -1,0 +1,72 @@
+"""Mixtures of experts: against one process, and against every token through every expert."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.parity import Case, Trace, departures, in_layout
+from threefold.launch.worker_pool import WorkerPool
+
+SIZES: tuple[tuple[str, Any], ...] = (
+    ("architecture", "llama"),
+    ("num_key_value_heads", 6),
+    ("head_dim", 4),
+    ("num_experts", 4),
+    ("experts_per_token", 2),
+    ("expert_ffn_hidden_size", 18),
+    ("expert_capacity_factor", 0.8),
+    ("shared_expert_ffn_hidden_size", 12),
+    ("shared_expert_gate", True),
+    ("dense_layers", 1),
+    ("router_aux_loss", 0.1),
+    ("router_z_loss", 0.01),
+)
+MOE = Case(model=SIZES, positions="rope", sequence=12, dropout=0.1, tie=False, dtype="fp64", steps=2)
+SHARED = (("parallel.sequence_parallel", True),)
+
+
+def over(dp: int, tp: int, pp: int, *settings: tuple[str, Any], ep: int = 1, **changes: Any) -> Case:
+    return MOE.with_layout(dp, tp, pp, settings=(("parallel.ep", ep), *settings), **changes)
+
+
+def slow(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        over(2, 1, 1, ep=2),
+        over(4, 2, 1, *SHARED, ep=2),
+        slow(over(2, 2, 1, ep=2)),
+        over(2, 1, 2, ep=2, cp=2),
+        slow(over(1, 2, 1, *SHARED, cp=2)),
+        over(2, 1, 2, ("parallel.stage_chunks", 2), ep=2, schedule="zero-bubble"),
+        slow(over(2, 1, 1, ("train.recompute", "full"), ep=2)),
+        over(2, 2, 1, ("parallel.zero", 3)),
+        over(4, 2, 1, *SHARED, ("parallel.zero", 3), ep=2),
+        slow(over(2, 1, 1, ("parallel.zero", 1), ep=2)),
+        slow(over(2, 1, 2, ("parallel.zero", 2), ep=2, cp=2)),
+        replace(over(4, 1, 1, ep=4), dtype="fp32"),
+    ],
+    ids=[
+        "ep2",
+        "ep2-dp4-tp2-shared",
+        "ep2-tp2",
+        "ep2-pp2-cp2",
+        "tp2-cp2-shared",
+        "ep2-pp2-zero-bubble",
+        "ep2-recompute",
+        "zero3-tp2",
+        "ep2-dp4-tp2-zero3",
+        "ep2-zero1",
+        "ep2-pp2-cp2-zero2",
+        "ep4-fp32",
+    ],
+)
+def test_a_layout_trains_what_one_process_trains(
+    pool: WorkerPool, expected: Callable[[Case], Trace], case: Case
+) -> None:
+    assert departures(expected(case), pool.run(case.world_size, in_layout, case), case) == []

@@ -1,0 +1,111 @@
+"""Tests of the tests: silent mistakes of experts and shared heads, put back, must make the comparison fail."""
+
+from collections.abc import Callable
+from dataclasses import replace as changed
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.models.test_llama import LLAMA
+from tests.parallel.expert.test_experts import SHARED, over
+from tests.parallel.test_mutations import Patch, replace, with_mistake
+from tests.support.parity import Case, departures
+from threefold.comm import mesh
+from threefold.models.layers import router as routing
+from threefold.parallel.data.grad_buckets import GradientBuckets, JoinedGradients
+from threefold.parallel.expert import experts
+from threefold.parallel.split import ModelPlan
+
+
+def experts_summed_over_all_replicas() -> list[Patch]:
+    """Replicas that hold different experts add their gradients up."""
+    expert_axes = mesh.Mesh._expert_axes
+    return [replace(mesh.Mesh, "_expert_axes", lambda self: (expert_axes(self)[0], self.replicas))]
+
+
+def experts_not_summed_over_copies() -> list[Patch]:
+    start = GradientBuckets._start
+
+    def others(self: GradientBuckets, bucket: Any) -> None:
+        if self._axis.name == "expert copies":
+            self._started += 1
+        else:
+            start(self, bucket)
+
+    return [replace(GradientBuckets, "_start", others)]
+
+
+def experts_counted_once_a_rank_in_the_norm() -> list[Patch]:
+    return [replace(GradientBuckets, "counts", lambda self, leaf: True)]
+
+
+def experts_of_first_rank_alone_in_the_norm() -> list[Patch]:
+    return [replace(JoinedGradients, "counts", lambda self, leaf: self._parts[0].counts(leaf))]
+
+
+def answers_sent_back_unsorted() -> list[Patch]:
+    exchange = experts.all_to_all
+
+    def unsorted(rows: Tensor, axis: Any, sent: list[int], received: list[int]) -> Tensor:
+        return exchange(rows.flip(0), axis, sent, received)
+
+    return [replace(experts, "all_to_all", unsorted)]
+
+
+def capacity_of_a_ranks_own_positions() -> list[Patch]:
+    """Each rank fills the experts with its own part of the sequence."""
+    taken = routing.Routing._taken
+
+    def own(self: routing.Routing, chosen: Tensor) -> Tensor:
+        region, self.region = self.region, None
+        try:
+            return taken(self, chosen)
+        finally:
+            self.region = region
+
+    return [replace(routing.Routing, "_taken", own)]
+
+
+def balance_of_a_ranks_own_positions() -> list[Patch]:
+    return [replace(routing.Routing, "_sum_over_shares", lambda self, counts: counts)]
+
+
+def auxiliary_losses_once_a_tensor_rank() -> list[Patch]:
+    """Added inside the region where each tensor rank has a part of the gradient."""
+    copy_to = experts.copy_to
+
+    def late(x: Tensor, axis: Any) -> Tensor:
+        return routing._WithLoss.apply(copy_to(x, axis), x.square().sum() * 1e-4)
+
+    return [replace(experts, "copy_to", late)]
+
+
+def router_gets_a_part_of_its_gradient() -> list[Patch]:
+    copy_to = experts.copy_to
+    return [replace(experts, "copy_to", lambda x, axis: x if x.shape[-1] == 2 else copy_to(x, axis))]
+
+
+def head_norms_not_summed() -> list[Patch]:
+    return [replace(ModelPlan, "has_partial_gradient", lambda self, name: False)]
+
+
+MISTAKES = [
+    (experts_summed_over_all_replicas, over(2, 1, 1, ep=2), "grad"),
+    (experts_not_summed_over_copies, over(4, 1, 1, ep=2), "grad"),
+    (experts_counted_once_a_rank_in_the_norm, over(4, 1, 1, ep=2), "norm"),
+    (experts_of_first_rank_alone_in_the_norm, over(4, 1, 1, ep=2), "norm"),
+    (answers_sent_back_unsorted, over(2, 1, 1, ep=2), "loss"),
+    (capacity_of_a_ranks_own_positions, over(1, 2, 1, *SHARED, cp=2), "loss"),
+    (balance_of_a_ranks_own_positions, over(1, 1, 1, cp=2), "grad"),
+    (auxiliary_losses_once_a_tensor_rank, over(1, 2, 1), "grad"),
+    (router_gets_a_part_of_its_gradient, over(1, 2, 1), "grad blocks.1.mlp.router"),
+    (head_norms_not_summed, LLAMA.with_layout(1, 2, 1), "norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "case", "sign"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
+def test_mistake_is_found(pool, expected, mistake: Callable[[], list[Patch]], case: Case, sign: str) -> None:
+    case = changed(case, steps=1)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)
+    assert any(sign in departure for departure in found), found[:5]

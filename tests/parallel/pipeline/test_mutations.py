@@ -1,0 +1,177 @@
+"""Tests of the tests: known mistakes of pipelines, put back on purpose, must make the parity comparison fail."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.parallel.test_mutations import Patch, patched, replace
+from tests.support import tied_model
+from tests.support.parity import Case, Trace, departures, in_layout
+from threefold.launch.worker_pool import WorkerError
+from threefold.parallel import parallelize as apply
+from threefold.parallel import split
+from threefold.parallel.data import grad_buckets as data
+from threefold.parallel.pipeline import deferred, pipe, placement, runner
+from threefold.train import division
+
+pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
+
+
+Store = deferred.DeferredGradients
+
+
+def weight_gradients_dropped() -> list[Patch]:
+    return [replace(Store, "_add_all", lambda self, notes: None)]
+
+
+def weight_gradients_after_the_optimizer() -> list[Patch]:
+    """Run at the start of the next step, which clears the gradients first."""
+    late: list[Any] = []
+    work_off, collecting = Store._add_all, Store.collecting
+
+    def collecting_late(self: Store) -> Any:
+        for notes in late:
+            work_off(self, notes)
+        late.clear()
+        return collecting(self)
+
+    return [
+        replace(Store, "_add_all", lambda self, notes: late.append(notes)),
+        replace(Store, "collecting", collecting_late),
+    ]
+
+
+def last_micro_batch_not_worked_off() -> list[Patch]:
+    work_off = pipe.Pipe.backward_weight_one_chunk
+
+    def skip_last(self: pipe.Pipe, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if last_backward:
+            self.dw_runner[bwd_chunk_id] = partial(_forget, self.dw_runner[bwd_chunk_id])
+        work_off(self, bwd_chunk_id, last_backward)
+
+    return [replace(pipe.Pipe, "backward_weight_one_chunk", skip_last)]
+
+
+def _forget(run: Any) -> None:
+    with patched([replace(Store, "_add_all", lambda self, notes: None)]):
+        run()
+
+
+def bias_gradient_forgotten() -> list[Patch]:
+    defer = Store.defer
+    return [replace(Store, "defer", lambda self, leaf, make: defer(self, leaf, make) if leaf.dim() > 1 else None)]
+
+
+def first_and_last_stage_on_different_ranks() -> list[Patch]:
+    def looped(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
+        return tuple(stage % pp for stage in range(pp * chunks))
+
+    return [replace(division, "stage_ranks", looped)]
+
+
+def layer_dropped_at_the_end_of_a_stage() -> list[Patch]:
+    layers = placement.StageMap.layers
+
+    def one_less(self: placement.StageMap, stage: int) -> tuple[int, int]:
+        first, end = layers(self, stage)
+        return first, end - 1 if stage == 0 else end
+
+    return [replace(placement.StageMap, "layers", one_less)]
+
+
+def replicas_summed_at_the_first_use_of_a_tied_weight() -> list[Patch]:
+    begin = data.GradientBuckets.begin
+    # Half of what arrives: the embedding's and the head's, each once a micro-batch.
+    return [replace(data.GradientBuckets, "begin", lambda self, arrivals: begin(self, 2))]
+
+
+def tied_weight_of_a_rank_in_two_copies() -> list[Patch]:
+    return [replace(apply, "_tie", lambda stages, plan: None)]
+
+
+def third_use_forgotten() -> list[Patch]:
+    groups = split.ModelPlan.tied_groups
+    return [replace(split.ModelPlan, "tied_groups", lambda self: [group[:2] for group in groups(self)])]
+
+
+def ties_of_borrowers_alone_forgotten() -> list[Patch]:
+    """Two uses on a rank that does not hold the owner."""
+    tie = apply._tie
+
+    def owners_only(stages: Any, plan: Any) -> None:
+        held = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+        if "blocks.1.mlp.up.weight" in held:
+            tie(stages, plan)
+
+    return [replace(apply, "_tie", owners_only)]
+
+
+def micro_batches_of_the_labels_reversed() -> list[Patch]:
+    work = runner.Work
+
+    def reversed_labels(self: Any, run: Any, given: Any, scale: float) -> Tensor:
+        return loss(self, run, work(given.tokens, given.labels.flip(0), given.samples), scale)
+
+    loss = runner.PipelineRunner._loss
+    return [replace(runner.PipelineRunner, "_loss", reversed_labels)]
+
+
+def with_mistake(mistake: Callable[[], list[Patch]], case: Case, run: Callable[[Case], Trace]) -> Trace:
+    with patched(mistake()):
+        return run(case)
+
+
+ZERO_BUBBLE = {"schedule": "zero-bubble", "pp": 2, "accumulation": 4}
+V = {"schedule": "zbv", "pp": 2, "accumulation": 4}
+LOOPED = {"schedule": "interleaved", "pp": 2, "accumulation": 4}
+
+MISTAKES = [
+    (weight_gradients_dropped, ZERO_BUBBLE, "grad blocks"),
+    (weight_gradients_dropped, V, "grad"),
+    (weight_gradients_dropped, V | {"schedule": "dualpipev"}, "grad"),
+    (weight_gradients_after_the_optimizer, ZERO_BUBBLE, "grad blocks"),
+    (last_micro_batch_not_worked_off, ZERO_BUBBLE, "grad blocks"),
+    (last_micro_batch_not_worked_off, V, "grad blocks"),
+    (bias_gradient_forgotten, V, "bias"),
+    (layer_dropped_at_the_end_of_a_stage, LOOPED, "grad"),
+    (replicas_summed_at_the_first_use_of_a_tied_weight, V | {"dp": 2}, "grad"),
+    (tied_weight_of_a_rank_in_two_copies, V | {"tp": 2}, "embed.tokens.weight"),
+    (micro_batches_of_the_labels_reversed, LOOPED, "loss"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout", "sign"), MISTAKES, ids=[f"{each.__name__}-{where['schedule']}" for each, where, _ in MISTAKES]
+)
+def test_mistake_is_found(pool, expected, mistake: Any, layout: dict[str, Any], sign: str) -> None:
+    case = Case(dtype="fp64", layers=4, dropout=0.1, steps=2, **layout)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case, in_layout), case)
+    assert any(sign in departure for departure in found), found[:5]
+
+
+@pytest.mark.parametrize("layout", [V | {"dp": 2}], ids=str)
+def test_without_a_mistake_nothing_is_found(pool, expected, layout: dict[str, Any]) -> None:
+    case = Case(dtype="fp64", layers=4, dropout=0.1, steps=2, **layout)
+    assert not departures(expected(case), pool.run(case.world_size, with_mistake, list, case, in_layout), case)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "tp", "bounds"),
+    [(third_use_forgotten, 1, (3, 5, 7)), (ties_of_borrowers_alone_forgotten, 2, (3,))],
+    ids=["third-use", "borrowers-alone"],
+)
+def test_mistake_with_three_tied_layers_is_found(pool, mistake: Any, tp: int, bounds: tuple[int, ...]) -> None:
+    settings = (("parallel.partition", bounds),)
+    case = Case(dtype="fp64", layers=7, steps=2, settings=settings).with_layout(1, tp, len(bounds) + 1)
+    traces = pool.run(case.world_size, with_mistake, mistake, case, tied_model.in_layout)
+    found = departures(pool.run(1, tied_model.one_process, case.unsplit)[0], traces, case)
+    assert any("blocks.1.mlp" in departure for departure in found), found[:5]
+
+
+def test_a_placement_that_is_not_the_schedules_fails(pool) -> None:
+    case = Case(layers=4, steps=1, **V)
+    with pytest.raises(WorkerError):
+        pool.run(2, with_mistake, first_and_last_stage_on_different_ranks, case, in_layout)

@@ -1,0 +1,270 @@
+"""S22, S23, S24: every schedule with several stages a rank computes what one process computes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.parity import Case, departures, in_layout, make_engine, relative_error, shard_of
+from threefold.config.pipeline_checks import accepts
+from threefold.launch.worker_pool import WorkerError
+from threefold.parallel.pipeline import runner
+from threefold.parallel.pipeline.pipe import Action, Pipe
+from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED, stage_ranks
+from threefold.parallel.pipeline.runner import PipelineRunner
+from threefold.parallel.pipeline.schedules import SPLITTING, actions, training_schedule
+from threefold.plan.simulate import simulate
+
+SCHEDULES = ["interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+
+
+def check(pool, expected, case: Case) -> None:
+    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
+    assert not found, "\n".join(found[:10])
+
+
+def chunked(schedule: str, chunks: int = 2, **changes) -> Case:
+    base = {"dtype": "fp64", "layers": 7, "dropout": 0.1, "steps": 2, "accumulation": 8}
+    return Case(**base | {"schedule": schedule, "settings": (("parallel.stage_chunks", chunks),)} | changes)
+
+
+@pytest.mark.parametrize(("pp", "tie"), [(2, False), (4, True)], ids=["pp2-untied", "pp4-tied"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_stages_a_rank(pool, expected, schedule: str, pp: int, tie: bool) -> None:
+    check(pool, expected, chunked(schedule, pp=pp, tie=tie))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "pp", "micro_batches"),
+    [
+        ("interleaved", 3, 2, 1),
+        ("interleaved", 3, 3, 6),
+        ("interleaved", 2, 4, 2),
+        ("looped-bfs", 3, 2, 3),
+        ("looped-bfs", 2, 4, 1),
+        ("zero-bubble", 1, 4, 4),  # ZB-H1
+        ("zero-bubble", 3, 3, 2),
+        ("zero-bubble", 4, 2, 6),
+        ("zbv", 2, 4, 1),
+        ("zbv", 2, 3, 4),
+        ("dualpipev", 2, 3, 6),
+        ("dualpipev", 2, 2, 12),
+    ],
+)
+def test_few_and_many_micro_batches(pool, expected, schedule: str, chunks: int, pp: int, micro_batches: int) -> None:
+    check(pool, expected, chunked(schedule, chunks, pp=pp, accumulation=micro_batches))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_replicas_and_tensor_ranks(pool, expected, schedule: str) -> None:
+    check(pool, expected, chunked(schedule, dp=2, tp=2, pp=2, accumulation=4, steps=3))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_in_single_precision(pool, expected, schedule: str) -> None:
+    check(pool, expected, chunked(schedule, pp=3, accumulation=6, dtype="fp32", optimizer="sgd", clip=0.0))
+
+
+def test_narrow_gradients_that_were_put_off_are_added_up_wide(pool) -> None:
+    """Twenty-four micro-batches in bf16: added up in bf16, their gradients would be off by a part in a hundred."""
+    settings = {"dtype": "bf16", "accumulation": 24, "steps": 4, "layers": 4}
+    plain = pool.run(1, in_layout, Case(**settings))[0]
+    held: dict[str, Any] = {}
+    for trace in pool.run(2, in_layout, chunked("zero-bubble", pp=2, **settings, dropout=0.0)):
+        assert trace.losses == pytest.approx(plain.losses, rel=1e-3)
+        held |= trace.gradients[0]
+    assert held.keys() == plain.gradients[0].keys()
+    errors = {name: relative_error(held[name], plain.gradients[0][name]) for name in held if "qkv.bias" not in name}
+    assert max(errors.values()) < 4e-3, errors
+
+
+def evaluated(case: Case) -> tuple[float, float, float]:
+    """The mean loss of the first batch: evaluated, trained on, and evaluated between two other steps."""
+    engine = make_engine(case)
+    batch = shard_of(case, 0, engine.mesh.dp.index)
+    before, count = engine.evaluate(batch)
+    trained = engine.train_step(batch, 0).loss
+    loss, tokens = engine.compute_gradients(batch, 1)
+    engine.evaluate(shard_of(case, 1, engine.mesh.dp.index))
+    return before / count, trained, engine.update(loss, tokens, 1).grad_norm
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
+def test_evaluation_leaves_training_alone(pool, expected, schedule: str) -> None:
+    case = chunked(schedule, pp=2, dropout=0.0, steps=1)
+    one = pool.run(1, evaluated, case.unsplit)[0]
+    for rank in pool.run(2, evaluated, case):
+        assert rank == pytest.approx(one, rel=1e-12)
+    assert one[0] == pytest.approx(expected(case).losses[0], rel=1e-12)
+
+
+def alone(schedule: str, pp: int, chunks: int, rank: int, micro_batches: int) -> Any:
+    """The schedule as a rank makes it, without any process."""
+    ranks = stage_ranks(schedule, pp, chunks)
+    pipes = [
+        SimpleNamespace(num_stages=len(ranks), group_size=pp, group_rank=rank, submod=None, stage_index=number)
+        for number, place in enumerate(ranks)
+        if place == rank
+    ]
+    for pipe in pipes:
+        pipe.is_last = pipe.stage_index == len(ranks) - 1
+    return training_schedule(schedule, pipes, micro_batches, lambda *_: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_rules_for_micro_batches_are_those_of_torch_and_no_rank_waits_for_ever(schedule: str) -> None:
+    for pp in (2, 3, 4):
+        for chunks in (2,) if schedule in V_SHAPED else (1, 2, 3):
+            for count in range(1, 4 * pp + 3):
+                try:
+                    orders = [actions(alone(schedule, pp, chunks, rank, count)) for rank in range(pp)]
+                except ValueError:
+                    assert not accepts(schedule, pp, count)
+                    continue
+                assert accepts(schedule, pp, count)
+                timeline = simulate(orders, lambda action: {"F": 1, "B": 2, "I": 1, "W": 1}[action.kind])
+                assert sum(timeline.busy) == 3 * count * pp * chunks
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_stages_are_where_torch_has_them(schedule: str, pp: int) -> None:
+    for chunks in (2,) if schedule in V_SHAPED else (1, 2, 3):
+        torchs = alone(schedule, pp, chunks, 0, 2 * pp).stage_index_to_group_rank
+        assert tuple(torchs[number] for number in range(pp * chunks)) == stage_ranks(schedule, pp, chunks)
+
+
+def most_alive(order: list[Action]) -> int:
+    """Micro-batches whose activations a rank holds at once, over its stages."""
+    alive = [{"F": 1, "B": -1, "I": -1, "W": 0}[action.kind] for action in order]
+    return max(sum(alive[: end + 1]) for end in range(len(alive)))
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_how_many_micro_batches_a_rank_holds(pp: int) -> None:
+    """As in docs/parallel/pipeline.md, for two stages a rank, in passes of one stage."""
+    count, ranks = 4 * pp, range(pp)
+
+    def held(schedule: str) -> list[int]:
+        return [most_alive(actions(alone(schedule, pp, 2, rank, count))) for rank in ranks]
+
+    assert held("interleaved") == [pp + 2 * (pp - 1 - rank) + 1 for rank in ranks]
+    assert held("zero-bubble") == [pp + (pp - 1 - rank) + 1 for rank in ranks]
+    assert held("looped-bfs") == [2 * count] * pp
+    assert held("zbv") == [2 * pp] * pp
+    assert max(held("dualpipev")) <= 2 * pp + 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "idle", "kept"),
+    [
+        ("gpipe", 1, (27, 16), ("all", "all")),
+        ("1f1b", 1, (27, 16), (4, 1)),
+        ("looped-bfs", 2, (16, 9), ("all", "all")),
+        ("interleaved", 2, (16, 9), (5.5, 2.5)),
+        ("zero-bubble", 1, (11, 6), (4, 1)),
+        ("zero-bubble", 2, (6, 3), (4, 2.5)),
+        ("zbv", 2, (6, 3), (4, 4)),
+        ("dualpipev", 2, (6, 3), (4.5, 4.5)),
+    ],
+)
+def test_the_table_of_the_docs(
+    schedule: str, chunks: int, idle: tuple[int, int], kept: tuple[float | str, float | str]
+) -> None:
+    pp = 4
+    for count, share in zip((8, 16), idle, strict=True):
+        orders = [actions(alone(schedule, pp, chunks, rank, count)) for rank in range(pp)]
+        timeline = simulate(orders, lambda action: {"F": 1, "B": 2, "I": 1, "W": 1}[action.kind])
+        assert round(100 * timeline.idle) == share
+        held = [most_alive(orders[rank]) / chunks for rank in (0, pp - 1)]
+        assert held == [count if each == "all" else each for each in kept]
+    row = next(
+        line
+        for line in Path("docs/parallel/pipeline.md").read_text().splitlines()
+        if line.startswith(f"| `{schedule}` |") and (f"here {chunks}" in line or "here" not in line)
+    )
+    assert f"| {idle[0]} %, {idle[1]} % | {kept[0]}, {kept[1]} |" in row
+
+
+def timed(case: Case) -> tuple[list[Action], list[Action], int]:
+    """What was planned and what was done in a step, and the buffers that are left after it."""
+    engine = make_engine(case)
+    assert isinstance(engine.runner, PipelineRunner)
+    batch = shard_of(case, 0, engine.mesh.dp.index)
+    with engine.runner.timing() as log:
+        engine.train_step(batch, 0)
+    engine.train_step(batch, 1)
+    engine.evaluate(batch)
+    assert all(before.end <= after.start for before, after in pairwise(log))
+    pipes = (*engine.runner.pipes, *engine.runner._eval._stages)  # type: ignore[attr-defined]
+    infos = [info for pipe in pipes for each in (pipe.args_recv_info, pipe.grad_recv_info) for info in each.values()]
+    kept = [info for several in infos for info in several if info.buffer is not None]
+    kept += [each for pipe in pipes for pair in pipe.fwd_cache.values() for each in (*pair[0], *pair[1])]
+    kept += [each for pipe in pipes for several in pipe.bwd_cache.values() for each in several if each is not None]
+    return engine.runner.actions(), [each.action for each in log], len(kept)
+
+
+@pytest.mark.parametrize("schedule", [*SINGLE, *SCHEDULES])
+def test_what_is_planned_is_done_and_no_buffer_stays(pool, schedule: str) -> None:
+    case = chunked(schedule, 1 if schedule in SINGLE else 2, pp=2, accumulation=4)
+    for planned, done, kept in pool.run(2, timed, case):
+        assert planned == done
+        assert kept == 0
+        assert ("W" in {action.kind for action in done}) == (schedule in SPLITTING)
+
+
+def metadata(case: Case) -> list[int]:
+    """Bytes of each message between stages that is no activation and no gradient, step by step."""
+    engine = make_engine(case)
+    assert isinstance(engine.runner, PipelineRunner)
+    counts, sizes = [], []
+
+    @contextmanager
+    def counting(name: str) -> Iterator[None]:
+        call = getattr(dist, name)
+
+        def counted(value: Any, *args: Any, **options: Any) -> Any:
+            sizes.append(value.nbytes if hasattr(value, "nbytes") else 1 << 20)
+            return call(value, *args, **options)
+
+        with patch.object(dist, name, counted):
+            yield
+
+    for step in range(2):
+        sizes.clear()
+        with counting("send"), counting("send_object_list"):
+            engine.train_step(shard_of(case, step, engine.mesh.dp.index), step)
+        counts.append(sum(sizes))
+    return counts
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "dualpipev"])
+def test_stages_exchange_no_metadata(pool, schedule: str) -> None:
+    """At the first step four bytes each way and stage: torch's stages agree that all shapes are declared."""
+    for first, later in pool.run(2, metadata, chunked(schedule, pp=2, accumulation=4)):
+        assert first <= 4 * 2 * 2
+        assert later == 0
+
+
+def declared_wrongly(case: Case) -> None:
+    make = Pipe.__init__
+
+    def wrong(self: Pipe, *args: Any) -> None:
+        *others, shapes, deferred = args
+        make(self, *others, shapes._replace(activation=shapes.activation[:, 1:]), deferred)
+
+    with patch.object(runner.Pipe, "__init__", wrong):
+        in_layout(case)
+
+
+def test_a_wrong_declaration_is_an_error(pool) -> None:
+    with pytest.raises(
+        WorkerError, match=r"stage \d gave activations \[6, 11, 36\] of torch.float64, but \[6, 10, 36\]"
+    ):
+        pool.run(2, declared_wrongly, chunked("interleaved", pp=2, accumulation=4))

@@ -1,0 +1,293 @@
+"""The head's product and loss together (S16), some columns of the logits at a time: less memory, the same numbers."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.parallel.test_mutations import Patch, _with, patched, replace
+from tests.parallel.test_recompute import sizes
+from tests.support.parity import Case, Trace, departures, in_layout, make_engine
+from threefold.comm.axis import Axis
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.config import Config, resolve
+from threefold.labels import IGNORED
+from threefold.models.layers.basic import Linear, LinearCrossEntropy, chunk_loss_
+from threefold.parallel.parameter import local
+from threefold.parallel.tensor import chunked_loss
+from threefold.parallel.tensor.layers import ColumnParallelLinear
+from threefold.parallel.tensor.loss import ParallelCrossEntropy
+from threefold.plan.activations import head_bytes, recording_saved
+
+CHUNK = ("train.loss_chunk_size", 7)
+HIDDEN = 6
+
+
+class Problem:
+    """Inputs, and what `F.cross_entropy` makes of all their logits in fp64: the losses and both gradients."""
+
+    def __init__(self, vocab: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(vocab)
+        draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+        self.x, self.weight = draw(3, 5, HIDDEN).to(dtype), (draw(vocab, HIDDEN) * scale).to(dtype)
+        self.labels = torch.randint(0, vocab, (3, 5), generator=generator)
+        self.labels[0] = IGNORED  # a sample without a token that counts
+        self.labels[2, 3] = IGNORED
+        self.weights = torch.rand(3, 5, generator=generator)  # of the tokens' losses
+        x, weight = (each.double().clone().requires_grad_() for each in (self.x, self.weight))
+        logits = F.linear(x, weight).flatten(0, 1)
+        losses = F.cross_entropy(logits, self.labels.flatten(), ignore_index=IGNORED, reduction="none").view(3, 5)
+        (losses * self.weights).sum().backward()
+        self.expected = [losses.detach(), x.grad, weight.grad]
+
+    def solved(self, chunk: int) -> list[Tensor]:
+        """The same by the module."""
+        output = Linear(HIDDEN, len(self.weight), bias=False)
+        output.weight = torch.nn.Parameter(self.weight.clone())
+        loss = LinearCrossEntropy()
+        chunk_loss_([loss], chunk)
+        x = self.x.clone().requires_grad_()
+        losses = loss(x, output, self.labels)
+        (losses * self.weights).sum().backward()
+        assert x.grad is not None
+        assert output.weight.grad is not None
+        return [losses.detach(), x.grad, output.weight.grad]
+
+    def errors(self, solved: list[Tensor]) -> list[float]:
+        """Of each result: the largest difference over the largest magnitude."""
+        pairs = zip(solved, self.expected, strict=True)
+        return [float((got - expected).abs().max() / expected.abs().max()) for got, expected in pairs]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("vocab", [37, 5, 1])
+def test_equals_cross_entropy(vocab: int, scale: float) -> None:
+    """Chunks of one column, that do not divide the vocabulary, that are larger than it."""
+    problem = Problem(vocab, scale)
+    for chunk in (1, 7, vocab - 1, vocab, 100):
+        for got, expected in zip(problem.solved(chunk), problem.expected, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounds_no_worse_than_all_at_once(dtype: torch.dtype, scale: float) -> None:
+    """The losses in fp32; the weight's gradient rounded once, that of the input once a chunk before it is added up."""
+    problem = Problem(37, scale, dtype)
+    at_once = problem.errors(problem.solved(0))
+    for chunk in (3, 37):
+        solved = problem.solved(chunk)
+        assert [each.dtype for each in solved] == [torch.float32, dtype, dtype]
+        assert all(error <= 3 * limit + 1e-6 for error, limit in zip(problem.errors(solved), at_once, strict=True))
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        found = [each.numel() for each in (out if isinstance(out, tuple | list) else [out]) if isinstance(each, Tensor)]
+        self.elements = max(self.elements, *found, 0)
+        return out
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(50, 100 * 50), (0, 100 * 1000)])
+def test_logits_are_never_all_in_memory(chunk: int, most: int) -> None:
+    output, loss = Linear(4, 1000, bias=False), LinearCrossEntropy()
+    chunk_loss_([loss], chunk)
+    x, labels = torch.randn(2, 50, 4, requires_grad=True), torch.randint(0, 1000, (2, 50))
+    with _Largest() as forward:
+        losses = loss(x, output, labels).sum()
+    with _Largest() as backward:
+        losses.backward()
+    assert (forward.elements, backward.elements) == (most, most)
+
+
+def test_evaluation_keeps_nothing_and_gives_the_same() -> None:
+    output, loss = Linear(4, 30, bias=False), LinearCrossEntropy()
+    x, labels = torch.randn(2, 5, 4), torch.randint(0, 30, (2, 5))
+    at_once = loss(x, output, labels)
+    chunk_loss_([loss], 7)
+    with torch.no_grad(), recording_saved(output.parameters()) as saved:
+        torch.testing.assert_close(loss(x, output, labels), at_once.detach())
+    assert saved.nbytes == 0
+
+
+def test_what_cannot_be_computed_is_an_error() -> None:
+    loss = LinearCrossEntropy()
+    chunk_loss_([loss], 7)
+    with pytest.raises(ValueError, match="chunk_size is 7 but the output layer has a bias"):
+        loss(torch.zeros(1, 4), Linear(4, 10), torch.tensor([1]))
+    with pytest.raises(RuntimeError, match="neither in the vocabulary of 10 nor -100"):
+        loss(torch.zeros(1, 4), Linear(4, 10, bias=False), torch.tensor([99]))
+
+
+def split(vocab: int, scale: float, chunk: int) -> dict[str, Any]:
+    """This rank's results beside its parts of the expected ones, and the largest thing that travelled for the loss."""
+    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
+    problem = Problem(vocab, scale)
+    whole = Linear(HIDDEN, vocab, bias=False)
+    whole.weight = torch.nn.Parameter(problem.weight)
+    output = ColumnParallelLinear.from_linear(whole, axis, gather_output=False)
+    loss = ParallelCrossEntropy(vocab, axis)
+    x = problem.x.clone().requires_grad_()
+    with axis.recorder.recording() as events:
+        losses = output.with_weight(lambda x, weight: loss.chunked(x, weight, problem.labels, chunk), x)
+    (losses * problem.weights).sum().backward()
+    of_losses, of_x, of_weight = problem.expected
+    return {
+        "losses": (losses.detach(), of_losses),
+        "x": (x.grad, of_x),
+        "weight": (local(output.weight).grad, of_weight[loss.start : loss.end]),
+        "largest": max((event.nbytes for event in events), default=0),
+    }
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize(("size", "vocab"), [(2, 37), (3, 37), (4, 5)])  # of 5 the fourth of four ranks has none
+def test_split_vocabulary(pool, size: int, vocab: int, scale: float) -> None:
+    for chunk in (2, 100):
+        for found in pool.run(size, split, vocab, scale, chunk):
+            for name in ("losses", "x", "weight"):
+                got, expected = found[name]
+                torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12 * scale)
+            assert found["largest"] <= 15 * 2 * 8  # two numbers per token travel at most
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2},
+    {"tp": 3, "tie": False},
+    {"tp": 3, "sequence": 12, "settings": (("parallel.sequence_parallel", True),)},
+    {"pp": 2},
+    {"pp": 2, "schedule": "gpipe"},
+    {"pp": 2, "schedule": "zbv", "layers": 4, "accumulation": 4},
+    {"pp": 2, "schedule": "zero-bubble", "layers": 4, "accumulation": 4, "tie": False},
+    {"dp": 2, "settings": (("parallel.zero", 3),)},
+    {"cp": 2, "sequence": 12},
+    {"tp": 2, "model": (("architecture", "llama"),), "positions": "rope", "head_dim": 4},
+    {"dp": 2, "tp": 2, "pp": 2, "dropout": 0.1},
+]
+
+
+def chunked(layout: dict[str, Any]) -> Case:
+    settings = (*layout.get("settings", ()), CHUNK)
+    return Case(**{"dtype": "fp64", "steps": 2, **layout, "settings": settings})
+
+
+SLOW = (1, 3, 4, 6)  # of which others have the parts
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=[pytest.mark.slow] if i in SLOW else [], id=str(each)) for i, each in enumerate(LAYOUTS)],
+)
+def test_layout(pool, expected, layout: dict[str, Any]) -> None:
+    case = chunked(layout)
+    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
+    assert not found, "\n".join(found[:10])
+
+
+def test_single_precision_over_twenty_steps(pool, expected) -> None:
+    case = Case(tp=2, steps=20, settings=(CHUNK,))
+    assert pool.run(2, in_layout, case)[0].losses == pytest.approx(expected(case).losses, rel=1e-5)
+
+
+def gradient_of_a_chunk_forgotten() -> list[Patch]:
+    backward = chunked_loss._LogitSums.backward
+
+    def without_second(ctx: Any, *gradients: Tensor) -> Any:
+        of_x, of_weight, *rest = backward(ctx, *gradients)
+        of_weight[ctx.chunk : 2 * ctx.chunk] = 0
+        return of_x, of_weight, *rest
+
+    return [replace(chunked_loss._LogitSums, "backward", staticmethod(without_second))]
+
+
+def last_chunk_left_out_of_the_sums() -> list[Patch]:
+    chunks = chunked_loss._chunks
+
+    def all_but_last(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
+        yield from list(chunks(weight, size))[:-1]
+
+    sums = chunked_loss._LogitSums
+    forward = partial(_with, [(chunked_loss, "_chunks", all_but_last)], sums.forward)
+    return [replace(sums, "forward", staticmethod(forward))]
+
+
+def sums_of_ranks_not_brought_to_one_maximum() -> list[Patch]:
+    return [replace(Axis, "all_reduce_max_", lambda self, tensor: tensor)]
+
+
+def gradient_of_x_not_summed_over_the_ranks() -> list[Patch]:
+    def alone(self: ColumnParallelLinear, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+        return compute(x, local(self.weight))
+
+    return [replace(ColumnParallelLinear, "with_weight", alone)]
+
+
+def with_mistake(mistake: Callable[[], list[Patch]], case: Case) -> Trace:
+    with patched(mistake()):
+        return in_layout(case)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout", "sign"),
+    [
+        (gradient_of_a_chunk_forgotten, {"tp": 2}, "grad embed.tokens.weight"),
+        (last_chunk_left_out_of_the_sums, {}, "loss"),
+        (sums_of_ranks_not_brought_to_one_maximum, {"tp": 2}, "loss"),
+        (gradient_of_x_not_summed_over_the_ranks, {"tp": 2}, "grad blocks"),
+    ],
+)
+def test_mistake_is_found(pool, expected, mistake: Any, layout: dict[str, Any], sign: str) -> None:
+    case = chunked(layout)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)
+    assert any(sign in departure for departure in found), found[:5]
+
+
+def kept(case: Case) -> int:
+    """Bytes that this rank's head keeps of the whole batch."""
+    engine = make_engine(case)
+    stage, cut = engine.stages[0], engine.division.region.cut
+    x = torch.randn(case.batch, case.sequence // cut.shares, case.heads * case.head_dim)
+    labels = torch.zeros(case.batch, case.sequence, dtype=torch.int64)
+    with recording_saved([local(parameter) for parameter in stage.parameters()]) as saved:
+        out = stage.get_submodule("head")(x.to(engine.division.dtype).requires_grad_() * 1, labels)
+    found = saved.nbytes
+    out.backward()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_head_keeps_what_the_formula_says(pool, tp: int, dtype: str) -> None:
+    shared = [(), (("parallel.sequence_parallel", True),)][:tp]
+    for settings in shared:
+        for size in (0, 7):
+            chosen = (*settings, ("train.loss_chunk_size", size))
+            case = Case(layers=2, sequence=18, batch=2, accumulation=1, dtype=dtype, tp=tp, settings=chosen)
+            assert pool.run(tp, kept, case)[0] == head_bytes(sizes(case), case.vocab, size)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "parallel", "size"),
+    [
+        (8192, {}, 0),  # 32 MiB
+        (32768, {}, 0),  # 128
+        (32769, {}, 32768),
+        (128256, {}, 32768),
+        (128256, {"tp": 4}, 0),
+        (128256, {"cp": 2}, 65536),
+    ],
+)
+def test_default_size_bounds_the_logits(vocab: int, parallel: dict[str, int], size: int) -> None:
+    given = {"data": {"path": "x"}, "parallel": parallel, "train": {"micro_batch_size": 4}}
+    assert resolve(Config.model_validate(given), vocab).train.loss_chunk_size == size

@@ -1,0 +1,233 @@
+"""S4–S8, S16: each parallel layer against its single-device namesake, forward and every gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Event, Mesh
+from threefold.labels import IGNORED
+from threefold.parallel.parameter import gradient, local, whole
+from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from threefold.parallel.tensor.loss import ParallelCrossEntropy
+
+SIZES = (1, 2, 3, 4)
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
+
+
+def assert_equal(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    grad = gradient(parameter)
+    assert grad is not None
+    return whole(grad)
+
+
+def reference_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64)
+    with torch.no_grad():
+        linear.weight.copy_(seeded(outputs, inputs))
+        if bias:
+            linear.bias.copy_(seeded(outputs, seed=5))
+    return linear
+
+
+def against_linear(kind: str, bias: bool, whole_end: bool, pad_to: int) -> None:
+    """Both layers on the same whole input and output gradient; 10 → 7 features divide by none of 2, 3, 4."""
+    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
+    linear = reference_linear(10, 7, bias)
+    x, x_split = seeded(3, 5, 10).requires_grad_(), seeded(3, 5, 10).requires_grad_()
+    grad = seeded(3, 5, 7, seed=9)
+    expected = linear(x)
+    expected.backward(grad)
+    layer: ColumnParallelLinear | RowParallelLinear
+    if kind == "column":
+        layer = ColumnParallelLinear.from_linear(linear, axis, gather_output=whole_end)
+        layer.pad_to = pad_to
+        cut = slice(*shard(7, axis.size, axis.index))
+        got = layer(x_split)
+        got.backward(grad if whole_end else grad[..., cut])
+        assert_equal(got, expected if whole_end else expected[..., cut])
+    else:
+        layer = RowParallelLinear.from_linear(linear, axis, input_is_parallel=not whole_end)
+        cut = slice(*shard(10, axis.size, axis.index))
+        got = layer(x_split if whole_end else x_split[..., cut])
+        got.backward(grad)
+        assert_equal(got, expected)
+    assert x.grad is not None
+    assert x_split.grad is not None
+    if kind == "row" and not whole_end:
+        assert_equal(x_split.grad[..., cut], x.grad[..., cut])
+    else:
+        assert_equal(x_split.grad, x.grad)
+    assert linear.weight.grad is not None
+    assert_equal(gradient_of(layer.weight), linear.weight.grad)
+    if bias:
+        assert layer.bias is not None
+        assert linear.bias.grad is not None
+        # A row-parallel bias is the linear's own parameter, so its gradient is there twice: once from each layer.
+        assert_equal(gradient_of(layer.bias), linear.bias.grad)
+
+
+def shard(size: int, shards: int, index: int) -> tuple[int, int]:
+    """As `torch.chunk` cuts, written without it."""
+    pieces = torch.arange(size).chunk(shards)
+    if index >= len(pieces):
+        return size, size
+    return int(pieces[index][0]), int(pieces[index][-1]) + 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("gather", "pad_to"), [(True, 1), (False, 1), (True, 8), (False, 3)])
+def test_column_parallel_linear(pool, size: int, bias: bool, gather: bool, pad_to: int) -> None:
+    pool.run(size, against_linear, "column", bias, gather, pad_to)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("scatter", [True, False])
+def test_row_parallel_linear(pool, size: int, bias: bool, scatter: bool) -> None:
+    pool.run(size, against_linear, "row", bias, scatter, 1)
+
+
+def test_row_parallel_linear_explains_gather_output() -> None:
+    with pytest.raises(TypeError, match="use input_is_parallel"):
+        RowParallelLinear(4, 4, None, name="", gather_output=True)  # type: ignore[arg-type]
+
+
+def against_embedding(vocab: int, pad_to: int) -> int:
+    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
+    table = nn.Embedding(vocab, 6, dtype=torch.float64)
+    with torch.no_grad():
+        table.weight.copy_(seeded(vocab, 6))
+    layer = VocabParallelEmbedding.from_embedding(table, axis)
+    layer.pad_to = pad_to
+    ids = torch.randint(0, vocab, (4, 9), generator=torch.Generator().manual_seed(3))
+    grad = seeded(4, 9, 6)
+    expected, got = table(ids), layer(ids)
+    expected.backward(grad)
+    got.backward(grad)
+    assert_equal(got, expected)
+    assert table.weight.grad is not None
+    assert_equal(gradient_of(layer.weight), table.weight.grad)
+    return local(layer.weight).shape[0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("pad_to", [1, 4])
+@pytest.mark.parametrize("vocab", [20, 10, 5])
+def test_vocab_parallel_embedding(pool, size: int, vocab: int, pad_to: int) -> None:
+    rows = pool.run(size, against_embedding, vocab, pad_to)
+    assert sum(rows) == vocab
+    assert rows == [end - start for start, end in (shard(vocab, size, index) for index in range(size))]
+
+
+def own_rows() -> tuple[Tensor, tuple[int, int]]:
+    layer = VocabParallelEmbedding(7, 3, Mesh(Layout(tp=torch.distributed.get_world_size())).tp, name="e")
+    return layer.own_rows(torch.arange(7)).detach(), (layer.start, layer.end)
+
+
+def test_foreign_ids_give_zero_rows(pool) -> None:
+    for rows, (start, end) in pool.run(3, own_rows):
+        owned = torch.arange(7).ge(start) & torch.arange(7).lt(end)
+        assert (rows[owned] != 0).all()
+        assert (rows[~owned] == 0).all()
+
+
+def chain() -> tuple[list[Event], list[Event]]:
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    up = ColumnParallelLinear(6, 16, mesh.tp, name="up", gather_output=False)
+    down = RowParallelLinear(16, 6, mesh.tp, name="down", input_is_parallel=True)
+    x = torch.randn(2, 6, requires_grad=True)
+    with mesh.recorder.recording() as forward:
+        out = down(F.gelu(up(x)))
+    with mesh.recorder.recording() as backward:
+        out.sum().backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_column_then_row_is_one_all_reduce_each_way(pool, size: int) -> None:
+    for forward, backward in pool.run(size, chain):
+        assert forward == [Event("tp", "all_reduce", 2 * 6 * 4)]
+        assert backward == [Event("tp", "all_reduce", 2 * 6 * 4)]
+
+
+def against_cross_entropy(vocab: int, scale: float, dtype: torch.dtype) -> dict[str, Any]:
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    whole_logits = (seeded(3, 8, vocab) * scale).to(dtype)
+    labels = torch.randint(0, vocab, (3, 8), generator=torch.Generator().manual_seed(1))
+    labels[0, 2:5] = IGNORED
+    grad = seeded(3, 8, seed=4).to(dtype)
+    expected_logits = whole_logits.clone().requires_grad_()
+    expected = F.cross_entropy(expected_logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    expected.backward(grad)
+    loss = ParallelCrossEntropy(vocab, mesh.tp)
+    logits = whole_logits[..., loss.start : loss.end].clone().requires_grad_()
+    with mesh.recorder.recording() as events:
+        got = loss(logits, labels)
+    got.backward(grad)
+    assert expected_logits.grad is not None
+    return {
+        "loss": (got, expected.detach()),
+        "grad": (logits.grad, expected_logits.grad[..., loss.start : loss.end]),
+        "largest": max((event.nbytes for event in events), default=0),
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("vocab", [12, 10, 5])
+def test_parallel_cross_entropy(pool, size: int, vocab: int, scale: float) -> None:
+    for found in pool.run(size, against_cross_entropy, vocab, scale, torch.float64):
+        for got, expected in (found["loss"], found["grad"]):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12 * scale)
+        # Two numbers per token travel at most: never a row of logits.
+        assert found["largest"] <= 3 * 8 * 2 * 8
+
+
+def test_parallel_cross_entropy_of_narrow_logits_is_wide(pool) -> None:
+    for found in pool.run(2, against_cross_entropy, 12, 1.0, torch.bfloat16):
+        assert found["loss"][0].dtype == torch.float32
+        assert found["grad"][0].dtype == torch.bfloat16
+
+
+def unknown_values(what: str) -> str:
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    try:
+        if what == "label":
+            ParallelCrossEntropy(10, mesh.tp)(torch.zeros(1, 5), torch.tensor([99]))
+        else:
+            VocabParallelEmbedding(10, 4, mesh.tp, name="e")(torch.tensor([99]))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("what", "message"), [("label", "in the vocabulary of 10"), ("id", "the table of 10 rows")])
+def test_what_no_rank_holds_is_an_error(pool, what: str, message: str) -> None:
+    assert all(message in found for found in pool.run(2, unknown_values, what))
+
+
+def own_weights() -> tuple[Tensor, Tensor, Tensor]:
+    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
+    layers = [ColumnParallelLinear(6, 5, axis, name=name) for name in ("a", "b", "a")]
+    first, second, again = (whole(layer.weight.detach()) for layer in layers)
+    return first, second, again
+
+
+def test_initial_weights_follow_the_name_not_the_split(pool) -> None:
+    alone = pool.run(1, own_weights)[0]
+    for first, second, again in pool.run(3, own_weights):
+        assert torch.equal(first, again)
+        assert not torch.isclose(first, second).any()
+        assert torch.equal(first, alone[0])

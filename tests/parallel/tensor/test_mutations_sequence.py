@@ -1,0 +1,145 @@
+"""Tests of the tests: the known silent mistakes of sequence parallelism, put back, must make the comparison fail."""
+
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from tests.parallel.context.test_sequence import shared
+from tests.parallel.test_mutations import Patch, replace, with_mistake
+from tests.support.parity import Case, departures
+from threefold.comm import collectives
+from threefold.comm.axis import Axis
+from threefold.ops.kernels import linear
+from threefold.parallel.context.sequence import Region
+from threefold.parallel.parameter import local
+from threefold.parallel.split import OverSequence
+from threefold.parallel.tensor import layers as tensor
+from threefold.random.philox import Slice
+from threefold.train import engine
+
+pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
+
+
+def _summed_only(matches: Callable[[str], bool]) -> list[Patch]:
+    """Only the gradients of the weights that match are summed over the shares."""
+
+    def some(self: engine.Engine) -> None:
+        shared = [
+            entry.gradient
+            for entry in self.optimizer.entries
+            if not engine.is_split(entry.parameter) and matches(entry.name)
+        ]
+        engine.sum_over_shares_(shared, self.mesh.tp)
+
+    return [replace(engine.Engine, "_sum_over_tensor_ranks", some)]
+
+
+def norm_gradients_not_summed() -> list[Patch]:
+    return _summed_only(lambda name: "norm" not in name)
+
+
+def row_bias_gradients_not_summed() -> list[Patch]:
+    return _summed_only(lambda name: not name.endswith(("proj.bias", "down.bias")))
+
+
+def position_gradients_not_summed() -> list[Patch]:
+    return _summed_only(lambda name: "positions" not in name)
+
+
+def split_gradients_summed_too() -> list[Patch]:
+    complete = engine.Engine._sum_over_tensor_ranks
+
+    def and_more(self: engine.Engine) -> None:
+        complete(self)
+        split = [entry.gradient for entry in self.optimizer.entries if entry.name.endswith("up.bias")]
+        engine.sum_over_shares_(split, self.mesh.tp)
+
+    return [replace(engine.Engine, "_sum_over_tensor_ranks", and_more)]
+
+
+def row_bias_added_by_every_rank() -> list[Patch]:
+    def forward(self: tensor.RowParallelLinear, x: Tensor) -> Tensor:
+        return tensor._leave(linear(x, local(self.weight), self.bias), self.axis, self.sequence_dim)
+
+    return [replace(tensor.RowParallelLinear, "forward", forward)]
+
+
+def dropout_mask_by_local_position() -> list[Patch]:
+    apply = OverSequence.apply
+
+    def local_place(self: OverSequence, module: object, region: Region) -> object:
+        changed = apply(self, module, region)  # type: ignore[arg-type]
+        if hasattr(changed, "parts"):
+            changed.parts = {1: Slice()}
+        return changed
+
+    return [replace(OverSequence, "apply", local_place)]
+
+
+def positions_start_anew_on_every_rank() -> list[Patch]:
+    apply = OverSequence.apply
+
+    def anew(self: OverSequence, module: object, region: Region) -> object:
+        changed = apply(self, module, region)  # type: ignore[arg-type]
+        if hasattr(changed, "part"):
+            changed.part = Slice()
+        return changed
+
+    return [replace(OverSequence, "apply", anew)]
+
+
+def input_gradient_not_summed() -> list[Patch]:
+    def own_part(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.index].contiguous(), None, None
+
+    return [replace(collectives._GatherShares, "backward", staticmethod(own_part))]
+
+
+def shares_joined_in_another_order() -> list[Patch]:
+    gather = Axis.all_gather_equal
+
+    def rolled(self: Axis, x: Tensor, dim: int) -> Tensor:
+        return gather(self, x, dim).roll(x.shape[dim], dim)
+
+    return [replace(Axis, "all_gather_equal", rolled)]
+
+
+def pipeline_expects_whole_activations() -> list[Patch]:
+    return [replace(engine, "PipelineRunner", _whole_activation)]
+
+
+def _whole_activation(stages, division, schedule, micro_batches, activation, *others):
+    size, positions, hidden = activation
+    whole = (size, positions * division.mesh.tp.size, hidden)
+    return _RUNNER(stages, division, schedule, micro_batches, whole, *others)
+
+
+_RUNNER = engine.PipelineRunner
+
+TP, TP_PP = {"tp": 2}, {"tp": 2, "pp": 2}
+MISTAKES = [
+    (norm_gradients_not_summed, TP, "norm.weight"),
+    (row_bias_gradients_not_summed, TP, "proj.bias"),
+    (position_gradients_not_summed, TP, "grad embed.positions"),
+    (split_gradients_summed_too, TP, "up.bias"),
+    (row_bias_added_by_every_rank, TP, "loss"),
+    (dropout_mask_by_local_position, TP, "grad"),
+    (positions_start_anew_on_every_rank, TP, "loss"),
+    (input_gradient_not_summed, TP, "norm.weight"),
+    (shares_joined_in_another_order, TP, "loss"),
+    (norm_gradients_not_summed, TP_PP, "norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "layout", "sign"), MISTAKES, ids=[f"{m.__name__}-{at}" for m, at, _ in MISTAKES])
+def test_mistake_is_found(pool, expected, mistake: Callable[[], list[Patch]], layout: dict, sign: str) -> None:
+    case = shared(dtype="fp64", dropout=0.1, **layout)
+    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)
+    assert any(sign in departure for departure in found), found[:5]
+
+
+def test_wrong_activation_shapes_end_the_run(pool) -> None:
+    case: Case = shared(dtype="fp64", **TP_PP)
+    with pytest.raises(Exception, match="were declared"):
+        pool.run(case.world_size, with_mistake, pipeline_expects_whole_activations, case)

@@ -1,0 +1,236 @@
+"""When each hook is called, and what the reporting ones make of it."""
+
+import io
+import json
+import random
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.support import Run
+from tests.train.test_evaluate import engine_of
+from threefold.data.dataset import open_dataset
+from threefold.launch.worker_pool import WorkerPool
+from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.console import LiveLine, Summary, clock
+from threefold.train.callbacks.log import StepLog, step_line
+from threefold.train.callbacks.metrics import MetricsFile, read_metrics
+from threefold.train.callbacks.plot import smoothed
+from threefold.train.loop import Trainer, is_due
+from threefold.train.run import open_loader
+
+
+class Recorder(Hook):
+    """Writes down every call; fails at `failing`."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.calls: list[str] = []
+        self.failing = failing
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in vars(Hook) or name.startswith("_"):
+            return object.__getattribute__(self, name)
+
+        def call(*arguments: Any) -> None:
+            first = getattr(arguments[0], "step", arguments[0]) if arguments else ""
+            self.calls.append(f"{name} {first}".strip())
+            if self.calls[-1] == self.failing:
+                raise RuntimeError(self.failing)
+
+        return call
+
+
+class NoCheckpoints:
+    """Says where checkpoints would be, and writes none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, step: int) -> Path:
+        return self.folder / str(step)
+
+    def prune(self, step: int) -> None:
+        pass
+
+    def is_finite(self) -> bool:
+        return True
+
+    def whole(self) -> list[Path]:
+        return []
+
+    def set_aside(self, step: int) -> tuple[Path, Path] | None:
+        return None
+
+
+def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
+    engine = engine_of(run.config)
+    hook = Recorder(failing)
+    with closing(open_loader(run.config, open_dataset(run.config), engine.mesh.dp)) as loader:
+        trainer = Trainer(engine, loader, run.config, [hook], NoCheckpoints(folder))
+        try:
+            trainer.fit(start)
+        except RuntimeError as error:
+            hook.calls.append(f"raised {error}")
+    return hook.calls
+
+
+def test_the_order_of_the_hooks(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(steps=3, set=(("train.eval_every", 2), ("checkpoint.every", 2)))
+    (calls,) = pool.run(1, recorded, run, tmp_path, 0, "")
+    ends = ["before_evaluation {0}", "after_evaluation {0}", "after_checkpoint {0}"]
+    expected = ["before_fit 0", "before_epoch 0", "before_step 1", "after_step 1", "before_step 2", "after_step 2"]
+    expected += [end.format(2) for end in ends] + ["before_step 3", "after_step 3"] + [end.format(3) for end in ends]
+    assert calls == [*expected, "after_fit", "close"]
+
+
+def test_epochs_begin_and_end(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """Resumed inside the first pass, through the second: a step belongs to the epoch in which it begins."""
+    run = small_run.but(steps=9, set=(("train.global_batch_size", 48), ("data.split", "10,90")))
+    (calls,) = pool.run(1, recorded, run, tmp_path, 1, "")
+    epochs = [call for call in calls if "epoch" in call]
+    passes = len([call for call in epochs if call.startswith("after")])
+    assert passes >= 1
+    expected = [f"{event} {epoch}" for epoch in range(passes) for event in ("before_epoch", "after_epoch")]
+    assert epochs[: len(expected)] == expected
+    assert epochs[len(expected) :] in ([], [f"before_epoch {passes}"])
+    assert calls[1:3] == ["before_epoch 0", "before_step 2"]
+
+
+def test_hooks_are_closed_after_an_error(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    (calls,) = pool.run(1, recorded, small_run, tmp_path, 0, "after_step 2")
+    assert calls[-3:] == ["after_step 2", "close", "raised after_step 2"]
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "last", "due"), [(2, 2, 9, True), (3, 2, 9, False), (9, 2, 9, True), (9, 0, 9, False)]
+)
+def test_what_is_due(step: int, every: int, last: int, due: bool) -> None:
+    assert is_due(step, every, last) is due
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = {
+        "step": step,
+        "loss": 11.083364487,
+        "grad_norm": 1.5,
+        "lr": 1e-5 * 2 / 3600,
+        "tokens": 8190,
+        "tokens_read": 8192,
+        "epoch": 0,
+        "batch": step - 1,
+        "reader_cost": 0.23392,
+        "seconds": 2.05344,
+    }
+    return StepRecord(**(values | changes))
+
+
+def test_the_line_of_the_original() -> None:
+    assert step_line([record(1)], ranks=8) == (
+        "global step 1, epoch: 0, batch: 0, loss: 11.083364487, avg_reader_cost: 0.23392 sec, avg_batch_cost: 2.05344 "
+        "sec, speed: 0.49 step/s, ips_total: 3989 tokens/s, ips: 499 tokens/s, learning rate: 5.55556e-09"
+    )
+
+
+def test_costs_are_averages_since_the_line_before() -> None:
+    lines: list[str] = []
+    log = StepLog(Path("/dev/null"), 2, 1, lines.append, lines.append)
+    for step, seconds in ((1, 9.0), (2, 1.0), (3, 2.0), (4, 4.0)):
+        log.after_step(record(step, seconds=seconds, reader_cost=seconds / 10, loss=float(step)))
+    assert [line.split(",")[0] for line in lines] == ["global step 1", "global step 2", "global step 4"]
+    assert (
+        "loss: 4.000000000, avg_reader_cost: 0.30000 sec, avg_batch_cost: 3.00000 sec, speed: 0.33 step/s" in lines[2]
+    )
+    assert "ips_total: 2731 tokens/s" in lines[2]
+
+
+def test_a_resumed_metrics_file_drops_what_comes_again(tmp_path: Path) -> None:
+    path, warnings = tmp_path / "metrics.jsonl", list[str]()
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        hook = MetricsFile(path, warnings.append)
+        hook.before_fit(start)
+        for step in steps:
+            hook.after_step(record(step, loss=start + step / 10))
+            hook.after_evaluation(EvaluationRecord(step, 0.5, 10, 1.0))
+        hook.close()
+    lines = list(read_metrics(path))
+    assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 2.3),
+        (4, 2.4),
+    ]
+    assert [line["step"] for line in lines if "valid_loss" in line] == [1, 2, 3, 4]
+    assert warnings == []
+
+
+def test_a_new_run_begins_its_metrics_file_anew(tmp_path: Path) -> None:
+    path, warnings = tmp_path / "metrics.jsonl", list[str]()
+    path.write_text(json.dumps({"step": 1, "loss": 9.0, "tokens": 4}) + "\n")
+    hook = MetricsFile(path, warnings.append)
+    hook.before_fit(0)
+    hook.close()
+    assert (list(read_metrics(path)), warnings) == ([], [])
+
+
+def test_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On something that is no terminal rich prints the line once, when it ends."""
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", "120")
+    line = LiveLine(steps=100)
+    line.before_fit(0)
+    for step in range(1, 41):
+        line.after_step(record(step, seconds=2.0))
+    line.after_evaluation(EvaluationRecord(40, 4.5, 10, 1.0))
+    line.after_fit()
+    shown = screen.getvalue().splitlines()
+    assert shown[0] == "step 40: validation loss 4.5000"
+    assert "40/100" in shown[-1]
+    assert "loss 11.0834 · validation 4.5000 · 4,096 tokens/s · 2:00 left" in shown[-1]
+
+
+def test_the_summary(tmp_path: Path) -> None:
+    (tmp_path / "there").touch()
+    summary = Summary({"curve": tmp_path / "there", "nothing": tmp_path / "missing"})
+    summary.before_fit(0)
+    for step in (1, 2):
+        summary.after_step(record(step, seconds=2.0, loss=float(step)))
+    assert dict(summary.rows())["tokens read"] == "16,384"
+    summary.after_step(record(2, seconds=4.0, loss=2.0, tokens=3000, tokens_read=4096, padding=4096, skipped=True))
+    summary.after_evaluation(EvaluationRecord(2, 4.5, 10, 1.0))
+    rows = dict(summary.rows())
+    assert rows["training loss"] == "2.0000 at step 2"
+    assert rows["validation loss"] == "4.5000 at step 2"
+    assert rows["tokens trained on"] == "16,380 in 3 steps, those counted for the loss"
+    assert rows["tokens read"] == "20,480, and 4,096 of padding"
+    assert rows["speed"] == "2,560 tokens/s read, 3,072 with padding"
+    assert ("curve" in rows, "nothing" in rows) == (True, False)
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])
+def test_the_clock(seconds: float, shown: str) -> None:
+    assert clock(seconds) == shown
+
+
+def test_smoothing_does_not_lag() -> None:
+    assert smoothed([1.0, 3.0], 1) == [1.0, 3.0]
+    assert smoothed([0.0, 1.0, 5.0, 0.0], 3) == pytest.approx([2.0, 2.0])
+    assert smoothed([], 5) == smoothed([1.0], 5) == []
+    line = [float(value) for value in range(20)]
+    assert smoothed(line, 5) == pytest.approx(line[2:-2])
+
+
+def test_the_ends_of_a_smoothed_curve_are_as_smooth_as_its_middle() -> None:
+    """A curve that ends in the last loss itself dives with it: every value drawn is a mean over the whole span."""
+    generator = random.Random(0)
+    losses = [5.0 + generator.gauss(0, 0.2) for _ in range(500)]
+    losses[0], losses[-1] = 7.0, 3.0
+    drawn = smoothed(losses, 25)
+    assert len(drawn) == 500 - 24
+    assert drawn[0] == pytest.approx(sum(losses[:25]) / 25)
+    assert drawn[-1] == pytest.approx(sum(losses[-25:]) / 25)
+    assert max(abs(value - 5.0) for value in drawn) < 0.25
+    assert max(abs(after - before) for before, after in pairwise(drawn)) < 0.15

@@ -1,0 +1,84 @@
+"""Ranks that read what they should not are found and named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.train.support import Run
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.config import Config, resolve
+from threefold.data.loader import Batch
+from threefold.errors import UserError
+from threefold.launch.worker_pool import WorkerPool
+from threefold.train.data_check import DataAgreement, agree_on_micro_batch, disagreement
+
+
+@pytest.mark.parametrize(
+    ("layout", "fingerprints", "found"),
+    [
+        (Layout(), [7], None),
+        (Layout(dp=2, tp=2), [7, 7, 8, 8], None),
+        (Layout(dp=2, tp=2, pp=2), [7, 7, 7, 7, 8, 8, 8, 8], None),
+        (Layout(dp=2, tp=2, pp=2), [7, 7, 7, 7, 8, 8, 9, 8], "rank 6 (dp 1, pp 1, tp 0) read other samples"),
+        (Layout(dp=1, tp=3), [9, 7, 7], "rank 0 (dp 0, pp 0, tp 0) read other samples"),
+        (Layout(dp=2), [7, 7], "the replicas dp 0 and dp 1 read the same samples"),
+    ],
+)
+def test_who_is_named(layout: Layout, fingerprints: list[int], found: str | None) -> None:
+    problem = disagreement(fingerprints, layout)
+    assert problem is None if found is None else problem is not None and problem.startswith(found)
+
+
+def agreed(sizes: tuple[int, ...], given: bool) -> tuple[int, int, int]:
+    """The batch sizes that a rank trains with whose own machine has room for `sizes[rank]` sequences."""
+    mesh = Mesh(Layout(dp=len(sizes)))
+    train = {"global_batch_size": 48, **({"micro_batch_size": 3} if given else {})}
+    config = Config.model_validate({"data": {"path": "x"}, "parallel": {"dp": len(sizes)}, "train": train})
+    resolved = resolve(config, 100, sizes[mesh.rank])
+    found = agree_on_micro_batch(resolved, mesh).train
+    return found.global_batch_size, found.micro_batch_size, found.gradient_accumulation_steps
+
+
+def test_ranks_of_different_machines_take_the_smallest_default_micro_batch(pool: WorkerPool) -> None:
+    assert pool.run(2, agreed, (24, 24), False) == [(48, 24, 1)] * 2
+    assert pool.run(3, agreed, (16, 5, 9), False) == [(48, 4, 4)] * 3
+    assert pool.run(2, agreed, (16, 2), True) == [(48, 3, 8)] * 2  # given, it is the same everywhere
+
+
+def compared(wrong: int, at: int, every: int) -> list[str]:
+    """Compare the batches of five steps, one rank's differing in one label from step `at` on."""
+    mesh = Mesh(Layout(dp=2, tp=2))
+    hook = DataAgreement(mesh, every)
+    tokens = torch.arange(12).view(3, 4) + mesh.dp.index
+    batch = Batch(tokens, tokens + 1, torch.arange(3) + 3 * mesh.dp.index)
+    other = replace(batch, labels=batch.labels.clone())
+    other.labels[2, 3] += 1
+    errors = []
+    for step in range(1, 6):
+        try:
+            hook.before_step(step, other if dist.get_rank() == wrong and step >= at else batch)
+        except UserError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_every_rank_tells_the_same(pool: WorkerPool) -> None:
+    found = pool.run(4, compared, 3, 1, 100)
+    assert found == [found[0]] * 4
+    (sentence,) = found[0]
+    assert sentence.startswith("At step 1 rank 3 (dp 1, pp 0, tp 1) read other samples")
+
+
+def test_later_steps_are_compared_too(pool: WorkerPool) -> None:
+    assert len(pool.run(4, compared, 2, 2, 4)[0]) == 1
+    assert pool.run(4, compared, 4, 1, 2) == [[]] * 4  # there is no rank 4
+
+
+def test_one_process_compares_nothing(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    from tests.train.support import train_rank
+
+    assert "global step 4" in pool.run(1, train_rank, small_run, tmp_path)[0]

@@ -1,0 +1,180 @@
+"""Tests of the tests of recompute, precision and compression: each known silent mistake, put back, must be found."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel.data import test_compression, test_grad_buckets
+from tests.parallel.test_mutations import Patch, patched
+from tests.parallel.test_recompute import with_recompute
+from tests.support.parity import Case, Trace, departures, in_layout
+from tests.train.test_half_precision import narrow_departures
+from tests.train.test_precision import FP16, check_skipped_by_all, overflowing
+from threefold.parallel.data import compression
+from threefold.parallel.data import grad_buckets as data
+from threefold.random import philox as random
+from threefold.train import engine, loss_scale
+
+pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
+
+
+Mistake = Callable[[], list[Patch]]
+
+
+def recompute_draws_dropout_anew() -> list[Patch]:
+    mask = random.keep_mask
+
+    def drawn(keys: Tensor, *rest: Any) -> Tensor:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return mask(keys + 1 if in_backward else keys, *rest)
+
+    return [(random, "keep_mask", drawn)]
+
+
+def bf16_divided_by_a_scale_it_never_had() -> list[Patch]:
+    compute = engine.Engine.compute_gradients
+
+    def divided(self: engine.Engine, *args: Any) -> tuple[Tensor, int]:
+        found = compute(self, *args)
+        if self.loss_scale is None:
+            self.gradients.scale_(1 / self.config.precision.loss_scale)
+        return found
+
+    return [(engine.Engine, "compute_gradients", divided)]
+
+
+def gradients_not_unscaled_before_the_clip() -> list[Patch]:
+    scale = data.GradientBuckets.scale_
+
+    def clip_alone(self: data.GradientBuckets, factor: float) -> None:
+        if factor != 1 / 65536:
+            scale(self, factor)
+
+    return [(data.GradientBuckets, "scale_", clip_alone)]
+
+
+def logged_loss_still_scaled() -> list[Patch]:
+    compute = engine.Engine.compute_gradients
+
+    def scaled(self: engine.Engine, *args: Any) -> tuple[Tensor, int]:
+        loss, tokens = compute(self, *args)
+        return loss * (self.loss_scale.value if self.loss_scale else 1), tokens
+
+    return [(engine.Engine, "compute_gradients", scaled)]
+
+
+def gradients_added_up_narrow() -> list[Patch]:
+    def arrived(self: data.GradientBuckets, bucket: Any, leaf: Tensor) -> None:
+        view = self._views[leaf]
+        view.copy_(view.to(leaf.dtype) + leaf.grad)
+        leaf.grad = None
+
+    return [(data.GradientBuckets, "_arrived", arrived)]
+
+
+def overflow_seen_by_one_rank_alone() -> list[Patch]:
+    def alone(self: engine.Engine, loss: Tensor) -> tuple[float, float]:
+        mean, norm = both(self, loss)
+        return mean, 1.0 + float(self._overflow()) if norm != norm or norm == float("inf") else norm
+
+    both = engine.Engine._loss_and_norm
+    return [(engine.Engine, "_loss_and_norm", alone)]
+
+
+def overflow_of_what_another_rank_answers_for_not_seen() -> list[Patch]:
+    return [(engine.Engine, "_overflow", lambda self: torch.zeros((), dtype=torch.float64))]
+
+
+def adam_counts_a_skipped_update() -> list[Patch]:
+    update = engine.Engine.update
+
+    def counted(self: engine.Engine, *args: Any) -> engine.StepResult:
+        result = update(self, *args)
+        for _, state, value in self.optimizer.states() if result.skipped else ():
+            if state == "step":
+                value += 1
+        return result
+
+    return [(engine.Engine, "update", counted)]
+
+
+def update_made_all_the_same() -> list[Patch]:
+    update = engine.Engine.update
+
+    def made(self: engine.Engine, *args: Any) -> engine.StepResult:
+        result = update(self, *args)
+        if result.skipped:
+            self.optimizer.step(result.lr)
+        return result
+
+    return [(engine.Engine, "update", made)]
+
+
+def scale_kept_after_an_overflow() -> list[Patch]:
+    return [(loss_scale.LossScale, "overflowed", lambda self: None)]
+
+
+def with_mistake(mistake: Mistake, run: Callable[..., Any], *args: Any) -> Any:
+    with patched(mistake()):
+        return run(*args)
+
+
+def test_dropout_of_a_replay(pool, expected) -> None:
+    case = with_recompute(Case(dtype="fp64", dropout=0.1, steps=1), "full")
+    traces: list[Trace] = pool.run(1, with_mistake, recompute_draws_dropout_anew, in_layout, case)
+    assert any("grad" in departure for departure in departures(expected(case), traces, case))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "dtype", "sign"),
+    [
+        (bf16_divided_by_a_scale_it_never_had, "bf16", "norm"),
+        (gradients_not_unscaled_before_the_clip, "fp16", "norm"),
+        (logged_loss_still_scaled, "fp16", "loss"),
+    ],
+)
+def test_scales(pool, expected, mistake: Mistake, dtype: str, sign: str) -> None:
+    case = Case(dtype=dtype, dropout=0.1, steps=1)
+    exact = expected(replace(case, dtype="fp32"))
+    found = narrow_departures(exact, pool.run(1, with_mistake, mistake, in_layout, case), 1.5e-2)
+    assert any(sign in departure for departure in found), found
+
+
+def test_narrow_sums_of_micro_batches(pool) -> None:
+    (found,) = pool.run(1, with_mistake, gradients_added_up_narrow, test_grad_buckets.narrow_sum)
+    assert found.item() != 1000.0
+
+
+SPLIT, WHOLE = ((0, 1, 1), "blocks.2.mlp.down.weight"), ((0, 1, 0), "blocks.0.attn_norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "where"),
+    [
+        (overflow_seen_by_one_rank_alone, SPLIT),
+        (overflow_of_what_another_rank_answers_for_not_seen, WHOLE),
+        (adam_counts_a_skipped_update, SPLIT),
+        (update_made_all_the_same, SPLIT),
+        (scale_kept_after_an_overflow, SPLIT),
+    ],
+)
+def test_overflows(pool, mistake: Mistake, where: tuple[tuple[int, ...], str]) -> None:
+    case = FP16.with_layout(2, 2, 2)
+    ranks = pool.run(8, with_mistake, mistake, overflowing, case, *where, 1, float("inf"))
+    with pytest.raises(AssertionError):
+        check_skipped_by_all(ranks, 1)
+
+
+def gradients_not_brought_into_range() -> list[Patch]:
+    return [(compression, "_exponent", lambda flat, axis: None)]
+
+
+def test_small_gradients_on_a_narrow_wire(pool) -> None:
+    ((sums, _), _) = pool.run(
+        2, with_mistake, gradients_not_brought_into_range, test_compression.narrow_sums, "fp16", [1e-20]
+    )
+    assert not sums[0].any()  # all lost, where the bound of test_compression allows a rounding

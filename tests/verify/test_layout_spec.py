@@ -1,0 +1,150 @@
+"""How layouts are written, chosen and made small."""
+
+import pytest
+
+from tests.verify.support import config
+from threefold.comm.layout import Layout
+from threefold.errors import UserError
+from threefold.verify.layout_spec import parse, parse_layouts
+from threefold.verify.select import asked_for, covering, every, possible, products
+from threefold.verify.shrink import compose, prepare, shrink, stages
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dp2·tp2·pp2", "dp2tp2pp2", "dp2 tp2 pp2", "dp2, tp=2, pp2", "pp2×tp2×dp2", "DP2xTP2xPP2", "dp=2+tp=2+pp=2+cp1"],
+)
+def test_one_layout_in_many_spellings(text: str) -> None:
+    assert parse(text).layout == Layout(dp=2, tp=2, pp=2)
+    assert str(parse(text)) == "dp2·tp2·pp2"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "shown"),
+    [
+        ("tp4,pp2:interleaved", {"parallel.schedule": "interleaved"}, "tp4·pp2 interleaved"),
+        ("dp2 zero=3 sp tp2", {"parallel.zero": 3, "parallel.sequence_parallel": True}, "dp2·tp2 zero3 sp"),
+        (
+            "pp2 schedule=zbv chunks2 recompute=full",
+            {"parallel.schedule": "zbv", "parallel.stage_chunks": 2, "train.recompute": "full"},
+            "pp2 zbv chunks2 full",
+        ),
+        ("cp2 ring", {"parallel.cp_method": "ring"}, "cp2 ring"),
+        ("dp4 zero1 shards2", {"parallel.zero": 1, "parallel.zero_shards": 2}, "dp4 zero1 shards2"),
+        ("dp1 accumulation=4", {"train.gradient_accumulation_steps": 4}, "dp1 accumulation4"),
+    ],
+)
+def test_options(text: str, settings: dict, shown: str) -> None:
+    variant = parse(text)
+    assert dict(variant.settings) == settings
+    assert str(variant) == shown
+    assert parse(shown) == variant
+
+
+def test_several_layouts_once_each() -> None:
+    assert list(map(str, parse_layouts(["dp2; tp2;", "dp2", "cp2"]))) == ["dp2", "tp2", "cp2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dp2 zvb", ["'zvb'", "the nearest is zbv"]),
+        ("ddp2", ["'ddp2'", "the nearest is dp2"]),
+        ("dp2 dp4", ["sets dp twice"]),
+        ("zbv gpipe pp2", ["parallel.schedule twice"]),
+        ("sp", ["names no axis"]),
+        ("tp0", ["parallel.tp is 0"]),
+    ],
+)
+def test_mistakes_are_one_sentence(text: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as told:
+        parse(text)
+    assert all(word in str(told.value) for word in words)
+    assert "\n" not in str(told.value)
+
+
+def test_products_of_eight() -> None:
+    found = products(8)
+    assert len(found) == len(set(found)) == 20  # 8 = 2³: the ways to share three twos among four axes
+    assert all(layout.world_size == 8 for layout in found)
+
+
+def test_shrunk_config_suits_every_layout_of_eight_ranks() -> None:
+    base = shrink(prepare(config(), "fp64", 50257), possible(8))
+    model = base.model
+    assert (model.num_attention_heads, model.hidden_size, model.ffn_hidden_size) == (8, 32, 128)  # 1 : 4, as before
+    assert model.vocab_size % 2 == 1
+    assert model.num_layers == 12
+    assert base.data.sequence_length % 16 == 0
+    assert base.train.global_batch_size == 16
+    for layout in ("dp8", "tp8", "pp8", "dp2·tp2·pp2", "dp4·pp2"):
+        compose(base, parse(layout))
+
+
+def test_nothing_grows() -> None:
+    tiny = config(model={"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "vocab_size": 30})
+    base = shrink(prepare(tiny, "fp64", 30), possible(8))
+    assert (base.model.num_layers, base.model.hidden_size, base.model.vocab_size) == (2, 8, 30)
+
+
+def test_logits_in_chunks_stay_in_as_many() -> None:
+    chunked = config(model={"vocab_size": 64_000}, train={"global_batch_size": 16, "loss_chunk_size": 8000})
+    assert shrink(prepare(chunked, "fp64", 64_000), possible(8)).train.loss_chunk_size == 8
+    at_once = config(train={"global_batch_size": 16, "loss_chunk_size": 0})
+    assert shrink(prepare(at_once, "fp64", 64_000), possible(8)).train.loss_chunk_size == 0
+
+
+def test_covering_selection_has_every_product_and_feature_that_composes() -> None:
+    base = shrink(prepare(config(model={"num_layers": 16}), "fp64", 50257), possible(8))
+    taken = covering(base, 8).variants
+    everything = every(base, 8).variants
+    assert {variant.layout for variant in taken} == {variant.layout for variant in everything}
+    facts = {fact for variant in taken for fact in variant.settings}
+    assert {fact for variant in everything for fact in variant.settings} <= facts
+    assert len(taken) <= 30
+
+
+def test_every_candidate_is_taken_or_refused_with_a_reason() -> None:
+    base = shrink(prepare(config(), "fp64", 50257), possible(8))
+    selection = every(base, 8)
+    assert len(selection.variants) + len(selection.refused) == len(possible(8))
+    assert all(refused.reason.endswith(".") for refused in selection.refused)
+
+
+def test_layout_that_does_not_compose_is_refused_by_name() -> None:
+    base = prepare(config(), "fp64", 50257)
+    with pytest.raises(UserError, match=r"^The layout tp3 cannot be: parallel.tp is 3 but must divide .*; use 2\.$"):
+        asked_for(base, [parse("tp3")])
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("dp8", 1), ("pp4", 4), ("pp2 interleaved", 4), ("pp2 zbv", 4), ("pp2 looped-bfs chunks3", 6)]
+)
+def test_stages(text: str, count: int) -> None:
+    assert stages(parse(text)) == count
+
+
+MIXTRAL = {
+    "architecture": "llama",
+    "num_key_value_heads": 8,
+    "num_experts": 8,
+    "sliding_window": 100,
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_original_positions": 128,
+}
+
+
+def test_experts_are_shared_in_every_way() -> None:
+    base = shrink(prepare(config(model=MIXTRAL), "fp64", 50257), possible(8, experts=8))
+    assert {variant.layout.ep for variant in every(base, 8).variants} == {1, 2, 4, 8}
+    assert str(parse("dp4·tp2·ep2 sp")) == "dp4·tp2·ep2 sp"
+    assert {variant.layout.ep for variant in covering(base, 8).variants} == {1, 2, 4, 8}
+
+
+def test_a_family_keeps_its_ways_when_it_shrinks() -> None:
+    """Heads still share keys, the window and the stretched positions still bite."""
+    model = shrink(prepare(config(model=MIXTRAL), "fp64", 50257), possible(8, experts=8)).model
+    assert (model.num_attention_heads, model.num_key_value_heads, model.num_experts) == (16, 8, 8)
+    assert 0 < model.sliding_window < model.rope_original_positions * 4
+    assert model.rope_original_positions < model.max_position_embeddings

@@ -1,0 +1,1 @@
+"""The mesh of ranks, its axes and their collectives."""

@@ -1,0 +1,262 @@
+"""One axis of the mesh: the ranks along it, what they can do together, and a record of what they did."""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from threefold.comm.shared_memory import SharedMemoryGroup
+from threefold.comm.tensor_pickle import dumps
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective.
+
+    Attributes:
+        axis: the axis's name.
+        operation: `all_reduce`, `all_reduce_max`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast` or `send`.
+        nbytes: bytes of the whole tensor that the ranks have together a part of: what an all-reduce sums on each rank,
+            what an all-gather returns, what a reduce-scatter takes, what this rank has to give in an all-to-all.
+    """
+
+    axis: str
+    operation: str
+    nbytes: int
+
+
+@dataclass
+class Recorder:
+    """Collects the collectives of this rank while a recording is on."""
+
+    _logs: list[list[Event]] = field(default_factory=list)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """Collect the events of a block."""
+        log: list[Event] = []
+        self._logs.append(log)
+        try:
+            yield log
+        finally:
+            self._logs.remove(log)
+
+    def add(self, axis: str, operation: str, tensor: Tensor, parts: int = 1) -> None:
+        """Note an operation on a whole that consists of `parts` tensors of the size of `tensor`."""
+        for log in self._logs:
+            log.append(Event(axis, operation, parts * tensor.nbytes))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The group of ranks that differ from this one along one axis, and what they can do together.
+
+    Attributes:
+        name: `dp`, `pp`, `cp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
+        ranks: global ranks of the group, in the order of the axis.
+        index: this rank's place among them.
+        device_mesh: the one-dimensional mesh that `DTensor`s of this axis live on; None for groups that are no axis.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None
+    recorder: Recorder
+    device_mesh: DeviceMesh | None = None
+    shared: SharedMemoryGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over the axis, the same bits on every rank; `tensor` itself is left alone."""
+        if self.shared is None or self.size == 1:
+            return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
+        self.recorder.add(self.name, "all_reduce", tensor)
+        return self.shared.all_reduce(tensor)
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the axis, in place; every rank ends with the same bits."""
+        if self.size == 1:
+            return tensor
+        self.recorder.add(self.name, "all_reduce", tensor)
+        if self.shared is not None:
+            self.shared.all_reduce_(tensor)
+        else:
+            self._reduce_contiguous(tensor, dist.ReduceOp.SUM)
+        return tensor
+
+    def all_reduce_together_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each of `tensors`, of one dtype and in one order on all ranks, over the axis: in place, in one go."""
+        if self.size == 1 or not tensors:
+            return
+        if len(tensors) == 1:
+            self.all_reduce_(tensors[0])
+            return
+        total = self.all_reduce_(torch.cat([tensor.flatten() for tensor in tensors]))
+        parts = total.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(list(tensors), [part.view_as(to) for part, to in zip(parts, tensors, strict=True)])
+
+    def all_reduce_max_(self, tensor: Tensor) -> Tensor:
+        """Maximum of `tensor` over the axis, in place."""
+        if self.size == 1:
+            return tensor
+        self.recorder.add(self.name, "all_reduce_max", tensor)
+        if self.shared is not None:
+            self.shared.all_reduce_max_(tensor)
+        else:
+            self._reduce_contiguous(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def start_all_reduce_(self, tensor: Tensor) -> dist.Work | None:
+        """Begin to sum a contiguous `tensor` in place; wait on the returned work (None: nothing to wait for)."""
+        if self.size == 1:
+            return None
+        self.recorder.add(self.name, "all_reduce", tensor)
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate the ranks' tensors along `dim`; their sizes along `dim` may differ."""
+        if self.size == 1:
+            return tensor
+        sizes = self._all_sizes(tensor.shape[dim], tensor.device)
+        moved = tensor.movedim(dim, 0)
+        padded = moved.new_zeros((max(sizes), *moved.shape[1:]))
+        padded[: moved.shape[0]] = moved
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.group)
+        joined = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
+        self.recorder.add(self.name, "all_gather", joined)
+        return joined
+
+    def all_gather_equal(self, tensor: Tensor, dim: int) -> Tensor:
+        """Concatenate the ranks' tensors, all of one shape, along `dim`."""
+        if self.size == 1:
+            return tensor
+        self.recorder.add(self.name, "all_gather", tensor, parts=self.size)
+        if self.shared is not None:
+            parts = self.shared.all_gather(tensor)
+        else:
+            parts = tensor.new_empty(self.size, *tensor.shape)
+            dist.all_gather_single(parts.view(-1), tensor.contiguous().view(-1), group=self.group)
+        dim %= tensor.dim()
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """Sum `tensor` over the axis, and keep this rank's part of the sum: one of equal parts along `dim`.
+
+        Raises:
+            ValueError: the size of `dim` is not divisible by the axis.
+        """
+        if self.size == 1:
+            return tensor
+        if tensor.shape[dim] % self.size:
+            raise ValueError(f"dim {dim} of shape {[*tensor.shape]} does not divide into {self.size} equal parts")
+        self.recorder.add(self.name, "reduce_scatter", tensor)
+        dim %= tensor.dim()
+        parts = tensor.unflatten(dim, (self.size, tensor.shape[dim] // self.size)).movedim(dim, 0).contiguous()
+        if self.shared is not None:
+            return self.shared.reduce_scatter(parts.flatten(0, 1))
+        part = torch.empty_like(parts[0])
+        dist.reduce_scatter_single(part.view(-1), parts.view(-1), group=self.group)
+        return part
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send rows to each rank, and get some from each.
+
+        Args:
+            rows: [sum(sent), …], those for the first rank first.
+            sent, received: how many to and from each rank.
+
+        Returns:
+            [sum(received), …], those from the first rank first.
+        """
+        if self.size == 1:
+            return rows
+        self.recorder.add(self.name, "all_to_all", rows)
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self.group)
+        return arrived
+
+    def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to send `tensor` to the next rank of the axis, and from the last to the first.
+
+        Returns:
+            a function that waits and gives what the rank before sent.
+        """
+        self.recorder.add(self.name, "send", tensor)
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
+        after, before = self.ranks[(self.index + 1) % self.size], self.ranks[self.index - 1]
+        operations = [
+            dist.P2POp(dist.isend, sent, after, self.group),
+            dist.P2POp(dist.irecv, received, before, self.group),
+        ]
+        works = dist.batch_isend_irecv(operations)
+
+        def finish() -> Tensor:
+            for work in works:
+                work.wait()
+            operations.clear()  # which has kept what is sent until now
+            return received
+
+        return finish
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send `tensor` to the place `to` of the axis, and wait until it may be overwritten."""
+        self.recorder.add(self.name, "send", tensor)
+        dist.send(tensor.contiguous(), self.ranks[to], group=self.group)
+
+    def receive_(self, into: Tensor, source: int) -> Tensor:
+        """Fill a contiguous tensor with what the place `source` of the axis sends."""
+        dist.recv(into, self.ranks[source], group=self.group)
+        return into
+
+    def broadcast_(self, tensor: Tensor, source: int) -> Tensor:
+        """Fill a contiguous tensor with that of the place `source` of the axis."""
+        if self.size > 1:
+            self.recorder.add(self.name, "broadcast", tensor)
+            dist.broadcast(tensor, self.ranks[source], group=self.group)
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What each rank of the axis passed, in the order of the axis."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, dumps(value), group=self.group)
+        return [pickle.loads(each) for each in found]
+
+    def barrier(self) -> None:
+        """Wait until every rank of the axis is here."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    def _reduce_contiguous(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        # A collective on a non-contiguous view may work on a copy of it and drop the result.
+        dense = tensor.contiguous()
+        dist.all_reduce(dense, op=operation, group=self.group)
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+    def _all_sizes(self, size: int, device: torch.device) -> list[int]:
+        mine = torch.tensor([size], device=device)
+        found = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(found, mine, group=self.group)
+        return [int(each) for each in found]

@@ -1,0 +1,162 @@
+"""The collectives that autograd passes through: each is the adjoint of another.
+
+The two of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): `copy_to` is the identity forward and an
+all-reduce backward (f), `reduce_from` the all-reduce forward and the identity backward (g). And the two of sequence
+parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2): `gather_shares` gathers forward and reduce-scatters
+backward (g), `reduce_to_shares` the other way round (g̅).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from threefold.comm.mesh import Axis
+
+
+def shard_bounds(size: int, shards: int, index: int) -> tuple[int, int]:
+    """First and past-the-last element of a shard, cut as `torch.chunk` does: the last may be short or empty."""
+    step = -(-size // shards)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's shard of a whole tensor along `dim`, as a view."""
+    start, end = shard_bounds(tensor.shape[dim], axis.size, axis.index)
+    return tensor.narrow(dim, start, end - start)
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.all_reduce(grad), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        return axis.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return axis.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return local_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return local_part(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.all_gather(grad, ctx.dim), None, None
+
+
+class _GatherShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return axis.all_gather_equal(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.reduce_scatter(grad, ctx.dim), None, None
+
+
+class _ReduceToShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return axis.reduce_scatter(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.all_gather_equal(grad, ctx.dim), None, None
+
+
+class _GatherAgain(torch.autograd.Function):
+    """The identity; but the joined tensor, which what made `out` has kept, holds no memory until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, joined: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        ctx.save_for_backward(x, joined)
+        joined.untyped_storage().resize_(0)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, joined = ctx.saved_tensors
+        again = ctx.axis.all_gather_equal(x, ctx.dim)
+        joined.untyped_storage().resize_(again.nbytes)
+        joined.data.copy_(again)  # not seen by autograd, as the values are those it knows
+        return grad, None, None, None, None
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Enter a region where each rank computes with its own shard: `x` itself; backward sums the ranks' gradients."""
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Leave it: the sum of the ranks' `x`; backward passes the gradient on."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """The ranks' shards joined along `dim`; backward takes this rank's part of the gradient."""
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim)
+
+
+def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """This rank's part of a replicated `x` along `dim`; backward joins the ranks' gradients."""
+    return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim)
+
+
+def gather_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' equal shares joined along `dim`, for each rank to use in its own way; backward sums their gradients
+    and takes this rank's share."""
+    return x if axis.size == 1 else _GatherShares.apply(x, axis, dim)
+
+
+def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """`compute(gather_shares(x, axis, dim))`, of which only the share `x` is kept for the backward pass.
+
+    That one gathers again (Korthikanti et al., section 4.2.2).
+
+    Args:
+        compute: may keep its argument for its backward pass, but hands out nothing that shares its memory.
+        x: this rank's share.
+        axis, dim: as in `gather_shares`.
+    """
+    joined = gather_shares(x, axis, dim)
+    out = compute(joined)
+    return _GatherAgain.apply(out, x, joined, axis, dim) if axis.size > 1 and out.requires_grad else out
+
+
+def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's equal share along `dim` of the sum of the ranks' `x`; backward joins the ranks' gradients.
+
+    Raises:
+        ValueError: the size of `dim` is not divisible by the axis.
+    """
+    return x if axis.size == 1 else _ReduceToShares.apply(x, axis, dim)

@@ -1,0 +1,154 @@
+"""The mesh: one object with every axis, group and coordinate of this rank. Nothing else computes ranks."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from threefold.comm.axis import Axis, Event, Recorder
+from threefold.comm.layout import AXES, Coordinates, Layout
+from threefold.comm.shared_memory import SharedMemoryGroup
+
+__all__ = ["Axis", "Event", "Mesh", "Recorder"]
+
+_SHARED_SLOT_BYTES = 2 << 20  # larger ones fall out of the cache that the ranks share
+
+
+class Mesh:
+    """This rank's place in the layout, its groups, and the device it computes on.
+
+    Collective: every rank of the world makes it at the same time, after `torch.distributed` is initialised.
+
+    Args:
+        layout: ranks along each axis.
+        device: where this rank computes.
+
+    Attributes:
+        dp, pp, cp, tp: the axes.
+        replicas: dp and cp together, over which gradients are summed.
+        ep: neighbouring replicas that share the experts; its `device_mesh` has `tp` beside it.
+        expert_replicas: over which the gradients of the experts are summed.
+        world: all ranks.
+
+    Raises:
+        UserError: the world's size is not the layout's.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+        layout.require_world(dist.get_world_size())
+        self.layout = layout
+        self.device = torch.device(device)
+        self.rank = dist.get_rank()
+        self.coordinates: Coordinates = layout.coordinates(self.rank)
+        self.recorder = Recorder()
+        # DTensor's cache takes equal meshes for one, and would answer with the groups of one that is gone by now.
+        _clear_sharding_prop_cache()
+        self.device_mesh = init_device_mesh(self.device.type, layout.shape, mesh_dim_names=AXES)
+        everyone = tuple(range(layout.world_size))
+        self.world = self._axis("world", everyone, dist.group.WORLD)
+        self.dp, self.pp, self.cp, self.tp = (self._mesh_axis(name) for name in AXES)
+        self.replicas = self._replicas()
+        self.ep, self.expert_replicas = self._expert_axes()
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
+        """The mesh of a process that is in no process group: one rank, of which nothing is split."""
+        mesh = cls.__new__(cls)
+        mesh.layout, mesh.rank, mesh.device = Layout(), 0, torch.device(device)
+        mesh.coordinates, mesh.recorder = mesh.layout.coordinates(0), Recorder()
+        for name in ("world", *AXES, "ep"):
+            setattr(mesh, name, Axis(name, (0,), 0, None, mesh.recorder))
+        mesh.replicas = mesh.expert_replicas = mesh.dp
+        return mesh
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it was made by `alone`, so that there is no process group."""
+        return self.world.group is None
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.is_first
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.is_last
+
+    def new_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis | None:
+        """Make further groups of ranks; returns this rank's, or None if it is in none of them.
+
+        Collective over the world: every rank passes the same groups.
+        """
+        mine = None
+        for ranks in groups:
+            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                mine = self._axis(name, tuple(ranks), group)
+        return mine
+
+    def sharing(self, shards: int) -> tuple[Axis, Axis]:
+        """The replicas that share one copy of the weights with this one, and those that hold the same part of it.
+
+        Collective over the world.
+
+        Args:
+            shards: how many neighbouring dp replicas (with all their cp ranks) share a copy; a divisor of dp.
+        """
+        name = self.replicas.name
+        ranks = tuple(next(group for group in self.layout.shard_groups(shards) if self.rank in group))
+        if ranks == self.replicas.ranks and self.replicas.device_mesh is not None:
+            shared = self.replicas
+        else:
+            held_by = self._shard_mesh(shards)
+            shared = self._axis(name, ranks, held_by.get_group(), held_by)
+        copies = self.new_axis(name, self.layout.copy_groups(shards))
+        assert copies is not None  # each rank is in one of them
+        return shared, copies
+
+    def _shard_mesh(self, shards: int) -> DeviceMesh:
+        """The one-dimensional mesh over the ranks that share a copy."""
+        fine, axis = self.device_mesh, "dp"
+        if shards < self.dp.size:
+            fine, axis = fine._unflatten("dp", (self.dp.size // shards, shards), ("copy", "shard")), "shard"
+        if self.cp.size == 1:
+            return fine[axis]
+        return fine["cp"] if shards == 1 else fine[axis, "cp"]._flatten(f"{axis}_cp")
+
+    def _replicas(self) -> Axis:
+        """The ranks that hold the same weights and see other tokens: dp and cp together."""
+        if self.cp.size == 1:
+            return self.dp
+        if self.dp.size == 1:
+            return self.cp
+        axis = self.new_axis("dp·cp", self.layout.groups("dp", "cp"))
+        assert axis is not None  # each rank is in one of them
+        return axis
+
+    def _expert_axes(self) -> tuple[Axis, Axis]:
+        ep = self.layout.ep
+        if ep == 1:
+            return self._axis("ep", (self.rank,), None), self.replicas
+        ranks = next(group for group in self.layout.expert_groups() if self.rank in group)
+        fine = self.device_mesh._unflatten("dp", (self.dp.size // ep, ep), ("expert_copy", "ep"))
+        experts = self._axis("ep", tuple(ranks), fine.get_group("ep"), fine["ep", "tp"])
+        held_by = fine["expert_copy"] if self.cp.size == 1 else fine["expert_copy", "cp"]._flatten("expert_copy_cp")
+        same = next(group for group in self.layout.expert_copy_groups() if self.rank in group)
+        return experts, self._axis("expert copies", tuple(same), held_by.get_group(), held_by)
+
+    def _mesh_axis(self, name: str) -> Axis:
+        ranks = next(group for group in self.layout.groups(name) if self.rank in group)
+        return self._axis(name, tuple(ranks), self.device_mesh.get_group(name), self.device_mesh[name])
+
+    def _axis(
+        self, name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None = None
+    ) -> Axis:
+        shared = None
+        if self.device.type == "cpu" and len(ranks) > 1 and group is not None:
+            # What gloo's collectives cost is latency and system time; memory that the ranks share has little of either.
+            shared = SharedMemoryGroup.try_create(group, _SHARED_SLOT_BYTES)
+        return Axis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh, shared)
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.layout}, rank {self.rank} at {self.coordinates._asdict()}, {self.device})"

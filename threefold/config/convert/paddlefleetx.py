@@ -1,0 +1,255 @@
+"""PaddleFleetX: the YAML of a GPT pre-training, with its `_base_` files."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from threefold.config.convert.key_mapping import (
+    Draft,
+    Given,
+    Same,
+    anything,
+    count,
+    dp_of,
+    flat,
+    foreign_text,
+    number,
+    put_chunks,
+    put_zero,
+    switch,
+    take_sequence_parallel,
+    text,
+    whole,
+)
+from threefold.config.convert.paddlefleetx_flags import is_script, read_flags
+from threefold.config.document import read_document
+from threefold.errors import UserError
+
+END_OF_TEXT = 50256
+"""The token of GPT-2's vocabulary that ends a document, which Fleet's GPTDataset takes for granted."""
+
+
+def _split(value: Any) -> str:
+    return ",".join(str(part) for part in value) if isinstance(value, list) else text(value)
+
+
+TABLE = (
+    Same("Global.seed", "train.seed", whole, 1024),
+    Same("Engine.max_steps", "train.max_steps", whole, 500000),
+    Same("Engine.logging_freq", "log.every", whole, 1),
+    Same("Engine.eval_freq", "train.eval_every", whole),
+    Same("Engine.eval_iters", "train.eval_batches", whole),
+    Same("Engine.save_load.save_steps", "checkpoint.every", whole),
+    Same("Model.vocab_size", "model.vocab_size", whole, 50304),
+    Same("Model.hidden_size", "model.hidden_size", whole, 768),
+    Same("Model.num_layers", "model.num_layers", whole, 12),
+    Same("Model.num_attention_heads", "model.num_attention_heads", whole, 12),
+    Same("Model.ffn_hidden_size", "model.ffn_hidden_size", whole),
+    Same("Model.hidden_dropout_prob", "model.hidden_dropout", number, 0.1),
+    Same("Model.attention_probs_dropout_prob", "model.attention_dropout", number, 0.1),
+    Same("Model.max_position_embeddings", "model.max_position_embeddings", whole),
+    Same("Model.initializer_range", "model.initializer_range", number),
+    Same("Data.Train.dataset.input_dir", "data.path", text),
+    Same("Data.Train.dataset.split", "data.split", _split),
+    Same("Data.Train.dataset.max_seq_len", "data.sequence_length", whole, 1024),
+    Same("Optimizer.weight_decay", "optimizer.weight_decay", number, 0.01),
+    Same("Optimizer.epsilon", "optimizer.eps", number),
+    Same("Optimizer.lr.max_lr", "optimizer.lr", number),
+    Same("Optimizer.lr.min_lr", "optimizer.min_lr", number),
+)
+OLD_NAMES = {
+    "Data.batch_size.": "Global.",
+    "Data.dataset.": "Data.Train.dataset.",
+    "Optimizer.adam_beta": "Optimizer.beta",
+    "Optimizer.adam_epsilon": "Optimizer.epsilon",
+}
+"""Beginnings of keys of the first versions, and what they became."""
+REASONS = {
+    "Global.device": "train.device auto takes the GPUs that are there",
+    "Global.logging_freq": "Fleet reads it under Engine, where log.every comes from",
+    "Engine.num_train_epochs": "train.max_steps ends the run; samples go on into further epochs by themselves",
+    "Engine.run_mode": "train.max_steps ends the run",
+    "Engine.accumulate_steps": "follows from the batch sizes",
+    "Engine.test_iters": "`threefold eval` measures the test part when asked to",
+    "Engine.save_load.output_dir": "the folder of the run is an option of the command: threefold train … --run-dir",
+    "Engine.save_load.ckpt_dir": "a run goes on with threefold train … --resume; Paddle's checkpoints are not read",
+    "Engine.save_load.save_epoch": "checkpoints are made every checkpoint.every steps",
+    "Engine.mix_precision.*": "what runs in 16 bits is fixed: products, not norms, softmax and loss",
+    "Model.fused_*": "kernels are chosen by themselves",
+    "Model.use_flash_attn": "attention is always the fused one",
+    "Model.fuse_attn_qkv": "queries, keys and values are always one product",
+    "Model.scale_qk_*": "scores are scaled once; fused attention adds up in fp32",
+    "Model.type_vocab_size": "a GPT has no token types; Fleet does not use it either",
+    "Model.no_recompute_layers": "train.recompute_every leaves out blocks by a rhythm, not by a list",
+    "Data.Train.sampler.shuffle": "samples always come in an order drawn from train.seed",
+    "Data.*.sampler.*": "samples of a step follow from train.seed and the step",
+    "Data.*.loader.*": "tokens are memory-mapped, so there are no workers",
+    "Data.*.dataset.name": "the files say what they are",
+    "Data.Test.*": "the test part is that of data.split",
+    "Data.Eval.*": "validation reads data.path with data.split",
+    "Distributed.fuse_*": "gradients are always summed in buckets",
+    "Distributed.sharding.sharding_offload": "weights and states stay on the device",
+    "Distributed.sharding.*_overlap": "communication overlaps by itself",
+    "Distributed.pp_recompute_interval": "train.recompute_every counts blocks",
+    "Optimizer.tensor_fusion": "kernels are chosen by themselves",
+    "Optimizer.multi_precision": "precision.master_weights is true by itself",
+    "Fused.*": "kernels are chosen by themselves",
+    "Profiler.*": "the step log has times; there is no profiler in a config",
+}
+IMPLIED = {
+    "Model.module": ("GPTModule", "GPTModuleAuto"),
+    "Model.name": ("GPT",),
+    "Optimizer.lr.name": ("CosineAnnealingWithWarmupDecay",),
+    "Optimizer.grad_clip.name": ("ClipGradByGlobalNorm",),
+    "Data.Train.dataset.name": ("GPTDataset",),
+    "Distributed.sharding.sharding_offload": (False,),
+    "Profiler.enable": (False,),
+}
+"""Values that say what is so with us too."""
+
+
+def read(path: Path) -> Given:
+    """The settings of a Fleet YAML and of the files that it is based on, or of a script with Fleet's flags.
+
+    Raises:
+        UserError: not YAML, no mapping, a base that is not there or goes in a circle; or no flags.
+    """
+    if is_script(foreign_text(path)):
+        return read_flags(path, _of_yaml)
+    return Given(_of_yaml(path))
+
+
+def _of_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a YAML as `Section.key`."""
+    return {key: value for key, value in flat(_merged(path, ()), str(path)).items() if value != {}}
+
+
+def _merged(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
+    document, _ = read_document(path)
+    if not isinstance(document, dict):
+        raise UserError(f"{path} is not a Fleet config: it must be a mapping of sections such as Model: and Engine:.")
+    base = document.pop("_base_", None)
+    if base is None:
+        return document
+    file = Path(os.path.realpath(path.parent / str(base)))
+    if file in below or not file.is_file():
+        what = "goes in a circle" if file in below else "is not there; put it where the key says"
+        raise UserError(f"{path}: _base_ is {str(base)!r} but that file {what}.")
+    return _over(_merged(file, (*below, Path(os.path.realpath(path)), file)), document)
+
+
+def _over(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in document.items():
+        old = merged.get(key)
+        merged[key] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def fill(draft: Draft, world: int | None) -> None:
+    """Make ours of a Fleet config."""
+    _rename(draft)
+    _skip_implied(draft)
+    draft.move(TABLE)
+    _layout(draft, world)
+    _batch(draft)
+    _precision(draft)
+    _recompute(draft)
+    _optimizer(draft)
+    if draft.settings["model.vocab_size"] > END_OF_TEXT:
+        draft.put("data.eod", END_OF_TEXT)
+    draft.put("checkpoint.keep", 0)
+    draft.leave(REASONS)
+
+
+def _rename(draft: Draft) -> None:
+    for old, new in OLD_NAMES.items():
+        for key in [key for key in draft.given if key.startswith(old)]:
+            draft.given[new + key.removeprefix(old)] = draft.given.pop(key)
+    if "Optimizer.grad_clip" in draft.given:
+        draft.given["Optimizer.grad_clip.clip_norm"] = draft.given.pop("Optimizer.grad_clip")
+
+
+def _skip_implied(draft: Draft) -> None:
+    for key, values in IMPLIED.items():
+        if draft.given.get(key) in values:
+            del draft.given[key]
+    for key in [key for key in draft.given if key.startswith("Data.Eval.")]:
+        if draft.given[key] == draft.given.get(key.replace("Eval", "Train", 1)) or key == "Data.Eval.dataset.name":
+            del draft.given[key]
+
+
+def _layout(draft: Draft, world: int | None) -> None:
+    tp, pp = draft.take("Distributed.mp_degree", count, 1), draft.take("Distributed.pp_degree", count, 1)
+    shards = draft.take("Distributed.sharding.sharding_degree", count, 1)
+    stage = draft.take("Distributed.sharding.sharding_stage", whole, 1)
+    replicas = draft.take("Distributed.dp_degree", count)
+    if replicas is None:
+        one = tp * pp * shards
+        replicas = dp_of(draft, world or (one if shards > 1 else None), one, "Distributed.dp_degree")
+    draft.settings.update({"parallel.dp": replicas * shards, "parallel.tp": tp, "parallel.pp": pp})
+    if shards > 1:
+        draft.put("parallel.zero_shards", shards)
+        put_zero(draft, stage, "Distributed.sharding.sharding_stage", stage)
+    chunks = draft.take("Distributed.virtual_pp_degree", whole, draft.take("Model.virtual_pp_degree", whole, 1))
+    put_chunks(draft, chunks, "virtual_pp_degree")
+    take_sequence_parallel(draft, "Model.sequence_parallel")
+
+
+def _batch(draft: Draft) -> None:
+    dp = draft.settings["parallel.dp"]
+    total, local = (draft.take(f"Global.{name}_batch_size", count) for name in ("global", "local"))
+    if local is not None:
+        reason = f"sequences of one replica in a step: train.global_batch_size {local * dp} = {local} · dp {dp}"
+        if total is not None and total != local * dp:
+            reason = f"left out: global_batch_size {total} is not {local} · dp {dp}"
+        draft.note("Global.local_batch_size", local, reason)
+        total = local * dp if total is None else total
+    draft.put("train.global_batch_size", total)
+    draft.put("train.micro_batch_size", draft.take("Global.micro_batch_size", count, local))
+
+
+def _precision(draft: Draft) -> None:
+    prefix = "Engine.mix_precision."
+    on = draft.take(f"{prefix}use_pure_fp16", switch, False)
+    on = draft.take(f"{prefix}enable", switch, on)
+    dtype = draft.take(f"{prefix}dtype", text, "float16")
+    scale = draft.take(f"{prefix}scale_loss", number)
+    if not on:
+        return
+    if dtype not in ("float16", "bfloat16"):
+        raise UserError(f"{draft.where}: {prefix}dtype is {dtype!r} but must be float16 or bfloat16.")
+    draft.put("precision.dtype", "fp16" if dtype == "float16" else "bf16")
+    if dtype == "float16":
+        draft.put("precision.loss_scale", scale)
+
+
+def _recompute(draft: Draft) -> None:
+    wanted = draft.take("Model.use_recompute", switch, draft.take("Engine.use_recompute", switch, False))
+    granularity = draft.take("Model.recompute_granularity", text, "full")
+    if not wanted:
+        return
+    draft.put("train.recompute", "full" if granularity == "full" else "selective")
+    if granularity not in ("full", "core_attn"):
+        draft.note(
+            "Model.recompute_granularity", granularity, "the nearest is train.recompute selective, the core alone"
+        )
+
+
+def _optimizer(draft: Draft) -> None:
+    name = draft.take("Optimizer.name", text, "FusedAdamW")
+    if name not in ("FusedAdamW", "AdamW"):
+        draft.note("Optimizer.name", name, "optimizer.name is adamw, the nearest", unsupported=True)
+    betas = [draft.take(f"Optimizer.beta{n}", number, default) for n, default in ((1, 0.9), (2, 0.999))]
+    draft.put("optimizer.betas", betas)
+    draft.put("optimizer.clip_grad_norm", draft.take("Optimizer.grad_clip.clip_norm", number, 0.0))
+    steps, rate = draft.take("Optimizer.lr.decay_steps", whole), draft.take("Optimizer.lr.warmup_rate", number, 0.0)
+    if draft.take("Optimizer.lr.use_increments", switch, False) and steps is not None:
+        total = draft.settings.get("train.global_batch_size", 1)
+        draft.note("Optimizer.lr.use_increments", True, f"decay_steps {steps} counts samples: / {total} a step")
+        steps = max(1, steps // total)
+    if steps is not None:
+        draft.settings.update({"optimizer.decay_steps": steps, "optimizer.warmup_steps": round(rate * steps)})
+    name = draft.take("Optimizer.lr.name", anything)
+    if name is not None:
+        draft.note("Optimizer.lr.name", name, "optimizer.decay is cosine; linear, constant and wsd are there too")

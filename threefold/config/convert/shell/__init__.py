@@ -1,0 +1,1 @@
+"""Reads the shell scripts that other systems are started by."""

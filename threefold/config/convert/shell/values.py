@@ -1,0 +1,295 @@
+"""What the words of a shell script stand for: variables, defaults, sums, and the few commands that name paths."""
+
+import ast
+import os.path
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import translate
+from pathlib import Path
+from typing import Final, cast
+
+from threefold.config.convert.shell.arithmetic import constant, parsed
+from threefold.config.convert.shell.words import Lexer
+from threefold.errors import UserError
+
+Value = str | list[str]
+LONGEST_VALUE: Final = 1_000_000
+"""Characters of a variable: far above what any command line holds."""
+_NAMED: Final = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
+_PIECES: Final = re.compile(r"(?:<[A-Za-z][^<>\n]*>|\S)+")
+"""Words of an unquoted value; a placeholder such as `<path to the data>` stays whole."""
+
+
+@dataclass
+class Scope:
+    """What a script has set.
+
+    Attributes:
+        where: names the script in sentences.
+        folder: where it lies.
+        variables: texts, and arrays as lists.
+        positional: `$1` and so on.
+        unset: names that were asked for and that nothing sets, in the order of asking.
+    """
+
+    where: str
+    folder: Path
+    variables: dict[str, Value] = field(default_factory=dict)
+    positional: list[str] = field(default_factory=list)
+    unset: list[str] = field(default_factory=list)
+
+    def get(self, name: str) -> Value | None:
+        """The value of a variable or parameter; None where nothing sets it."""
+        if name.isdecimal():
+            place = int(name) if len(name) < 4 else len(self.positional) + 1
+            if place == 0:
+                return self.where
+            return self.positional[place - 1] if place <= len(self.positional) else None
+        if name in ("@", "*"):
+            return list(self.positional)
+        if name == "#":
+            return str(len(self.positional))
+        if name in ("PWD", "OLDPWD"):
+            return str(self.folder)
+        if name == "BASH_SOURCE":
+            return self.where
+        return self.variables.get(name)
+
+    def put(self, name: str, value: Value) -> None:
+        """Set a variable.
+
+        Raises:
+            UserError: its value has become too long, as by a variable that doubles again and again.
+        """
+        if (len(value) if isinstance(value, str) else sum(len(item) + 1 for item in value)) > LONGEST_VALUE:
+            raise UserError(f"{self.where}: a variable in it grows beyond {LONGEST_VALUE:,} characters.")
+        self.variables[name] = value
+
+
+class Expander:
+    """Words of a script with the values in them.
+
+    Args:
+        scope: what is set.
+        empty: whether what nothing sets is empty, as in a test; else it stays as it is written, as `$NAME`.
+    """
+
+    def __init__(self, scope: Scope, empty: bool = False) -> None:
+        self._scope, self._empty = scope, empty
+
+    def fields(self, raw: str) -> list[str]:
+        """The words that a word becomes; an unquoted value of several words is as many."""
+        done: list[str] = []
+        current: str | None = None
+        for text, kind in self._parts(raw):
+            if kind == "split" and isinstance(text, str):
+                pieces = _PIECES.findall(text)
+                if text[:1].isspace() and current is not None:
+                    done.append(current)
+                    current = None
+                for place, piece in enumerate(pieces):
+                    if place and current is not None:
+                        done.append(current)
+                        current = None
+                    current = (current or "") + piece
+                if text[-1:].isspace() and current is not None and pieces:
+                    done.append(current)
+                    current = None
+            elif isinstance(text, list):
+                items = [piece for item in text for piece in (_PIECES.findall(item) if kind == "split" else [item])]
+                for place, item in enumerate(items):
+                    if place and current is not None:
+                        done.append(current)
+                        current = None
+                    current = (current or "") + item
+            else:
+                current = (current or "") + text
+        return done if current is None else [*done, current]
+
+    def text(self, raw: str) -> str:
+        """What a word stands for as one text, as in an assignment."""
+        parts = (" ".join(text) if isinstance(text, list) else text for text, _ in self._parts(raw))
+        return "".join(parts)
+
+    def _parts(self, raw: str) -> Iterator[tuple[Value, str]]:
+        """Pieces of a word: as they stand ("kept"), or to be split into words ("split")."""
+        place = 0
+        lexer = Lexer(raw, self._scope.where)
+        while place < len(raw):
+            char = raw[place]
+            if char == "\\":
+                if raw[place + 1 : place + 2] != "\n":
+                    yield raw[place + 1 : place + 2], "kept"
+                place += 2
+            elif char == "'":
+                end = lexer.quote_end(place)
+                yield raw[place + 1 : end - 1], "kept"
+                place = end
+            elif char == '"':
+                end = lexer.double_end(place)
+                yield "", "kept"
+                yield from ((text, "kept") for text in self._quoted(raw[place + 1 : end - 1]))
+                place = end
+            elif char in "$`":
+                value, place = self._dollar(raw, place, lexer)
+                yield value, "split"
+            else:
+                yield char, "kept"
+                place += 1
+
+    def _quoted(self, raw: str) -> Iterator[Value]:
+        place = 0
+        lexer = Lexer(raw, self._scope.where)
+        while place < len(raw):
+            if raw[place] == "\\" and raw[place + 1 : place + 2] in ("$", '"', "\\", "`", "\n"):
+                yield raw[place + 1].replace("\n", "")
+                place += 2
+            elif raw[place] in "$`":
+                value, place = self._dollar(raw, place, lexer)
+                yield value
+            else:
+                yield raw[place]
+                place += 1
+
+    def _dollar(self, raw: str, place: int, lexer: Lexer) -> tuple[Value, int]:
+        if raw[place] == "`":
+            end = lexer.find("`", place + 1) + 1
+            return self._command(raw[place + 1 : end - 1], raw[place:end]), end
+        following = raw[place + 1 : place + 2]
+        if raw.startswith("((", place + 1):
+            end = lexer.nested(place + 1)
+            return self._sum(raw[place + 3 : end - 2], raw[place:end]), end
+        if following == "(":
+            end = lexer.nested(place + 1)
+            return self._command(raw[place + 2 : end - 1], raw[place:end]), end
+        if following == "{":
+            end = lexer.nested(place + 1)
+            return self._parameter(raw[place + 2 : end - 1], raw[place:end]), end
+        if name := re.match(r"[A-Za-z_]\w*|[0-9@*#?$!-]", raw[place + 1 :]):
+            end = place + 1 + len(name[0])
+            return self._variable(name[0], raw[place:end]), end
+        return "$", place + 1
+
+    def _variable(self, name: str, raw: str) -> Value:
+        value = self._scope.get(name)
+        if value is None:
+            self._scope.unset.append(name)
+            return "" if self._empty else raw
+        if isinstance(value, list) and name not in ("@", "*"):
+            return value[0] if value else ""
+        return value
+
+    def _parameter(self, inner: str, raw: str) -> Value:
+        found = _NAMED.fullmatch(inner)
+        if found is None:
+            return raw
+        prefix, name, index, rest = found[1], found[2], found[3], found[4]
+        if inner == "#":
+            prefix, name = "", "#"
+        value = self._indexed(self._scope.get(name), name, index)
+        if prefix == "#":
+            return str(len(value or ""))
+        if prefix == "!":
+            return self._variable(str(value), raw) if isinstance(value, str) else raw
+        if value is None and index is not None and not rest:
+            return "" if index in ("@", "*") else self._missing(name, raw)
+        return self._with_operator(value, name, rest, raw)
+
+    def _indexed(self, value: Value | None, name: str, index: str | None) -> Value | None:
+        if index in ("@", "*") or value is None or name in ("@", "*"):
+            return [value] if isinstance(value, str) and index in ("@", "*") else value
+        items = value if isinstance(value, list) else [value]
+        number = self.text(index) if index else "0"
+        place = int(number) if re.fullmatch(r"-?\d{1,6}", number) else 0
+        return items[place] if -len(items) <= place < len(items) else None
+
+    def _missing(self, name: str, raw: str) -> str:
+        self._scope.unset.append(name)
+        return "" if self._empty else raw
+
+    def _with_operator(self, value: Value | None, name: str, rest: str, raw: str) -> Value:
+        lacks = value is None or (rest.startswith(":") and not value)
+        for operator in (":-", ":=", ":?", ":+", "-", "=", "?", "+"):
+            if not rest.startswith(operator):
+                continue
+            given = rest[len(operator) :]
+            if operator.endswith("+"):
+                return "" if lacks else self.text(given)
+            if not lacks and value is not None:
+                return value
+            if operator.endswith("?"):
+                return self._missing(name, raw)
+            default = self.text(given)
+            if operator.endswith("="):
+                self._scope.put(name, default)
+            return default
+        if value is None:
+            return self._missing(name, raw)
+        if isinstance(value, list):
+            return value if not rest else [self._edited(item, rest, raw) for item in value]
+        return self._edited(value, rest, raw)
+
+    def _edited(self, value: str, rest: str, raw: str) -> str:
+        """A value with `%`, `#`, `/`, `,,`, `^^` or `:from:length` done to it."""
+        if not rest:
+            return value
+        if rest in (",,", "^^"):
+            return value.lower() if rest == ",," else value.upper()
+        if part := re.fullmatch(r":\s*(-?\d{1,6})(?::(\d{1,6}))?", rest):
+            begin = int(part[1])
+            return value[begin:] if part[2] is None else value[begin:][: int(part[2])]
+        if len(value) > 1_000:
+            return raw
+        for operator, ends in (("%%", range(len(value) + 1)), ("%", range(len(value), -1, -1))):
+            if rest.startswith(operator):
+                pattern = re.compile(translate(self.text(rest[len(operator) :])))
+                return next((value[:end] for end in ends if pattern.fullmatch(value[end:])), value)
+        for operator, begins in (("##", range(len(value), -1, -1)), ("#", range(len(value) + 1))):
+            if rest.startswith(operator):
+                pattern = re.compile(translate(self.text(rest[len(operator) :])))
+                return next((value[begin:] for begin in begins if pattern.fullmatch(value[:begin])), value)
+        if rest.startswith("/"):
+            old, _, new = rest.lstrip("/").partition("/")
+            return value.replace(self.text(old), self.text(new), -1 if rest.startswith("//") else 1)
+        return raw
+
+    def _sum(self, inner: str, raw: str) -> str:
+        inner = self.text(inner)
+
+        def named(found: re.Match[str]) -> str:
+            value = self._scope.get(found[0])
+            return value if isinstance(value, str) and value else found[0]
+
+        spelled = re.sub(r"[A-Za-z_]\w*", named, inner).strip().replace("\n", " ")
+        spelled = re.sub(r"(?<!/)/(?!/)", "//", spelled)
+        try:
+            return str(int(constant(cast(ast.Expression, parsed(spelled, expression=True)).body, {})))
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+            return raw
+
+    def _command(self, inner: str, raw: str) -> str:
+        """What a command inside `$(…)` prints, where it only names paths or adds up."""
+        words = [field for part in _words_of(inner, self._scope.where) for field in self.fields(part)]
+        known: dict[str, Callable[[list[str]], str]] = {
+            "pwd": lambda _: str(self._scope.folder),
+            "dirname": lambda given: os.path.dirname(given[0]) or ".",
+            "basename": lambda given: os.path.basename(given[0]),
+            "realpath": lambda given: given[-1],
+            "readlink": lambda given: given[-1],
+            "echo": lambda given: " ".join(word for word in given if word not in ("-n", "-e")),
+        }
+        if words[:1] == ["cd"] and words[-1] == "pwd":
+            return words[1] if len(words) > 2 else str(self._scope.folder)
+        if words[:1] == ["expr"]:
+            return self._sum(" ".join(words[1:]), raw)
+        if words and words[0] in known and (len(words) > 1 or words[0] in ("pwd", "echo")):
+            return known[words[0]](words[1:])
+        self._scope.unset.append(raw)
+        return "" if self._empty else raw
+
+
+def _words_of(text: str, where: str) -> list[str]:
+    lexer = Lexer(text, where)
+    lexer.run()
+    return [word.text for word in lexer.words if not word.operator or word.text == "|"]

@@ -1,0 +1,187 @@
+"""`threefold checkpoint export`: the newest checkpoint of a run to a folder of Hugging Face."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from threefold.checkpoint.choose import Choice, choose
+from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.folder import Checkpoint
+from threefold.checkpoint.naming import MODEL
+from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
+from threefold.config import Config
+from threefold.data.progress import Progress
+from threefold.data.staging import staged_directory
+from threefold.data.written import check_replaceable
+from threefold.host import return_freed_memory
+from threefold.huggingface.config_out import choose_family, left_out, write_model
+from threefold.huggingface.families import Family
+from threefold.huggingface.import_hf import PRECISIONS
+from threefold.huggingface.shards import Planned, Shards
+from threefold.huggingface.sidecar_files import CONFIG as THEIR_CONFIG
+from threefold.huggingface.sidecar_files import imported_config, write_texts
+from threefold.huggingface.tables import weights_of
+from threefold.huggingface.weights import Weight
+
+_AT_ONCE: Final = 64 << 20
+"""Bytes that are read together where single tensors are smaller."""
+
+Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype by name."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What to export.
+
+    Attributes:
+        run: a run's folder.
+        out: the folder to make.
+        shard_bytes: most tensors in a file.
+        dtype: of the files, a key of `PRECISIONS`; None for what the run computes in, or, where it made no update, what
+            each weight is stored in.
+        overwrite: whether a folder at `out` is replaced.
+    """
+
+    run: Path
+    out: Path
+    shard_bytes: int = 5_000_000_000
+    dtype: str | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported.
+
+    Attributes:
+        family: model_type of Hugging Face.
+        config: the run's.
+        step: updates made for the weights.
+        parameters: how many.
+        dtype: of most of the files.
+        bytes: of the weights.
+        files: names of the weights' files.
+        texts: names of the files beside them.
+        left_out: settings of training that the files have no place for, with their values.
+        warnings: a sentence that names the damaged checkpoints that were passed over, if any were.
+    """
+
+    family: str
+    config: Config
+    step: int
+    parameters: int
+    dtype: str
+    bytes: int
+    files: tuple[str, ...]
+    texts: tuple[str, ...]
+    left_out: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def export_model(request: Export, progress: Progress) -> Exported:
+    """Write the newest good checkpoint of a run as Hugging Face's transformers reads it, tensor by tensor.
+
+    One that turns out to be damaged while it is read is passed over as one that was seen to be.
+
+    Raises:
+        UserError: there is no checkpoint, no family has a place for the model, or `out` cannot be written. Nothing is
+            left at `out` then.
+    """
+    return_freed_memory()
+    check_replaceable(request.out, [request.run], request.overwrite)
+    damaged: dict[Path, str] = {}
+    while True:
+        choice = choose(request.run, lambda none: f"{request.run} has {none}; give the folder of a run.", damaged)
+        try:
+            return _export(request, choice, progress)
+        except DamagedCheckpoint as damage:
+            damaged[damage.path] = damage.reason
+
+
+def _export(request: Export, choice: Choice, progress: Progress) -> Exported:
+    checkpoint, config = choice.checkpoint, choice.config
+    imported = imported_config(checkpoint.path)
+    family = choose_family(config.model, imported.get("model_type"))
+    stored = {
+        name.removeprefix(MODEL): facts
+        for name, facts in stored_tensors(checkpoint.path).items()
+        if name.startswith(MODEL)
+    }
+    weights = _by_tensor(family, config, stored)
+    dtypes = {name: _dtype(request, checkpoint, config, dtype) for name, (_, dtype) in stored.items()}
+    planned = [
+        Planned(theirs, shape, dtypes[name])
+        for name, slabs in weights.items()
+        for weight in slabs
+        for theirs, shape in weight.theirs().items()
+    ]
+    total = sum(each.bytes for each in planned)
+    by_bytes = {dtype: sum(each.bytes for each in planned if each.dtype == dtype) for dtype in dtypes.values()}
+    dtype = str(max(by_bytes, key=lambda each: by_bytes[each])).removeprefix("torch.")
+    progress.phase("Exporting", total)
+    with staged_directory(request.out, inputs=[request.run], overwrite=request.overwrite) as partial:
+        values = write_model(config.model, family, dtype, checkpoint.facts.eod, imported)
+        (partial / THEIR_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        texts = write_texts(checkpoint.path, partial)
+        with Shards(partial, planned, request.shard_bytes) as shards:
+            _write(
+                checkpoint.path, weights, {name: (stored[name][0], dtypes[name]) for name in weights}, shards, progress
+            )
+            shards.finish()
+    parameters = sum(prod(each.shape) for each in planned)
+    lost = left_out(config.model, family)
+    names = (tuple(shards.names), (THEIR_CONFIG, *texts))
+    return Exported(family.name, config, checkpoint.step, parameters, dtype, total, *names, lost, choice.warnings)
+
+
+def _by_tensor(family: Family, config: Config, stored: Stored) -> dict[str, list[Weight]]:
+    """The weights made of each of our tensors, in the order of the layers."""
+    shapes = {name: stored[name][0] for name in sorted(stored, key=_place)}
+    weights: dict[str, list[Weight]] = {name: [] for name in shapes}
+    for weight in weights_of(family, config.model, shapes):
+        weights[weight.name].append(weight)
+    return weights
+
+
+def _place(name: str) -> tuple[int, int, str]:
+    """Where a tensor comes in the files: the embedding, the layers by number, the head."""
+    first, number, *_ = name.split(".")
+    return ("embed", "blocks", "head").index(first), int(number) if number.isdigit() else 0, name
+
+
+def _dtype(request: Export, checkpoint: Checkpoint, config: Config, stored: torch.dtype) -> torch.dtype:
+    if request.dtype is not None:
+        return PRECISIONS[request.dtype]
+    return stored if checkpoint.step == 0 else PRECISIONS[config.precision.dtype]
+
+
+def _write(folder: Path, weights: dict[str, list[Weight]], facts: Stored, shards: Shards, progress: Progress) -> None:
+    for names in _batches(facts):
+        ours = {name: torch.empty(facts[name][0], dtype=facts[name][1]) for name in names}
+        load_tensors_alone({MODEL + name: tensor for name, tensor in ours.items()}, folder)
+        for name in names:
+            for weight in weights[name]:
+                split: dict[str, Tensor] = weight.split(ours[name])
+                shards.write(split)
+                progress.advance(sum(tensor.numel() * facts[name][1].itemsize for tensor in split.values()))
+
+
+def _batches(facts: Stored) -> Iterator[list[str]]:
+    """Names whose tensors are read together: one that is large, several that are small."""
+    batch: list[str] = []
+    filled = 0
+    for name, (shape, dtype) in facts.items():
+        size = prod(shape) * dtype.itemsize
+        if batch and filled + size > _AT_ONCE:
+            yield batch
+            batch, filled = [], 0
+        batch.append(name)
+        filled += size
+    yield batch

@@ -1,0 +1,299 @@
+"""`threefold checkpoint import`: a folder of Hugging Face to a run whose first checkpoint has its weights."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import yaml
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from threefold.checkpoint.folder import (
+    CONFIG,
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    Facts,
+    path_of,
+    write_durably,
+    write_manifest,
+)
+from threefold.checkpoint.naming import MODEL
+from threefold.checkpoint.streamed import Piece, StreamedTensor
+from threefold.checkpoint.tensors import save_tensors_alone
+from threefold.config import Config, resolve
+from threefold.config.loading import config_of
+from threefold.data.progress import Progress
+from threefold.data.staging import staged_directory
+from threefold.data.tokenizer import end_of_document
+from threefold.data.written import check_replaceable, list_marked
+from threefold.errors import UserError
+from threefold.files import read_json as read_own_json
+from threefold.host import return_freed_memory
+from threefold.huggingface.config_in import read_model
+from threefold.huggingface.families import Family
+from threefold.huggingface.files import TensorFiles, read_json
+from threefold.huggingface.sidecar_files import CONFIG as THEIR_CONFIG
+from threefold.huggingface.sidecar_files import PREFIX, WITH_TOKENIZER, check_tokenizer, end_tokens, texts_of
+from threefold.huggingface.tables import weights_of
+from threefold.huggingface.weights import Box, Part, Weight
+from threefold.models.registry import make_model
+
+_CUT_BY_COLUMNS: Final = ("proj.weight", "down.weight", "experts.down")
+"""How the names of weights end whose columns tensor parallelism shares out; of others it shares the rows."""
+LONGEST_SAMPLE: Final = 2048
+"""Tokens of a sample that an imported run's config proposes, where the model reads as many."""
+PRECISIONS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_LR: Final = 2e-5
+
+
+@dataclass(frozen=True)
+class Import:
+    """What to import.
+
+    Attributes:
+        source: a folder with config.json and safetensors.
+        out: the run to make.
+        ignored: keys of config.json that the user takes to be harmless.
+        overwrite: whether a folder at `out` is replaced.
+        allow_not_finite: whether weights may be NaN or infinite.
+    """
+
+    source: Path
+    out: Path
+    ignored: tuple[str, ...] = ()
+    overwrite: bool = False
+    allow_not_finite: bool = False
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was imported.
+
+    Attributes:
+        family: model_type of Hugging Face.
+        config: of the checkpoint.
+        parameters: how many.
+        dtypes: of the weights, the most common first.
+        bytes: of the weights.
+        tokenizer: whether one came along.
+    """
+
+    family: str
+    config: Config
+    parameters: int
+    dtypes: tuple[str, ...]
+    bytes: int
+    tokenizer: bool
+
+
+def import_model(request: Import, progress: Progress) -> Imported:
+    """Make a run whose checkpoint of step 0 has the weights of a model of Hugging Face, and no optimizer's state.
+
+    At no time more than a piece of a tensor is in memory.
+
+    Raises:
+        UserError: another kind of model, something in config.json that Threefold cannot do, a file that is missing or
+            damaged, a weight that is missing, unknown or of another shape, or `out` cannot be written. Nothing is left
+            at `out` then.
+    """
+    return_freed_memory()
+    check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)
+    values = read_json(request.source / THEIR_CONFIG)
+    family, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
+    files = TensorFiles(request.source, family.prefix)
+    dtypes = Counter(stored.dtype for stored in files.tensors.values())
+    precision = next(name for name, dtype in PRECISIONS.items() if dtype == dtypes.most_common(1)[0][0])
+    template = _template(settings, precision, request.out)
+    config = resolve(config_of(_of_checkpoint(template)), 1)
+    weights = _checked_weights(family, config, files)
+    texts = texts_of(request.source)
+    if TOKENIZER in texts:
+        check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
+    eod = _end_token(request.source, texts)
+    tensors = _streamed(weights, files, progress)
+    total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    progress.phase("Importing", total)
+    with staged_directory(
+        request.out, inputs=[request.source], overwrite=request.overwrite, listing=list_imported
+    ) as partial:
+        folder = path_of(partial, 0)
+        folder.mkdir(parents=True)
+        files.not_finite()  # what the checks before have read counts anew
+        save_tensors_alone(tensors, folder)
+        if not request.allow_not_finite:
+            _check_finite(files)
+        for name, text in {**texts, CONFIG: config.to_yaml()}.items():
+            write_durably(folder / name, text)
+        write_manifest(folder, _facts(config, eod, texts))
+        write_durably(partial / CONFIG, yaml.safe_dump(template, sort_keys=False))
+        for name in (TOKENIZER, *WITH_TOKENIZER):
+            if (stored := name if name == TOKENIZER else PREFIX + name) in texts:
+                write_durably(partial / name, texts[stored])
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    names = tuple(str(dtype).removeprefix("torch.") for dtype, _ in dtypes.most_common())
+    return Imported(family.name, config, parameters, names, total, TOKENIZER in texts)
+
+
+def list_imported(run: Path) -> Collection[str] | None:
+    """The files of an imported run by its marker; before there were markers, by the manifest of its only checkpoint."""
+    if (marked := list_marked(run)) is not None:
+        return marked
+    folder = path_of(Path(), 0)
+    try:
+        manifest = read_own_json(run / folder / MANIFEST)
+    except UserError:
+        return None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("step") != 0:
+        return None
+    names = [str(name) for name in manifest.get("files", ())]
+    return {CONFIG, TOKENIZER, *((folder / name).as_posix() for name in (*names, MANIFEST))}
+
+
+def _template(settings: Mapping[str, Any], precision: str, out: Path) -> dict[str, dict[str, Any]]:
+    """A config to train on with, as the run's folder has it: what follows from the model, and nothing else."""
+    return {
+        "model": dict(settings),
+        "data": {"path": "tokens", "sequence_length": min(settings["max_position_embeddings"], LONGEST_SAMPLE)},
+        "train": {"init_from": str(out)},
+        "precision": {"dtype": precision},
+        "optimizer": {"lr": _LR},
+    }
+
+
+def _of_checkpoint(template: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the checkpoint says: the same, for as long a sequence as the model reads, from nowhere."""
+    sections = {name: dict(values) for name, values in template.items() if name != "train"}
+    sections["data"]["sequence_length"] = sections["model"]["max_position_embeddings"]
+    return sections
+
+
+def _checked_weights(family: Family, config: Config, files: TensorFiles) -> list[Weight]:
+    """The weights of the model that a config asks for, each known to be in the files, in its shape."""
+    named = f"{files.folder / THEIR_CONFIG}"
+    if (config.model.num_layers or 0) > len(files.tensors):
+        raise UserError(
+            f"{named} asks for {config.model.num_layers:,} layers and {files.folder} holds {len(files.tensors)} "
+            "tensors; fetch both again."
+        )
+    try:
+        with torch.device("meta"):
+            model = make_model(config.model)
+    except (RuntimeError, OverflowError, TypeError, MemoryError):
+        raise UserError(f"{named} asks for weights that are larger than any can be; fetch it again.") from None
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    weights = weights_of(family, config.model, shapes, files.tensors)
+    expected = {name: shape for weight in weights for name, shape in weight.theirs().items()}
+    stacks = {part.name for weight in weights for part in weight.parts if part.index is not None}
+    if missing := expected.keys() - files.tensors.keys():
+        raise UserError(f"{files.folder} lacks {_named(missing)}, which its {THEIR_CONFIG} asks for; fetch it again.")
+    unknown = files.tensors.keys() - expected.keys()
+    if config.model.tie_embeddings and "lm_head.weight" in unknown:
+        _check_tie(files, weights)
+        unknown -= {"lm_head.weight"}
+    if unknown:
+        raise UserError(
+            f"{files.folder} holds {_named(unknown)}, which a {family.name} as in its {THEIR_CONFIG} does not have; "
+            "give the model's own files alone."
+        )
+    for name, shape in expected.items():
+        found = files.tensors[name].shape
+        found = found[1:] if name in stacks else found
+        if found != shape:
+            raise UserError(
+                f"{files.tensors[name].file}: {name} is {_shown(found)} and its {THEIR_CONFIG} asks for "
+                f"{_shown(shape)}; fetch both again."
+            )
+    return weights
+
+
+def _check_tie(files: TensorFiles, weights: list[Weight]) -> None:
+    """Check that a head that is tied, and in the files too, is the embedding."""
+    embedding = next(weight for weight in weights if weight.name == "embed.tokens.weight")
+    (part,) = embedding.parts
+    head = Weight("head", embedding.shape, (Part("lm_head.weight"),))
+    if files.tensors["lm_head.weight"].shape == embedding.shape and all(
+        torch.equal(embedding.read(files, box), head.read(files, box)) for box in embedding.boxes(4, False)
+    ):
+        return
+    raise UserError(
+        f"{files.folder}: {THEIR_CONFIG} says tie_word_embeddings true, and lm_head.weight is not {part.name}; "
+        "set it to false if the model has a head of its own."
+    )
+
+
+def _check_finite(files: TensorFiles) -> None:
+    """Check that what has been read is finite."""
+    counts = files.not_finite()
+    if not counts:
+        return
+    order = {name: place for place, name in enumerate(files.tensors)}
+    first = min(counts, key=lambda name: order[name])
+    others = f" and {len(counts) - 1} more tensors {sum(counts.values()) - counts[first]:,}" if len(counts) > 1 else ""
+    raise UserError(
+        f"{files.tensors[first].file}: {first} holds {counts[first]:,} values that are NaN or infinite{others}; "
+        "fetch it again, or give --allow-not-finite to import them as they are."
+    )
+
+
+def _streamed(weights: list[Weight], files: TensorFiles, progress: Progress) -> dict[str, Tensor]:
+    """What the checkpoint stores: our tensors by name, in the dtypes of the files."""
+    grouped: dict[str, list[Weight]] = {}
+    for weight in weights:
+        grouped.setdefault(weight.name, []).append(weight)
+    tensors: dict[str, Tensor] = {}
+    for name, slabs in grouped.items():
+        dtype = reduce(torch.promote_types, (files.tensors[part.name].dtype for slab in slabs for part in slab.parts))
+        pieces = [
+            _piece(weight, box, dtype, files, progress)
+            for weight in slabs
+            for box in weight.boxes(dtype.itemsize, name.endswith(_CUT_BY_COLUMNS))
+        ]
+        stack = () if slabs[0].expert is None else (len(slabs),)
+        tensors[MODEL + name] = StreamedTensor.of((*stack, *slabs[0].shape), dtype, pieces)
+    return tensors
+
+
+def _piece(weight: Weight, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> Piece:
+    dims = (box.rows, box.columns)[: len(weight.shape)]
+    offsets, sizes = tuple(first for first, _ in dims), tuple(end - first for first, end in dims)
+
+    def read() -> Tensor:
+        tensor = weight.read(files, box).to(dtype)
+        progress.advance(tensor.numel() * tensor.itemsize)
+        return tensor if weight.expert is None else tensor[None]
+
+    if weight.expert is None:
+        return Piece(offsets, sizes, read)
+    return Piece((weight.expert, *offsets), (1, *sizes), read)
+
+
+def _end_token(source: Path, texts: Mapping[str, str]) -> int | None:
+    """The token that ends a document: the first that the files name, else a usual one of the tokenizer, else none."""
+    if named := end_tokens(source):
+        return named[0]
+    if TOKENIZER not in texts:
+        return None
+    try:
+        return end_of_document(Tokenizer.from_str(texts[TOKENIZER]), None)
+    except UserError:
+        return None
+
+
+def _facts(config: Config, eod: int | None, texts: Mapping[str, str]) -> Facts:
+    tokenizer = hashlib.sha256(texts[TOKENIZER].encode()).hexdigest() if TOKENIZER in texts else None
+    return Facts(0, 0, config.train.seed, eod, tokenizer, tokens=0, documents=0)
+
+
+def _named(names: set[str]) -> str:
+    first, *others = sorted(names)
+    return first if not others else f"{first} and {len(others)} more tensors"
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))

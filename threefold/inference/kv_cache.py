@@ -1,0 +1,171 @@
+"""Keys and values that are kept, so that a new token costs one token's work.
+
+The model stays as it is: for the time of a `caching` block, each of its `CausalAttention` modules is replaced by one
+that remembers, and its positions (learned or rotary) are those of a `Cursor`.
+
+The samples of a batch may be of different lengths. They are padded on the right, where causal attention sees nothing of
+it: a pad comes after every token of its sample, and the slots in which it left keys and values are overwritten before
+a later position can look at them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.rotary import Rotary
+from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.parallel.context.sequence import PositionEmbedding
+from threefold.random.philox import Part
+
+
+class Cursor:
+    """Where the tokens that are being worked on stand in their samples; a `Part` of the sequence dim.
+
+    Attributes:
+        positions: int64 [B, S] (or [1, S], the same for all).
+        rows: int64 [B], the rows of the cache that are being filled anew; None when every row gets one more token.
+        lasts: int64 [B], the last position of each sample that is no pad.
+        used: slots that any row has used.
+    """
+
+    positions: Tensor
+    rows: Tensor | None
+    lasts: Tensor
+    used: int
+
+    def fill(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        """What follows are the first tokens of these rows' samples, padded on the right."""
+        self.positions = torch.arange(max(lengths), device=device).unsqueeze(0)
+        self.rows = torch.tensor(rows, device=device)
+        self.lasts = torch.tensor(lengths, device=device) - 1
+        self.used = max(lengths)
+
+    def advance(self, positions: Sequence[int], device: torch.device) -> None:
+        """What follows is one token for each row, at these positions."""
+        self.rows = None
+        self.lasts = torch.tensor(positions, device=device)
+        self.positions = self.lasts.unsqueeze(1)
+        self.used = max(positions) + 1
+
+    def held(self, slots: int) -> Tensor:
+        """int64 [B, slots]: the position whose key is in each slot; negative in slots not used yet.
+
+        Position p is in slot p modulo `slots`, where later ones take the place of earlier ones.
+        """
+        lasts = self.lasts.unsqueeze(1)
+        return lasts - (lasts - torch.arange(slots, device=lasts.device)) % slots
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        return self.positions
+
+    def whole(self, size: int) -> int:
+        return size
+
+
+class CachedAttention(nn.Module):
+    """`CausalAttention` of new tokens to all tokens of their samples so far.
+
+    Args:
+        core: the attention of whole sequences, without dropout.
+        cursor: where the tokens stand.
+        rows: samples that are worked on at once.
+        slots: positions of each whose keys are kept; where attention looks back less far, only as many as it needs.
+
+    Attributes:
+        keys, values: [rows, kv heads, slots, d], once the first have come.
+    """
+
+    def __init__(self, core: CausalAttention, cursor: Cursor, rows: int, slots: int) -> None:
+        super().__init__()
+        self.core, self.cursor, self.rows = core, cursor, rows
+        self.slots = min(slots, core.window or slots)
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
+        """Keep `k`, `v` [B, S, kv heads, d] and attend from `q` [B, S, heads, d] → [B, S, heads · d]."""
+        if self.keys is None or self.values is None:
+            shape = (self.rows, k.shape[2], self.slots, k.shape[3])
+            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+        held = self.cursor.held(self.slots)
+        if self.cursor.rows is not None:
+            for kept, new in ((self.keys, k), (self.values, v)):
+                kept[self.cursor.rows] = _take(new, held.clamp(min=0)).transpose(1, 2)
+            return self.core(q, k, v, samples)
+        every = torch.arange(len(k), device=k.device)
+        slot = self.cursor.lasts % self.slots
+        self.keys[every, :, slot], self.values[every, :, slot] = k[:, 0], v[:, 0]
+        used = min(self.cursor.used, self.slots)
+        return _attend(q, self.keys[:, :, :used], self.values[:, :, :used], held[:, :used] >= 0)
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget all rows but these."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class Cache:
+    """The keys and values of all layers of a stage, and the cursor that they share."""
+
+    def __init__(self, cursor: Cursor, attentions: list[CachedAttention]) -> None:
+        self.cursor, self._attentions = cursor, attentions
+
+    def keep(self, rows: Sequence[int], device: torch.device) -> None:
+        """Forget all rows but these, which become the first ones in this order."""
+        for attention in self._attentions:
+            attention.keep(torch.tensor(rows, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values."""
+        held = [each for attention in self._attentions for each in (attention.keys, attention.values)]
+        return sum(each.nbytes for each in held if each is not None)
+
+
+@contextmanager
+def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
+    """Have the layers of `model` keep keys and values for the time of the block.
+
+    Args:
+        model: a model or a stage, in evaluation mode and not split along the sequence.
+        rows: samples that are worked on at once.
+        slots: the longest that one may become, in tokens.
+    """
+    cursor = Cursor()
+    cached: list[CachedAttention] = []
+    parts: list[tuple[Rotary | PositionEmbedding, Part]] = []
+    cores: list[tuple[nn.Module, str, CausalAttention]] = []
+    for module in list(model.modules()):
+        if isinstance(module, Rotary | PositionEmbedding):
+            parts.append((module, module.part))
+        cores += [
+            (module, name, child) for name, child in module.named_children() if isinstance(child, CausalAttention)
+        ]
+    for located, _ in parts:
+        located.part = cursor
+    for parent, name, core in cores:
+        cached.append(CachedAttention(core, cursor, rows, slots))
+        setattr(parent, name, cached[-1])
+    try:
+        yield Cache(cursor, cached)
+    finally:
+        for parent, name, core in cores:
+            setattr(parent, name, core)
+        for located, part in parts:
+            located.part = part
+
+
+def _take(x: Tensor, positions: Tensor) -> Tensor:
+    """`x` [B, S, heads, d] at `positions` [B, slots] → [B, slots, heads, d]."""
+    return x[torch.arange(len(x), device=x.device).unsqueeze(1), positions]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """One query a row, [B, 1, heads, d], to the slots [B, kv heads, slots, d] that are `visible` [B, slots]."""
+    grouped = q.shape[2] != k.shape[1]
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible[:, None, None], enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(2)

@@ -1,0 +1,258 @@
+"""Persistent local workers that run functions as the ranks of a fresh process group.
+
+For many short distributed calls in one process: the test-suite, and comparing layouts. Workers are forked from a
+nursery, itself forked when the pool is made and idle ever after, so that a worker that had to be replaced starts as
+clean as the first ones: a process that has run OpenMP regions or a backward pass cannot be forked safely.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, NamedTuple, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+
+from threefold.comm.tensor_pickle import dumps
+from threefold.launch.process import die_with_parent, signal_name
+from threefold.launch.worker import stay_on_loopback, wait_for_all
+
+GRACE = 0.3
+"""Seconds in which the other ranks may still report after the first failure."""
+
+
+class WorkerError(RuntimeError):
+    """A rank of a pool's run raised, or its process ended.
+
+    Attributes:
+        rank: the first that failed.
+        error: what it raised; None when its process ended or the exception cannot be pickled.
+    """
+
+    def __init__(self, rank: int, what: str, error: BaseException | None = None) -> None:
+        super().__init__(f"rank {rank} failed: {what}")
+        self.rank = rank
+        self.error = error
+
+
+class _Job(NamedTuple):
+    path: list[str]
+    """`sys.path` of the pool's process, to import what `call` names."""
+    call: bytes
+    """Pickled (function, arguments)."""
+    rank: int
+    world_size: int
+    store: str
+    timeout: timedelta
+
+
+class _Failure(NamedTuple):
+    traceback: str
+    error: BaseException | None
+
+
+class _Worker(NamedTuple):
+    pid: int
+    connection: Connection
+
+
+class WorkerPool:
+    """`size` local workers on the CPU, one thread each.
+
+    Make it before the process runs parallel torch operations. Use as a context manager, or call `close`.
+
+    Args:
+        size: the largest world that `run` can make.
+        timeout: how long a collective may wait before it is an error.
+    """
+
+    def __init__(self, size: int, timeout: timedelta = timedelta(seconds=60)) -> None:
+        self.size = size
+        self._timeout = timeout
+        self._nursery = _start_nursery()
+        self._workers: list[_Worker] = []
+
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `fn(*args)` on `world_size` ranks of a new gloo process group and return their results by rank.
+
+        Args:
+            world_size: ranks, 1 to `size`.
+            fn: a function of an importable module; in it `torch.distributed` is initialised.
+            args: pickled to each rank, as results are pickled back: tensors by value.
+
+        Raises:
+            WorkerError: a rank raised or died. The workers of this run are replaced.
+        """
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"world_size is {world_size} but the pool has 1 to {self.size} workers")
+        while len(self._workers) < world_size:
+            self._workers.append(self._fork())
+        workers = self._workers[:world_size]
+        with tempfile.TemporaryDirectory(prefix="threefold-pool-") as folder:
+            store = os.path.join(folder, "store")
+            call = dumps((fn, args))
+            for rank, worker in enumerate(workers):
+                job = _Job(sys.path, call, rank, world_size, store, self._timeout)
+                with suppress(BrokenPipeError):  # it died since the last run: collecting says so
+                    worker.connection.send_bytes(pickle.dumps(job))
+            try:
+                return _collect(workers, self._how_it_ended)
+            except BaseException:
+                self._discard(workers)
+                raise
+
+    def close(self) -> None:
+        """End all workers."""
+        self._discard(list(self._workers))
+        self._nursery.connection.close()
+        os.waitpid(self._nursery.pid, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _fork(self) -> _Worker:
+        here, there = Pipe()
+        self._nursery.connection.send("fork")
+        send_handle(self._nursery.connection, there.fileno(), self._nursery.pid)
+        there.close()
+        return _Worker(self._nursery.connection.recv(), here)
+
+    def _how_it_ended(self, worker: _Worker) -> str:
+        self._nursery.connection.send(worker.pid)
+        return str(self._nursery.connection.recv())
+
+    def _discard(self, workers: Sequence[_Worker]) -> None:
+        self._workers = [worker for worker in self._workers if worker not in workers]
+        for worker in workers:
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+            self._how_it_ended(worker)
+            worker.connection.close()
+
+
+def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str]) -> list[Any]:
+    """Results by rank.
+
+    After a failure the others get a moment: a rank that was killed is the cause even when the error of a neighbour who
+    lost it arrives first.
+    """
+    waiting: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
+    results: dict[int, Any] = {}
+    failures: list[WorkerError] = []
+    while waiting:
+        ready = wait(list(waiting), GRACE if failures else None)
+        if not ready:
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)
+            try:
+                answer = pickle.loads(workers[rank].connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                raise WorkerError(rank, f"its process ended, {how_it_ended(workers[rank])}") from None
+            if isinstance(answer, _Failure):
+                failures.append(WorkerError(rank, answer.traceback, answer.error))
+            results[rank] = answer
+    if failures:
+        raise failures[0] from failures[0].error
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _start_nursery() -> _Worker:
+    here, there = Pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        there.close()
+        return _Worker(pid, here)
+    _in_child(parent, lambda: _nursery(there), here)
+
+
+def _in_child(parent: int, body: Callable[[], None], *foreign: Connection) -> NoReturn:
+    """Run `body` in a forked child and end the process there, whatever happens."""
+    try:
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for connection in foreign:
+            connection.close()
+        body()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _nursery(connection: Connection) -> None:
+    """Fork a worker on "fork", report how one ended on its pid, until the pool is gone."""
+    endings: dict[int, str] = {}
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        if request != "fork":
+            if request not in endings:
+                endings[request] = _ending(os.waitpid(request, 0)[1])
+            connection.send(endings[request])
+            continue
+        pipe = Connection(recv_handle(connection))
+        parent = os.getpid()
+        pid = os.fork()
+        if not pid:
+            _in_child(parent, lambda pipe=pipe: _serve(pipe), connection)  # type: ignore[misc]
+        pipe.close()
+        endings.pop(pid, None)
+        connection.send(pid)
+
+
+def _ending(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"killed by {signal_name(os.WTERMSIG(status))}"
+    return f"exit status {os.WEXITSTATUS(status)}"
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    stay_on_loopback()
+    while True:
+        try:
+            raw = connection.recv_bytes()
+        except EOFError:
+            return
+        answer = _answer(raw)
+        try:
+            data = dumps(answer)
+        except Exception as error:
+            data = pickle.dumps(_Failure(f"its result cannot be pickled: {error}", None))
+        connection.send_bytes(data)
+
+
+def _answer(raw: bytes) -> Any:
+    """The result of a job, or how it failed; a worker that failed is not used again."""
+    try:
+        job: _Job = pickle.loads(raw)
+        sys.path[:] = job.path
+        fn, args = pickle.loads(job.call)
+        store = dist.FileStore(job.store, job.world_size)
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=job.timeout)
+        wait_for_all()
+        result = fn(*args)
+        dist.destroy_process_group()
+        return result
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return _Failure(text, None)
+        return _Failure(text, error)

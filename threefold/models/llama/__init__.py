@@ -1,0 +1,1 @@
+"""Llama, Mistral, Mixtral and Qwen."""

@@ -1,0 +1,1 @@
+"""Faster kernels for the same arithmetic."""

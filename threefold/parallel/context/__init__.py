@@ -1,0 +1,1 @@
+"""Context parallelism: attention over a sequence whose positions are spread over ranks."""

@@ -1,0 +1,125 @@
+"""Context parallelism: causal attention over a sequence whose positions are spread over ranks.
+
+Keys and values are gathered, queries stay (Llama 3, arXiv 2407.21783, section 3.3.2). A rank holds two chunks of the
+sequence, the i-th and the i-th from the end (`SequenceCut`); each attends to the keys up to its own end, which together
+is the same work on every rank. The gradients of the keys and values go back to the ranks that hold them, summed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from threefold.comm.axis import Axis
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.parallel.context.sequence import Region, SequenceCut
+from threefold.random.philox import Slice
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One of `count` equal chunks of a dim, as a `Part` of it."""
+
+    number: int
+    count: int
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        return torch.arange(self.number * size, (self.number + 1) * size, device=device)
+
+    def whole(self, size: int) -> int:
+        return size * self.count
+
+
+class ContextParallelAttention(nn.Module):
+    """`CausalAttention` of this rank's queries to the keys of all ranks of the context axis.
+
+    Args:
+        core: the attention of the whole sequence.
+        axis: the context axis, of at least two ranks.
+        heads: which of the model's heads this rank has.
+    """
+
+    def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
+        super().__init__()
+        self.axis = axis
+        self.numbers = SequenceCut(axis.size, axis.index).chunks
+        self.chunks = nn.ModuleList(_of_chunk(core, heads, Chunk(number, 2 * axis.size)) for number in self.numbers)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
+        """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
+
+        Args:
+            k, v: [B, S / cp, key-value heads, d], of the same.
+            samples: dropout keys, and the documents of the whole sequence.
+
+        Raises:
+            ValueError: the two chunks are not of one length.
+        """
+        if q.shape[1] % 2:
+            raise ValueError(f"{q.shape[1]} positions of a rank are not two chunks of one length")
+        k, v = gather_sequence(torch.stack([k, v]), self.axis, dim=2).unbind()
+        size = q.shape[1] // 2
+        out = []
+        for number, attend, queries in zip(self.numbers, self.chunks, q.split(size, 1), strict=True):
+            end = (number + 1) * size
+            out.append(attend(queries, k[:, :end], v[:, :end], samples))
+        return torch.cat(out, 1)
+
+
+def _of_chunk(core: CausalAttention, heads: Slice, queries: Chunk) -> CausalAttention:
+    """`core` for some queries, its dropout the same as in the whole."""
+    attention = CausalAttention(core.dropout.p, core.window)
+    attention.dropout.site = core.dropout.site
+    # Of the weights [B, heads, queries, keys]; the keys are taken from the first on, so their places are right.
+    attention.dropout.parts = {1: heads, 2: queries}
+    return attention
+
+
+def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' chunks along `dim`, joined in the order of the sequence.
+
+    Backward sums the gradients over the ranks and gives each rank those of its own chunks: the adjoint, as each rank
+    uses the result for queries of its own.
+    """
+    return _GatherSequence.apply(x, axis, dim)
+
+
+def whole_sequence(x: Tensor, region: Region) -> Tensor:
+    """What the ranks have of a sequence along dim 1, joined in its order; no gradient passes."""
+    if region.sequence_parallel:
+        x = region.tp.all_gather_equal(x, 1)
+    if region.cp.size > 1:
+        x = _take_chunks(region.cp.all_gather_equal(x, 1), 1, _places(region.cp.size))
+    return x
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return _take_chunks(axis.all_gather_equal(x, dim), dim, _places(axis.size))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        by_rank = _take_chunks(grad, ctx.dim, _held(ctx.axis.size))
+        return ctx.axis.reduce_scatter(by_rank, ctx.dim), None, None
+
+
+def _held(cp: int) -> list[int]:
+    """Numbers of the chunks that the ranks hold, rank after rank."""
+    return [number for index in range(cp) for number in SequenceCut(cp, index).chunks]
+
+
+def _places(cp: int) -> list[int]:
+    """Where each chunk of the sequence stands among those of `_held`."""
+    held = _held(cp)
+    return [held.index(number) for number in range(2 * cp)]
+
+
+def _take_chunks(x: Tensor, dim: int, numbers: list[int]) -> Tensor:
+    """`x` with its equal chunks along `dim` in the order `numbers`."""
+    chunks = x.chunk(len(numbers), dim)
+    return torch.cat([chunks[number] for number in numbers], dim)

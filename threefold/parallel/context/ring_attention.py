@@ -1,0 +1,198 @@
+"""Ring attention: keys and values go round the context ranks, and no rank ever holds all of them.
+
+Liu et al., "Ring attention with blockwise transformers for near-infinite context" (arXiv 2310.01889), on the balanced
+chunks of `SequenceCut`. What is attended to block by block is joined by the log-sum-exp of its scores (Milakov and
+Gimelshein, arXiv 1805.02867); backward computes the weights again from it (FlashAttention, arXiv 2205.14135).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from threefold.comm.axis import Axis
+from threefold.models.layers.attention import CausalAttention, out_of_window
+from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.ops.kernels import later, serve_heads
+from threefold.parallel.context.attention import Chunk
+from threefold.parallel.context.sequence import SequenceCut
+from threefold.random.philox import Part, Slice, drop
+
+
+class RingAttention(nn.Module):
+    """`CausalAttention` of this rank's queries to the keys of all ranks of the context axis, which come one by one.
+
+    While a rank works on one block of keys and values, the next is on its way.
+
+    Args:
+        core: the attention of the whole sequence.
+        axis: the context axis, of at least two ranks.
+        heads: which of the model's heads this rank has.
+    """
+
+    def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
+        super().__init__()
+        self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
+        """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
+
+        Args:
+            k, v: [B, S / cp, key-value heads, d], of the same.
+            samples: dropout keys, and the documents of the whole sequence.
+
+        Raises:
+            ValueError: the two chunks are not of one length.
+        """
+        if q.shape[1] % 2:
+            raise ValueError(f"{q.shape[1]} positions of a rank are not two chunks of one length")
+        p = self.dropout.p if self.dropout.draws(samples.keys) else 0.0
+        ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples, self.window)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out: Tensor = _Attention.apply(q, k, v, ring)
+        return out.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """What is the same for every pair of chunks.
+
+    Attributes:
+        p: probability of dropping a weight, 0 where none is dropped.
+        site: stream of the dropout.
+        window: how many positions back a query attends to; 0 for all.
+    """
+
+    axis: Axis
+    heads: Slice
+    p: float
+    site: int
+    samples: Samples
+    window: int
+
+    @property
+    def mine(self) -> tuple[int, int]:
+        """Numbers of the chunks of this rank's queries."""
+        return SequenceCut(self.axis.size, self.axis.index).chunks
+
+    def rounds(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The rank whose block is here, and that block: the own one first, then those of the ranks before."""
+        for step in range(self.axis.size):
+            last = step == self.axis.size - 1
+            arriving = None if last else self.axis.start_shift(block)
+            yield (self.axis.index - step) % self.axis.size, block
+            if arriving is not None:
+                block = arriving()
+
+    def pairs(self, owner: int) -> Iterator["_Pair"]:
+        """The chunks of this rank's queries and of `owner`'s keys of which something is attended to."""
+        for row, query in enumerate(self.mine):
+            for column, key in enumerate(SequenceCut(self.axis.size, owner).chunks):
+                if key <= query:
+                    yield _Pair(self, row, column, query, key)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A chunk of queries and a chunk of keys.
+
+    Attributes:
+        row, column: which of the two chunks of their ranks they are.
+        query, key: which of the 2·cp chunks of the sequence.
+    """
+
+    ring: _Ring
+    row: int
+    column: int
+    query: int
+    key: int
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """[B, heads, c, c] of two chunks [B, heads, c, d], in fp32 at least, −∞ where nothing is attended to."""
+        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+        size = q.shape[2]
+        if self.query == self.key:
+            scores.masked_fill_(later(size, size, q.device), -torch.inf)
+        if self.ring.window:
+            ahead = (self.query - self.key) * size  # the queries' chunk begins so many positions after the keys'
+            scores.masked_fill_(out_of_window(size, size, self.ring.window - ahead, q.device), -torch.inf)
+        if self.ring.samples.documents is not None:
+            chunks = self.ring.samples.documents.split(size, 1)
+            apart = chunks[self.query][:, :, None] != chunks[self.key][:, None]
+            scores.masked_fill_(apart.unsqueeze(1), -torch.inf)
+        return scores
+
+    def drop(self, weights: Tensor) -> Tensor:
+        """Dropout of weights [B, heads, c, c], or of their gradient: the same elements every time."""
+        keys, p = self.ring.samples.keys, self.ring.p
+        if keys is None or p == 0:
+            return weights
+        count = 2 * self.ring.axis.size
+        parts: dict[int, Part] = {1: self.ring.heads, 2: Chunk(self.query, count), 3: Chunk(self.key, count)}
+        return drop(weights, keys, self.ring.site, p, parts)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        own = torch.stack([k, v])  # in one message
+        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        total = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # log-sum-exp of the scores so far
+        for owner, block in ring.rounds(own):
+            for pair in ring.pairs(owner):
+                query, (key, value) = q.chunk(2, 2)[pair.row], _served(block, q).chunk(2, 3)[pair.column]
+                mean, sofar = out.chunk(2, 2)[pair.row], total.chunk(2, 2)[pair.row]
+                scores = pair.scores(query, key)
+                joined = torch.logaddexp(sofar, scores.logsumexp(-1))
+                base = _finite(joined)
+                weights = pair.drop((scores - base.unsqueeze(-1)).exp_())
+                mean.mul_((sofar - base).exp_().unsqueeze(-1)).add_(weights.to(q.dtype) @ value)
+                sofar.copy_(joined)
+        ctx.save_for_backward(q, own, out, total)
+        ctx.ring = ring
+        return out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, own, out, total = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        common = (grad * out).sum(-1)  # what every score of a query gets from the softmax's denominator
+        grad_q = torch.zeros_like(out)
+        grad_own = torch.zeros(own.shape, dtype=out.dtype, device=own.device)
+        for owner, block in ring.rounds(own):
+            for pair in ring.pairs(owner):
+                query, upper, base, shared, to_query = (
+                    each.chunk(2, 2)[pair.row] for each in (q, grad, _finite(total), common, grad_q)
+                )
+                key, value = _served(block, q).chunk(2, 3)[pair.column]
+                to_key, to_value = grad_own.chunk(2, 3)[pair.column]
+                weights = (pair.scores(query, key) - base.unsqueeze(-1)).exp_()
+                to_value.add_(_gathered(pair.drop(weights).to(q.dtype).mT @ upper, own))
+                of_weights = pair.drop((upper @ value.mT).to(out.dtype))
+                of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+                to_query.add_(of_scores @ key)
+                to_key.add_(_gathered(of_scores.mT @ query, own))
+            # It travels behind its block, and after a whole round it is with the rank whose block it is.
+            grad_own = ring.axis.start_shift(grad_own)()
+        grad_k, grad_v = grad_own.to(q.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _served(block: Tensor, q: Tensor) -> Tensor:
+    """Keys and values [2, B, key-value heads, S, d] for all heads of `q` [B, heads, S, d]."""
+    return serve_heads(block, q.shape[1], dim=2)
+
+
+def _gathered(gradient: Tensor, own: Tensor) -> Tensor:
+    """The gradient of keys or values as all heads have it, [B, heads, c, d], added up for the key-value heads."""
+    return gradient.unflatten(1, (own.shape[2], -1)).sum(2)
+
+
+def _finite(total: Tensor) -> Tensor:
+    """The log-sum-exp of scores that are all −∞, as before a document begins, without infinities to subtract."""
+    return total.clamp_min(torch.finfo(total.dtype).min)

@@ -1,0 +1,134 @@
+"""Which positions of a sequence a rank works on, and the layers that have to know."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from threefold.comm.mesh import Axis
+from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.ops.kernels import embedding
+from threefold.random.philox import Part, Slice
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """The positions that one rank holds of every sequence; a `Part` of the sequence dim.
+
+    Context parallelism cuts the sequence into 2·cp chunks of which rank i takes the i-th and the i-th from the end, so
+    that causal attention is the same work for all (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts
+    what a rank has then into tp consecutive shares.
+
+    Attributes:
+        cp, cp_index: size of the context axis and this rank's place on it.
+        tp, tp_index: the same of the tensor axis where activations are cut along it, else 1 and 0.
+    """
+
+    cp: int = 1
+    cp_index: int = 0
+    tp: int = 1
+    tp_index: int = 0
+
+    @property
+    def shares(self) -> int:
+        """Ranks that a sequence is divided among."""
+        return self.cp * self.tp
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """Which two of the 2·cp chunks of the sequence lie on this place of the context axis."""
+        return self.cp_index, 2 * self.cp - 1 - self.cp_index
+
+    @property
+    def across_context(self) -> "SequenceCut":
+        """The cut where the tensor axis holds the sequence together, as inside attention."""
+        return replace(self, tp=1, tp_index=0)
+
+    def whole(self, size: int) -> int:
+        """Length of the sequence of which a rank holds `size` positions."""
+        return size * self.shares
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        """The `size` positions held, int64 ascending within a chunk.
+
+        Raises:
+            ValueError: the sequence does not divide into 2·cp chunks.
+        """
+        held = torch.arange(self.tp_index * size, (self.tp_index + 1) * size, device=device)
+        if self.cp == 1:
+            return held
+        if size * self.tp % 2:
+            raise ValueError(f"{size * self.shares} positions do not divide into {2 * self.cp} chunks")
+        chunk = size * self.tp // 2
+        first, last = (number * chunk for number in self.chunks)
+        return torch.where(held < chunk, held + first, held - chunk + last)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where the work of a layer is divided: what a split needs to know of the mesh.
+
+    Attributes:
+        tp, cp: the axes.
+        ep: the replicas that share the experts.
+        sequence_parallel: whether activations between the split layers are cut along the sequence over tp.
+        cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
+    """
+
+    tp: Axis
+    cp: Axis
+    ep: Axis
+    sequence_parallel: bool = False
+    cp_method: str = "all-gather"
+
+    @property
+    def cut(self) -> SequenceCut:
+        """The part of the sequence that this rank's activations between the split layers cover."""
+        context = SequenceCut(self.cp.size, self.cp.index)
+        return replace(context, tp=self.tp.size, tp_index=self.tp.index) if self.sequence_parallel else context
+
+    @property
+    def sequence_dim(self) -> int | None:
+        """The dim of activations [B, S, H] that the tensor ranks share between the split layers, if they do."""
+        return 1 if self.sequence_parallel else None
+
+    @property
+    def divides(self) -> bool:
+        """Whether any layer has to be changed at all."""
+        return self.tp.size > 1 or self.cp.size > 1 or self.ep.size > 1
+
+
+class PositionEmbedding(nn.Embedding):
+    """A learned vector for each position.
+
+    Attributes:
+        part: the positions that this rank's activations cover (set when a model is split).
+    """
+
+    part: Part = Slice()
+
+    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+        """Vectors of the positions of `x` [B, S, H]: [S, H], or [B, S, H] where they differ by sample.
+
+        Args:
+            x: activations.
+            samples: its `positions`, where documents count theirs from 0.
+        """
+        size = x.shape[1]
+        if samples.positions is not None:
+            held = self.part.indices(size, x.device)
+            return embedding(samples.positions[:, held], self.weight)
+        if isinstance(self.part, Slice):
+            return self.weight[self.part.start : self.part.start + size]
+        return embedding(self.part.indices(size, x.device), self.weight)
+
+
+def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
+    """Complete the gradients of weights that every rank of `axis` holds whole but used on its own positions alone.
+
+    Args:
+        gradients: all of one dtype, in the same order on every rank; replaced by their sums over the axis.
+        axis: the ranks that share the sequence.
+    """
+    axis.all_reduce_together_(gradients)

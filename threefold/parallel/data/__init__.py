@@ -1,0 +1,1 @@
+"""Data parallelism: gradient buckets, their compression, ZeRO."""

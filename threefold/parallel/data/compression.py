@@ -1,0 +1,72 @@
+"""Gradients on 16-bit wires: a bucket is rounded, summed over the replicas as it is, and widened again.
+
+fp16 has 11 bits but few exponents, so each bucket is first brought into its range: by a power of two that the replicas
+agree on through the largest element of any of them, so large that no sum can overflow and no larger. bf16 has fp32's
+range and needs no such agreement, but 8 bits.
+
+With n replicas and u half the format's epsilon, an element of the sum is off by at most about n·u·Σ|gᵢ|: each replica's
+part is rounded once, and each of the n − 1 additions along the ring once more. In fp16, the smallest step is 2⁻²⁴ of
+what the bucket is brought to, 2¹⁵: elements that are 2³⁹ times smaller than n times the largest are lost.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from threefold.comm.axis import Axis
+
+FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+_TOP = 15  # sums stay below 2^15; fp16 ends just below 2^16
+_FARTHEST = 126  # powers of two that fp32 holds in full, both ways
+
+
+@dataclass
+class NarrowSum:
+    """A sum over replicas, under way on a 16-bit copy.
+
+    Attributes:
+        flat: the bucket, which gets the sum in `finish`.
+        narrow: its copy.
+        exponent: the copy was multiplied by 2 to this; None for 1.
+        work: what to wait for.
+    """
+
+    flat: Tensor
+    narrow: Tensor
+    exponent: Tensor | None
+    work: dist.Work | None = field(default=None)
+
+    def finish(self) -> None:
+        """Wait, and put the sum into the bucket."""
+        if self.work is not None:
+            self.work.wait()
+        self.flat.copy_(self.narrow)
+        if self.exponent is not None:
+            torch.ldexp(self.flat, -self.exponent, out=self.flat)
+
+
+def start_narrow_sum(flat: Tensor, axis: Axis, dtype: torch.dtype) -> NarrowSum:
+    """Begin to sum a bucket over an axis of several ranks in 16 bits; all of them end with the same bits.
+
+    What is not finite stays so on all ranks.
+
+    Args:
+        flat: fp32 [n].
+        axis: the replicas.
+        dtype: `torch.float16` or `torch.bfloat16`.
+    """
+    exponent = _exponent(flat, axis) if dtype == torch.float16 else None
+    narrow = (flat if exponent is None else torch.ldexp(flat, exponent)).to(dtype)
+    return NarrowSum(flat, narrow, exponent, axis.start_all_reduce_(narrow))
+
+
+def _exponent(flat: Tensor, axis: Axis) -> Tensor:
+    """Of the power of two that brings n times the largest element of any rank just below 2^15; int32 scalar."""
+    largest = torch.linalg.vector_norm(flat, torch.inf)
+    bound = axis.all_reduce_max_(largest) * axis.size
+    exponent = _TOP - torch.frexp(bound).exponent
+    # A largest element of zero or none (a rank may hold one that is no number) leaves nothing to bring anywhere.
+    return torch.where(bound.isfinite() & (bound > 0), exponent, 0).clamp(-_FARTHEST, _FARTHEST)

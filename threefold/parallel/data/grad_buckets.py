@@ -1,0 +1,222 @@
+"""Data parallelism: gradients collected in flat buckets, and summed over the replicas while the backward pass goes on.
+
+The buckets hold the gradients for the whole step: every micro-batch adds into them in their own (wide) dtype, and each
+bucket is summed once, as soon as the last micro-batch has passed its parameters. (The bucketing of Li et al., "PyTorch
+Distributed", VLDB 2020.)
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from threefold.comm.axis import Axis
+from threefold.parallel.data.compression import NarrowSum, start_narrow_sum
+
+Item = TypeVar("Item")
+
+BUCKET_BYTES = 25 << 20
+
+
+class _Bucket:
+    """A flat buffer, and how many of its parameters still wait for gradients in this step."""
+
+    def __init__(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.leaves = leaves
+        self.flat = torch.zeros(sum(leaf.numel() for leaf in leaves), dtype=dtype, device=leaves[0].device)
+        sizes = [leaf.numel() for leaf in leaves]
+        self.views = [part.view(leaf.shape) for part, leaf in zip(self.flat.split(sizes), leaves, strict=True)]
+        self.waiting = 0
+        self.work: dist.Work | None = None
+        self.narrow: NarrowSum | None = None
+
+
+class Gradients(ABC):
+    """The gradients of a rank's parameters, from the first micro-batch of a step to its update."""
+
+    @abstractmethod
+    def __getitem__(self, leaf: Tensor) -> Tensor:
+        """The gradient of `leaf`, in the dtype that gradients are added up in; complete after `finish`."""
+
+    @abstractmethod
+    def begin(self, arrivals: int | None) -> None:
+        """Clear the gradients.
+
+        Args:
+            arrivals: how many gradients autograd gives each parameter in the coming step, so that sums can start early;
+                None where that is not known, and all sums wait for `finish`.
+        """
+
+    def add_(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Add a gradient of `leaf` that did not come from autograd, before `finish`."""
+        self[leaf].add_(gradient)
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over the replicas."""
+
+    @abstractmethod
+    def counts(self, leaf: Tensor) -> bool:
+        """Whether this rank's gradient of `leaf` counts in a sum over the world; other ranks have the same one where
+        not."""
+
+    @abstractmethod
+    def weights_changed(self) -> None:
+        """Drop copies of the weights that were made to compute with: they are not up to date any more."""
+
+    @abstractmethod
+    def scale_(self, factor: float) -> None:
+        """Multiply every gradient."""
+
+
+class GradientBuckets(Gradients):
+    """Gradients that every replica holds, summed over an axis.
+
+    Buckets are summed in one order on all ranks: a complete one waits for those before it, as another rank may complete
+    them in another order where the ranks' samples use other parameters.
+
+    Args:
+        leaves: the tensors that autograd gives gradients to.
+        axis: the replicas to sum over.
+        dtype: what gradients are added up in; parameters of that very dtype get their `.grad` inside the bucket.
+        bucket_bytes: size from which a bucket is closed and the next one begun. A bucket is one collective: large ones
+            cost less, small ones start earlier.
+        wire: a narrower dtype that buckets are summed in; None for their own.
+    """
+
+    def __init__(
+        self,
+        leaves: Iterable[Tensor],
+        axis: Axis,
+        dtype: torch.dtype,
+        bucket_bytes: int = BUCKET_BYTES,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self._axis = axis
+        self._wire = wire if axis.size > 1 else None
+        parts = in_buckets(list(leaves), lambda leaf: leaf.numel() * dtype.itemsize, bucket_bytes)
+        self._buckets = [_Bucket(part, dtype) for part in parts]
+        self._started = 0
+        self._views: dict[Tensor, Tensor] = {}
+        for bucket in self._buckets:
+            for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
+                self._views[leaf] = view
+                if leaf.dtype == dtype:
+                    leaf.grad = view
+                # Weak, since Python's collector does not see the cycle from a leaf through its hook back to the leaf.
+                leaf.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(bucket)))
+
+    def __getitem__(self, leaf: Tensor) -> Tensor:
+        return self._views[leaf]
+
+    def __len__(self) -> int:
+        """Number of buckets, which is the number of collectives in a step."""
+        return len(self._buckets)
+
+    def begin(self, arrivals: int | None) -> None:
+        self._started = 0
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.waiting = -1 if arrivals is None else arrivals * len(bucket.leaves)  # from -1 it never gets to 0
+            bucket.work = bucket.narrow = None
+
+    def finish(self) -> None:
+        for bucket in self._buckets[self._started :]:  # what got no gradient on this rank may have got one elsewhere
+            self._start(bucket)
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            if bucket.narrow is not None:
+                bucket.narrow.finish()
+                bucket.narrow = None
+
+    def counts(self, leaf: Tensor) -> bool:
+        return self._axis.is_first
+
+    def weights_changed(self) -> None:
+        """Nothing to do: the leaves are what is computed with."""
+
+    def scale_(self, factor: float) -> None:
+        for bucket in self._buckets:
+            bucket.flat.mul_(factor)
+
+    def _arrived(self, bucket: _Bucket, leaf: Tensor) -> None:
+        view = self._views[leaf]
+        if leaf.grad is not None and leaf.grad is not view:  # narrower: add it up in the wide buffer and drop it
+            view.add_(leaf.grad)
+            leaf.grad = None
+        bucket.waiting -= 1
+        while self._started < len(self._buckets) and self._buckets[self._started].waiting == 0:
+            self._start(self._buckets[self._started])
+
+    def _start(self, bucket: _Bucket) -> None:
+        self._started += 1
+        if self._wire is None:
+            bucket.work = self._axis.start_all_reduce_(bucket.flat)
+        else:
+            bucket.narrow = start_narrow_sum(bucket.flat, self._axis, self._wire)
+
+
+class JoinedGradients(Gradients):
+    """Gradients of which some are summed over other ranks than the rest.
+
+    Args:
+        parts: which leaves each is for.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Iterable[Tensor], Gradients]]) -> None:
+        self._parts = [gradients for _, gradients in parts]
+        self._of = {leaf: gradients for leaves, gradients in parts for leaf in leaves}
+
+    def __getitem__(self, leaf: Tensor) -> Tensor:
+        return self._of[leaf][leaf]
+
+    def begin(self, arrivals: int | None) -> None:
+        for part in self._parts:
+            part.begin(arrivals)
+
+    def finish(self) -> None:
+        for part in self._parts:
+            part.finish()
+
+    def counts(self, leaf: Tensor) -> bool:
+        return self._of[leaf].counts(leaf)
+
+    def weights_changed(self) -> None:
+        for part in self._parts:
+            part.weights_changed()
+
+    def scale_(self, factor: float) -> None:
+        for part in self._parts:
+            part.scale_(factor)
+
+
+def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Bucket]", leaf: Tensor) -> None:
+    owner, part = buckets(), bucket()
+    if owner is not None and part is not None:
+        owner._arrived(part, leaf)
+
+
+def in_buckets(items: Sequence[Item], nbytes: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
+    """Parameters by bucket: the last of the model first, as the backward pass reaches them.
+
+    Args:
+        items: the parameters, in the order of the model.
+        nbytes: how much one takes.
+        limit: size from which a bucket is closed.
+    """
+    part: list[Item] = []
+    size = 0
+    for item in reversed(items):
+        part.append(item)
+        size += nbytes(item)
+        if size >= limit:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part

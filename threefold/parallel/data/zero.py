@@ -1,0 +1,236 @@
+"""Sharded data parallelism: the replicas hold one copy of the weights between them, through torch's `fully_shard`.
+
+ZeRO's three stages (Rajbhandari et al., arXiv 1910.02054). A rank keeps its shard of the weights in the width that they
+are updated in, and the optimizer's memory of it. For a step the weights are gathered, layer by layer, in the width that
+is computed in; gradients are summed over the replicas into the shards. The stages differ in how long whole tensors
+live: with 1, weights and gradients from their first micro-batch to the end of the step; with 2, a layer's gradients are
+shared out after each micro-batch; with 3, its weights are let go of after each forward and each backward pass, too.
+
+Only `zero_shards` replicas may share a copy; then each of them holds the same part as some others, and the shards'
+gradients are summed over those once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from threefold.comm.axis import Axis
+from threefold.comm.mesh import Mesh
+from threefold.parallel.data.grad_buckets import Gradients
+from threefold.parallel.expert.experts import ParallelExperts
+from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters, stored
+from threefold.parallel.pipeline.stage import Stage
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What the replicas share instead of each having its own.
+
+    Attributes:
+        stage: 1 for the optimizer's state, 2 for the gradients too, 3 for the weights too.
+        shards: the replicas that hold one copy between them.
+        copies: the replicas that hold the same part.
+    """
+
+    stage: int
+    shards: Axis
+    copies: Axis
+
+
+def make_sharing(mesh: Mesh, stage: int, shards: int) -> Sharing | None:
+    """The sharing that the settings `parallel.zero` and `parallel.zero_shards` ask for. Collective over the world."""
+    return Sharing(stage, *mesh.sharing(shards)) if stage else None
+
+
+def share_out(stages: Sequence[Stage], sharing: Sharing, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Cut the parameters of `stages` into shards and allocate this rank's, their values not yet set.
+
+    Args:
+        stages: on the meta device, split over the tensor axis already, in the dtype that weights are updated in.
+        sharing: which replicas share a copy, and how long whole tensors live.
+        mesh: this rank's place.
+        dtype: what is computed in.
+    """
+    for stage in stages:
+        before = dict(stage.named_parameters())
+        # Torch sees this tensor rank's part as a tensor of its own, so that layers compute with plain tensors.
+        replace_parameters(stage, lambda parameter: nn.Parameter(local(parameter).detach()))
+        _wrap_experts(stage, sharing, mesh.expert_replicas, dtype)
+        _wrap(stage, sharing, dtype)
+        replace_parameters(stage, lambda parameter: _allocated(parameter, mesh.device))
+        stage.to(mesh.device)  # makes torch take the new tensors over (and pad those that need it)
+        for name, parameter in stage.named_parameters():
+            experts = is_of_experts(before[name])
+            _describe(parameter, before[name], mesh.expert_replicas if experts else sharing.shards)
+
+
+def _wrap_experts(stage: Stage, sharing: Sharing, axis: Axis, dtype: torch.dtype) -> None:
+    """Experts that replicas share are cut among those that have the same ones."""
+    for module in stage.modules():
+        if isinstance(module, ParallelExperts) and module.region.ep.size > 1:
+            # Along the hidden dim, as the expert and the tensor axis have cut the other two.
+            places = {module.gate_up: Shard(2), module.down: Shard(1)}
+            fully_shard(
+                module,
+                mesh=axis.device_mesh,
+                reshard_after_forward=sharing.stage == 3,
+                mp_policy=_policy(stage, dtype),
+                shard_placement_fn=places.get,
+            )
+            _set_up(module, axis)
+
+
+def _policy(stage: Stage, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    wide = next(stage.parameters()).dtype
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
+
+
+def _wrap(stage: Stage, sharing: Sharing, dtype: torch.dtype) -> None:
+    policy = _policy(stage, dtype)
+    layers = [stage.get_submodule(name) for name in stage.layer_names]
+    uses = Counter(parameter for layer in layers for parameter in layer.parameters())
+    # Layers that share a weight have to be gathered together: the stage does it, around all its layers.
+    alone = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
+    for module in (*alone, stage):
+        mesh, reshard = sharing.shards.device_mesh, sharing.stage == 3
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        _set_up(module, sharing.shards)
+
+
+def _set_up(module: nn.Module, axis: Axis) -> None:
+    assert isinstance(module, FSDPModule)  # what `fully_shard` made it
+    # The loss is divided by the tokens of the global batch, so the replicas' gradients are summed, not averaged.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_custom_all_gather(_AllGather(axis))
+    module.set_custom_reduce_scatter(_ReduceScatter(axis))
+
+
+def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    assert isinstance(parameter, DTensor)  # what `fully_shard` made it
+    return nn.Parameter(like(parameter, torch.empty_like(parameter.to_local(), device=device, requires_grad=False)))
+
+
+def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
+    """Say of a shard where it lies in the whole weight, if the tensor axis had cut that before."""
+    if not isinstance(before, DTensor) or not isinstance(parameter, DTensor):
+        return
+    assert axis.device_mesh is not None
+    mesh = DeviceMesh._concatenate([axis.device_mesh, before.device_mesh])
+    (shard,) = parameter.placements
+    assert isinstance(shard, Shard)
+    placement: Placement = shard
+    if any(isinstance(cut, Shard) and cut.dim == shard.dim for cut in before.placements):
+        placement = _StridedShard(shard.dim, split_factor=before.device_mesh.size())
+    whole = DTensor.from_local(
+        parameter.to_local().detach(),
+        mesh,
+        [placement, *before.placements],
+        run_check=False,
+        shape=before.shape,
+        stride=before.stride(),
+    )
+    parameter._stored = nn.Parameter(whole)  # type: ignore[attr-defined]
+
+
+class ShardedGradients(Gradients):
+    """Gradients of which each replica holds the shard that it updates, once a step is finished.
+
+    Args:
+        stages: this rank's, their parameters shared out.
+        sharing: how.
+    """
+
+    def __init__(self, stages: Sequence[Stage], sharing: Sharing) -> None:
+        self._sharing = sharing
+        self._roots = [stage for stage in stages if isinstance(stage, FSDPModule)]
+        self._parameters = {local(stored(parameter)): parameter for stage in stages for parameter in stage.parameters()}
+        self._gradients: dict[Tensor, Tensor] = {}
+
+    def __getitem__(self, leaf: Tensor) -> Tensor:
+        return self._gradients[leaf]
+
+    def counts(self, leaf: Tensor) -> bool:
+        return self._sharing.copies.is_first
+
+    def begin(self, arrivals: int | None) -> None:
+        self._gradients.clear()
+        for leaf, parameter in self._parameters.items():
+            leaf.grad = parameter.grad = None
+        for root in self._roots:
+            root.set_is_last_backward(False)
+            root.set_requires_gradient_sync(self._sharing.stage > 1)
+            root.set_reshard_after_backward(self._sharing.stage == 3)
+            # What one replica did not use, another may have.
+            root.set_reduce_scatter_unused_params(self._sharing.stage > 1)
+
+    def finish(self) -> None:
+        for root in self._roots:
+            root.set_is_last_backward(True)
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
+            root.set_reduce_scatter_unused_params(self._sharing.stage == 1)
+            # What torch does at the end of a backward pass: sum what is not summed yet, let go of whole weights, wait.
+            root._get_fsdp_state()._root_post_backward_final_callback()
+        for leaf, parameter in self._parameters.items():
+            grad = parameter.grad
+            self._gradients[leaf] = torch.zeros_like(leaf) if grad is None else grad.to_local()  # type: ignore[attr-defined]
+        self._sum_copies()
+
+    def scale_(self, factor: float) -> None:
+        torch._foreach_mul_(list(self._gradients.values()), factor)
+
+    def weights_changed(self) -> None:
+        for module in self._modules():
+            module.reshard()
+
+    def _sum_copies(self) -> None:
+        self._sharing.copies.all_reduce_together_(list(self._gradients.values()))
+
+    def _modules(self) -> Iterator[FSDPModule]:
+        for root in self._roots:
+            yield from (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+class _OverAxis:
+    """Collectives over an axis of ours instead of torch's own call: recorded, and through shared memory where it is."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_OverAxis, AllGather):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        axis = self.axis
+        axis.recorder.add(axis.name, "all_gather", output_tensor)
+        if axis.shared is None:
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        output_tensor.copy_(axis.shared.all_gather(input_tensor).view(-1))
+        return None
+
+
+class _ReduceScatter(_OverAxis, ReduceScatter):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        axis = self.axis
+        axis.recorder.add(axis.name, "reduce_scatter", input_tensor)
+        if axis.shared is None:
+            return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        output_tensor.copy_(axis.shared.reduce_scatter(input_tensor))
+        return None

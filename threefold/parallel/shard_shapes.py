@@ -1,0 +1,100 @@
+"""How much of a weight a rank holds: what `split.py` does to modules, as arithmetic on shapes, without a mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from threefold.comm.collectives import shard_bounds
+from threefold.comm.layout import Coordinates
+from threefold.config.schema import ParallelConfig
+from threefold.parallel.split import Column, OverExperts, Row, Split, Vocab
+
+_CUTS: dict[tuple[type, str], tuple[tuple[str, int], ...]] = {
+    (Column, "weight"): (("tp", 0),),
+    (Column, "bias"): (("tp", 0),),
+    (Row, "weight"): (("tp", 1),),
+    (Vocab, "weight"): (("tp", 0),),
+    (OverExperts, "gate_up"): (("ep", 0), ("tp", 1)),
+    (OverExperts, "down"): (("ep", 0), ("tp", 2)),
+}
+"""Split and parameter of a module → the axes that cut it, and along which dim; others are whole everywhere."""
+_SHARED_EXPERTS = {"gate_up": 2, "down": 1}
+"""Parameter of experts that replicas share → the dim along which ZeRO cuts it."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` parts."""
+
+    index: int = 0
+    count: int = 1
+
+
+class Place(NamedTuple):
+    """A rank's place on the axes that cut weights.
+
+    Attributes:
+        tp, ep: as the axes of the mesh.
+        zero: among the ranks that share a copy.
+        zero_experts: among those of them that have the same experts.
+    """
+
+    tp: Shard = Shard()
+    ep: Shard = Shard()
+    zero: Shard = Shard()
+    zero_experts: Shard = Shard()
+
+    @property
+    def unshared(self) -> "Place":
+        """What the rank has gathered where nothing is shared out."""
+        return self._replace(zero=Shard(), zero_experts=Shard())
+
+
+def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
+    """Where a rank is.
+
+    Args:
+        parallel: resolved.
+        at: its coordinates in the mesh.
+    """
+    zero = experts = Shard()
+    if parallel.zero:
+        shards = parallel.zero_shards * parallel.cp
+        zero = Shard((at.dp * parallel.cp + at.cp) % shards, shards)
+        experts = Shard(at.dp // parallel.ep * parallel.cp + at.cp, parallel.dp // parallel.ep * parallel.cp)
+    return Place(Shard(at.tp, parallel.tp), Shard(at.dp % parallel.ep, parallel.ep), zero, experts)
+
+
+def cuts_of(split: Split, parameter: str) -> tuple[tuple[str, int], ...]:
+    """The axes that cut a parameter of a module, and along which dim.
+
+    Args:
+        split: of the module.
+        parameter: its name in the module.
+    """
+    return _CUTS.get((type(split), parameter), ())
+
+
+def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
+    """The part of a weight that the rank at `place` holds.
+
+    Args:
+        shape: of the whole weight.
+        split: of its module.
+        parameter: its name in the module.
+        place: where the rank is.
+    """
+    local = list(shape)
+    for axis, dim in cuts_of(split, parameter):
+        local[dim] = _length(local[dim], getattr(place, axis))
+    if isinstance(split, OverExperts) and place.ep.count > 1:
+        dim = _SHARED_EXPERTS[parameter]
+        local[dim] = _length(local[dim], place.zero_experts)
+    else:
+        local[0] = _length(local[0], place.zero)
+    return tuple(local)
+
+
+def _length(size: int, shard: Shard) -> int:
+    start, end = shard_bounds(size, shard.count, shard.index)
+    return end - start

@@ -1,0 +1,146 @@
+"""Split operations in the form of PaddlePaddle's `paddle.distributed.split`, for people who come from Fleet."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from threefold.comm.axis import Axis
+from threefold.parallel.parameter import local, offset
+from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+_OPERATIONS = ("linear", "embedding")
+
+
+class _Call(NamedTuple):
+    """What decides which layer a call needs; the same at each call of one name."""
+
+    size: tuple[int, int]
+    operation: str
+    axis: int
+    gather_out: bool
+    has_bias: bool
+    input_is_parallel: bool
+
+
+class Splitter(nn.Module):
+    """`split` for the ranks of one axis, and the weights that its calls use.
+
+    Paddle keeps the weights in its global program; here they are this module's, by the `name` of the call, so that it
+    is the module to pass to an optimizer. A name's weights are made at its first call, in torch's default dtype: make
+    the optimizer after that, of `threefold.parallel.parameter.local` of each.
+
+        split = Splitter(mesh.tp)
+        x = split(ids, (50000, 512), operation="embedding", num_partitions=mesh.tp.size, name="tokens")
+        x = split(x, (512, 2048), operation="linear", axis=1, num_partitions=2, gather_out=False, name="up")
+        x = split(x, (2048, 512), operation="linear", axis=0, num_partitions=2, name="down")
+
+    Args:
+        over: the mesh axis that weights are split over.
+        seed: keys the initial weights, with each call's name.
+    """
+
+    def __init__(self, over: Axis, seed: int = 0) -> None:
+        super().__init__()
+        self.over, self.seed = over, seed
+        self.layers = nn.ModuleDict()
+        self._calls: dict[str, _Call] = {}
+
+    def forward(
+        self,
+        x: Tensor,
+        size: tuple[int, int],
+        operation: str,
+        axis: int = 0,
+        num_partitions: int = 1,
+        gather_out: bool = True,
+        weight_attr: Tensor | None = None,
+        bias_attr: bool | Tensor | None = None,
+        name: str | None = None,
+    ) -> Tensor:
+        """One split operation. What comes out:
+
+        | operation | axis | gather_out | result |
+        | --- | --- | --- | --- |
+        | embedding | 0 | either | the look-up, whole on every rank |
+        | linear | 1 | True | the output, whole on every rank |
+        | linear | 1 | False | this rank's features of the output |
+        | linear | 0 | True | the output, whole on every rank |
+        | linear | 0 | False | this rank's part of a sum over the ranks, which lacks the bias |
+
+        Args:
+            x: int64 [...] for an embedding; [..., in] for a linear layer, or with axis 0 this rank's part of it.
+            size: (rows, columns) of an embedding's table, (in, out) of a linear layer.
+            operation: `embedding` or `linear`.
+            axis: the dim of that `size` which is split. (The name is Paddle's; it is no axis of the mesh.)
+            num_partitions: number of ranks that share the weight, the size of the mesh's axis.
+            gather_out: see the table.
+            weight_attr: initial values of the whole weight, of shape `size`; otherwise N(0, 0.02²), keyed by the name.
+            bias_attr: initial values [out] of a linear layer's bias; False for none; otherwise zero.
+            name: of these weights, the same at each call that uses them.
+
+        Raises:
+            ValueError: there is no such operation, or the name is missing or that of another operation.
+        """
+        self._check(size, operation, axis, num_partitions, name)
+        assert name is not None  # checked
+        partial = operation == "linear" and axis == 0 and not gather_out
+        bias = operation == "linear" and bias_attr is not False and not partial
+        split_input = operation == "linear" and axis == 0 and x.shape[-1] != size[0]
+        call = _Call((size[0], size[1]), operation, axis, gather_out, bias, split_input)
+        if name not in self.layers:
+            with x.device:
+                layer = self._make(call, name)
+            _fill_(layer, call, weight_attr, bias_attr)
+            self.layers[name] = layer
+            self._calls[name] = call
+        elif self._calls[name] != call:
+            raise ValueError(f"{name!r} is the name of another operation: {self._calls[name]}, now {call}")
+        layer = self.layers[name]
+        out: Tensor = layer.partial_sum(x) if partial else layer(x)  # type: ignore[operator]
+        return out
+
+    def _check(self, size: tuple[int, int], operation: str, axis: int, num_partitions: int, name: str | None) -> None:
+        if operation not in _OPERATIONS:
+            raise ValueError(f"operation is {operation!r} but must be one of {' and '.join(_OPERATIONS)}; use linear")
+        if len(size) != 2:
+            raise ValueError(f"size is {size} but a weight has two dims; give (rows, columns)")
+        allowed = (0,) if operation == "embedding" else (0, 1)
+        if axis not in allowed:
+            rule = (
+                "an embedding is split by its rows" if operation == "embedding" else "a linear layer has dims 0 and 1"
+            )
+            raise ValueError(f"axis is {axis} but {rule}; use {min(allowed, key=lambda dim: abs(dim - axis))}")
+        if num_partitions != self.over.size:
+            raise ValueError(
+                f"num_partitions is {num_partitions} but {self.over.name} has {self.over.size} ranks; "
+                f"use {self.over.size}"
+            )
+        if not name:
+            raise ValueError("name is missing, by which the weights are found again at the next call; give one")
+
+    def _make(self, call: _Call, name: str) -> nn.Module:
+        sizes, seed = call.size, self.seed
+        if call.operation == "embedding":
+            return VocabParallelEmbedding(*sizes, self.over, name=name, seed=seed)
+        bias, split_input, gather = call.has_bias, call.input_is_parallel, call.gather_out
+        if call.axis == 0:
+            return RowParallelLinear(*sizes, self.over, name=name, seed=seed, bias=bias, input_is_parallel=split_input)
+        return ColumnParallelLinear(*sizes, self.over, name=name, seed=seed, bias=bias, gather_output=gather)
+
+
+@torch.no_grad()
+def _fill_(layer: nn.Module, call: _Call, weight: Tensor | None, bias: bool | Tensor | None) -> None:
+    """Set this rank's part of the initial values that were given; `weight` as Paddle lays it out, [in, out]."""
+    if weight is not None:
+        _set_(layer.get_parameter("weight"), weight if call.operation == "embedding" else weight.T)
+    if isinstance(bias, Tensor) and call.has_bias:
+        _set_(layer.get_parameter("bias"), bias)
+
+
+def _set_(parameter: nn.Parameter, whole: Tensor) -> None:
+    held = local(parameter).detach()
+    start = offset(parameter)
+    for dim, (first, size) in enumerate(zip(start, held.shape, strict=True)):
+        whole = whole.narrow(dim, first, size)
+    held.copy_(whole)

@@ -1,0 +1,273 @@
+"""Tensor-parallel layers: each computes what its single-device namesake computes, from a shard of the weight.
+
+Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): a column-parallel linear followed by a row-parallel one needs
+one all-reduce in the forward and one in the backward pass.
+
+With a `sequence_dim` the activations between such pairs are shared out along that dim: sequence parallelism
+(Korthikanti et al., arXiv 2205.05198), where a gather before and a reduce-scatter after a pair take the place of each
+all-reduce. Weights that a rank uses on its share alone (norms, the row-parallel bias) then get their share of the
+gradient, and `sum_over_shares_` completes it.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from threefold.comm.collectives import (
+    copy_to,
+    gather_from,
+    over_gathered,
+    reduce_from,
+    reduce_to_shares,
+    scatter_to,
+    shard_bounds,
+)
+from threefold.comm.mesh import Axis
+from threefold.ops.kernels import embedding, linear
+from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
+from threefold.random.philox import fill_normal_, stream_key
+
+
+class _SplitLayer(nn.Module):
+    """What the layers share: a weight split along one dim, and how to fill it."""
+
+    weight: nn.Parameter
+    axis: Axis
+
+    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
+        """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size."""
+        with torch.no_grad():
+            key = stream_key(seed, name)
+            fill_normal_(local(self.weight).detach(), std, key, tuple(self.weight.shape), offset(self.weight))
+
+
+def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """The sum of what the ranks computed, or this rank's share of it."""
+    return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
+
+
+def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
+    """Zero rows up to a multiple (and to one row at least): matrix units like whole tiles, and lookups need a row."""
+    rows = max(1, -(-weight.shape[0] // multiple) * multiple)
+    return weight if rows == weight.shape[0] else F.pad(weight, (0, 0, 0, rows - weight.shape[0]))
+
+
+class VocabParallelEmbedding(_SplitLayer):
+    """`nn.Embedding` with the rows of the table split over an axis.
+
+    Args:
+        num_embeddings: rows V of the whole table; need not be divisible by the axis.
+        embedding_dim: columns H.
+        axis: the mesh axis to split over.
+        name, seed: key the initial weights; give every layer of a model its own name.
+        pad_to: rows are padded with zeros to a multiple of this before use; storage and results do not change.
+        sequence_dim: dim of the output along which each rank gets its share; None for the whole output on every rank.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        axis: Axis,
+        *,
+        name: str,
+        seed: int = 0,
+        pad_to: int = 1,
+        sequence_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis, self.pad_to, self.sequence_dim = axis, pad_to, sequence_dim
+        self.num_embeddings = num_embeddings
+        self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
+        self.weight = empty_parameter((num_embeddings, embedding_dim), axis, dim=0)
+        self.reset_parameters(name, seed)
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None = None) -> Self:
+        """The same table, split."""
+        with torch.device("meta"):
+            layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis, name="", sequence_dim=sequence_dim)
+        layer.weight = split_parameter(embedding.weight, axis, dim=0)
+        return layer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look `ids` [...], the same on every rank, up: [..., H], the same on every rank too, or its share.
+
+        Raises:
+            RuntimeError, IndexError: an id is in no rank's rows (on a GPU as a device-side assertion).
+        """
+        return _leave(self.own_rows(ids), self.axis, self.sequence_dim)
+
+    def own_rows(self, ids: Tensor) -> Tensor:
+        """This rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
+        table = _pad_rows(local(self.weight), self.pad_to)
+        if self.axis.size == 1:
+            return embedding(ids, table)
+        torch._assert_async(
+            ((ids >= 0) & (ids < self.num_embeddings)).all(),
+            f"an id is not in the table of {self.num_embeddings} rows",
+        )
+        foreign = (ids < self.start) | (ids >= self.end)
+        looked_up = embedding((ids - self.start).masked_fill(foreign, 0), table)
+        return looked_up.masked_fill(foreign.unsqueeze(-1), 0)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, rows {self.start}:{self.end}"
+
+
+class _SplitLinear(_SplitLayer):
+    """A linear layer with a split weight, and a bias or none."""
+
+    bias: nn.Parameter | None
+
+    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
+        """Draw the weight as `_SplitLayer` does, and set the bias to zero."""
+        super().reset_parameters(name, seed, std)
+        if self.bias is not None:
+            with torch.no_grad():
+                local(self.bias).zero_()
+
+
+class ColumnParallelLinear(_SplitLinear):
+    """`nn.Linear` with the output features split over an axis.
+
+    Args:
+        in_features: size of the input's last dim.
+        out_features: whole size of the output's last dim; need not be divisible by the axis.
+        axis: the mesh axis to split over.
+        name, seed: key the initial weights; give every layer of a model its own name.
+        bias: add a (split) bias.
+        gather_output: return the whole output on every rank; otherwise this rank's part.
+        pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
+        sequence_dim: dim of the input of which each rank passes its share; None for the whole input on every rank.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        name: str,
+        seed: int = 0,
+        bias: bool = True,
+        gather_output: bool = True,
+        pad_to: int = 1,
+        sequence_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
+        self.weight = empty_parameter((out_features, in_features), axis, dim=0)
+        self.register_parameter("bias", empty_parameter((out_features,), axis, dim=0) if bias else None)
+        self.reset_parameters(name, seed)
+
+    @classmethod
+    def from_linear(
+        cls, module: nn.Linear, axis: Axis, *, gather_output: bool = True, sequence_dim: int | None = None
+    ) -> Self:
+        """The same weight and bias, split."""
+        sizes = module.in_features, module.out_features
+        with torch.device("meta"):
+            layer = cls(*sizes, axis, name="", gather_output=gather_output, sequence_dim=sequence_dim)
+        layer.weight = split_parameter(module.weight, axis, dim=0)
+        layer.bias = None if module.bias is None else split_parameter(module.bias, axis, dim=0)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., in], the same on every rank or its share of it → [..., out], or this rank's part of it."""
+        out = self._over_whole_input(self._own_features, x)
+        return gather_from(out, self.axis) if self.gather_output else out
+
+    def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+        """`compute(x, weight)` in the place of this layer's product, of the whole input and this rank's rows.
+
+        Args:
+            compute: gives what shares no memory with `x`; its gradient of `x` is summed over the axis.
+            x: as `forward` takes it.
+        """
+        return self._over_whole_input(lambda whole: compute(whole, local(self.weight)), x)
+
+    def _over_whole_input(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.sequence_dim is None:
+            return compute(copy_to(x, self.axis))
+        return over_gathered(compute, x, self.axis, self.sequence_dim)
+
+    def _own_features(self, x: Tensor) -> Tensor:
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        if self.pad_to == 1:
+            return linear(x, weight, bias)
+        out = linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
+        return out if bias is None else out + bias
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, gather_output={self.gather_output}"
+
+
+class RowParallelLinear(_SplitLinear):
+    """`nn.Linear` with the input features split over an axis.
+
+    Args:
+        in_features: whole size of the input's last dim; need not be divisible by the axis.
+        out_features: size of the output's last dim.
+        axis: the mesh axis to split over.
+        name, seed: key the initial weights; give every layer of a model its own name.
+        bias: add a bias, once, after the sum.
+        input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it
+            is whole on every rank, and this rank takes its part.
+        sequence_dim: dim of the output along which each rank gets its share; None for the whole output on every rank.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        name: str,
+        seed: int = 0,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        sequence_dim: int | None = None,
+        **unknown: Any,
+    ) -> None:
+        if "gather_output" in unknown:
+            raise TypeError(
+                "RowParallelLinear has no gather_output: its output is always whole; "
+                "to say whether the input is already split, use input_is_parallel"
+            )
+        if unknown:
+            raise TypeError(f"RowParallelLinear got an unexpected argument {next(iter(unknown))!r}")
+        super().__init__()
+        self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
+        self.weight = empty_parameter((out_features, in_features), axis, dim=1)
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
+        self.reset_parameters(name, seed)
+
+    @classmethod
+    def from_linear(
+        cls, module: nn.Linear, axis: Axis, *, input_is_parallel: bool = False, sequence_dim: int | None = None
+    ) -> Self:
+        """The same weight and bias, the weight split."""
+        sizes = module.in_features, module.out_features
+        with torch.device("meta"):
+            layer = cls(*sizes, axis, name="", input_is_parallel=input_is_parallel, sequence_dim=sequence_dim)
+        layer.weight = split_parameter(module.weight, axis, dim=1)
+        layer.bias = module.bias
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., in], or this rank's part of it → [..., out], the same on every rank, or its share."""
+        out = _leave(self.partial_sum(x), self.axis, self.sequence_dim)
+        return out if self.bias is None else out + self.bias
+
+    def partial_sum(self, x: Tensor) -> Tensor:
+        """What this rank adds to the output, without the bias: [..., in], or this rank's part of it → [..., out]."""
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.axis)
+        return linear(x, local(self.weight))
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, input_is_parallel={self.input_is_parallel}"

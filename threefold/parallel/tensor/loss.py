@@ -1,0 +1,100 @@
+"""Cross-entropy over logits whose vocabulary is split: no rank ever holds a whole row of logits.
+
+The scheme of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): only one maximum and two sums per token travel.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threefold.comm.collectives import shard_bounds
+from threefold.comm.mesh import Axis
+from threefold.labels import IGNORED
+from threefold.parallel.tensor.chunked_loss import chunked_cross_entropy
+
+
+class ParallelCrossEntropy(nn.Module):
+    """`F.cross_entropy(..., reduction="none")` on vocabulary shards.
+
+    Args:
+        vocab_size: whole size V of the vocabulary; need not be divisible by the axis.
+        axis: the mesh axis that the vocabulary is split over.
+    """
+
+    def __init__(self, vocab_size: int, axis: Axis) -> None:
+        super().__init__()
+        self.axis, self.vocab_size = axis, vocab_size
+        self.start, self.end = shard_bounds(vocab_size, axis.size, axis.index)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each token.
+
+        Args:
+            logits: [..., end − start], this rank's part.
+            labels: int64 [...], in the whole vocabulary; -100 for tokens that do not count.
+
+        Returns:
+            [...], zero for tokens that do not count, the same on every rank; in fp32, or fp64 for fp64 logits.
+
+        Raises:
+            RuntimeError: a label is neither in the vocabulary nor -100 (on a GPU as a device-side assertion).
+        """
+        check_labels(labels, self.vocab_size)
+        flat = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), self.start, self.axis)
+        return flat.view(labels.shape)
+
+    def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        """The same of the logits `x @ weight.T`, of which `chunk` columns are in memory at once.
+
+        Args:
+            x: [..., H], the same on every rank; its gradient is yet to be summed over the axis.
+            weight: [end − start, H], this rank's rows.
+            labels: as `forward` takes them.
+            chunk: at least 1.
+
+        Raises:
+            RuntimeError: as `forward` does.
+        """
+        check_labels(labels, self.vocab_size)
+        return chunked_cross_entropy(x, weight, labels, chunk, self.start, self.axis)
+
+
+def check_labels(labels: Tensor, vocab_size: int) -> None:
+    """Check that each label is in the vocabulary or -100.
+
+    Raises:
+        RuntimeError: one is not (on a GPU as a device-side assertion).
+    """
+    known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORED)
+    torch._assert_async(known.all(), f"a label is neither in the vocabulary of {vocab_size} nor {IGNORED}")
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis) -> Tensor:
+        columns = logits.shape[-1]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        top = logits.amax(-1).to(wide) if columns else logits.new_full(labels.shape, -torch.inf, dtype=wide)
+        axis.all_reduce_max_(top)
+        shifted = logits.to(wide) - top.unsqueeze(-1)
+        column = labels - start
+        mine = (column >= 0) & (column < columns)
+        column = column.masked_fill(~mine, 0)
+        target = shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1) if columns else torch.zeros_like(top)
+        weights = shifted.exp_()
+        sums = torch.stack([weights.sum(-1), target.masked_fill(~mine, 0)])
+        axis.all_reduce_(sums)
+        counted = labels != IGNORED
+        ctx.save_for_backward(weights.div_(sums[0].unsqueeze(-1)), column, mine, counted)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill_(~counted, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, column, mine, counted = ctx.saved_tensors
+        scale = grad.masked_fill(~counted, 0)
+        out = probabilities * scale.unsqueeze(-1)
+        if probabilities.shape[-1]:
+            out.scatter_add_(-1, column.unsqueeze(-1), -(scale * mine).unsqueeze(-1))
+        return out.to(ctx.dtype), None, None, None

@@ -1,0 +1,1 @@
+"""What a layout costs, as arithmetic on shapes: memory, traffic, schedules."""

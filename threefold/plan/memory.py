@@ -1,0 +1,151 @@
+"""How much memory a rank needs at most while it makes a step, by formula, and the largest micro-batch that fits.
+
+Weights, gradients and optimizer state are those of `train.size`, activations those of `parallel.activations` for as
+many micro-batches as the pipeline's schedule has under way at once (docs/parallel/pipeline.md).
+"""
+
+from math import ceil
+
+from threefold.config import Config, resolve
+from threefold.config.batch import default_micro_batches
+from threefold.config.resolve import default_largest
+from threefold.parallel.recompute import chosen_layers
+from threefold.plan.activations import Attention, BlockSizes, ExpertSizes, block_bytes, head_bytes
+from threefold.plan.model_size import ModelSize
+from threefold.train.engine import DTYPES
+
+_LONGEST_PLAIN = 512
+"""Tokens up to which bf16 attention on a CPU keeps its weights (`kernels`)."""
+_SCATTERED = {"cpu": 1.4, "cuda": 1.0}
+"""By how much activations take more than their bytes: what the C library keeps between them (`host`), as measured."""
+
+
+def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: str) -> int:
+    """The largest micro-batch that the default may be and whose step fits into a rank's memory; the smallest where none
+    does.
+
+    Args:
+        config: as loaded, and sound.
+        vocab_size: tokens of the data's tokenizer.
+        memory: bytes that a rank may use.
+        device: `cpu` or `cuda`.
+    """
+    resolved = resolve(config, vocab_size)
+    size = ModelSize(resolved)
+    largest = default_largest(resolved, config.train.loss_chunk_size is not None, device)
+    sizes = default_micro_batches(resolved)
+    for micro_batch in (each for each in sizes if each <= largest):
+        tried = resolve(config, vocab_size, largest_micro_batch=micro_batch)
+        if step_bytes(tried, device, size) <= memory:
+            return micro_batch
+    return sizes[-1]
+
+
+def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:
+    """The most that any rank needs for a step, buffers of communication aside.
+
+    Args:
+        config: resolved.
+        device: `cpu` or `cuda`, whose attention keeps different things.
+        size: of the same model in the same layout, if there is one.
+    """
+    size = size or ModelSize(config)
+    scattered = _SCATTERED[device]
+    return max(
+        size.largest_rank(rank).bytes + int(scattered * activation_bytes(config, device, size, rank))
+        for rank in range(config.parallel.pp)
+    )
+
+
+def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int) -> int:
+    """What a rank of the pipeline keeps for its backward passes at most, and has beside it for a moment.
+
+    Args:
+        config, device, size: as for `step_bytes`.
+        pp_rank: its place on the pp axis.
+    """
+    train = config.train
+    layers = [name for stage in size.stages() if stage.pp_rank == pp_rank for name in stage.layers]
+    blocks = [f"blocks.{number}" for number in range(config.model.num_layers)]
+    patterns = dict.fromkeys(("selective", "full"), ("blocks.*",))
+    replayed = set(chosen_layers(blocks, patterns, train.recompute, train.recompute_every))
+    kept = moment = 0
+    for name in layers:
+        block = block_sizes(config, device, int(name.partition(".")[2]) if name in blocks else 0)
+        outer = block.own_tokens * block.hidden * block.itemsize
+        if name in blocks:
+            kept += block_bytes(block, train.recompute if name in replayed else "none")
+            moment = max(moment, block_bytes(block))  # its gradients, or what is computed again
+        elif name == "head":
+            kept += outer + head_bytes(block, config.model.vocab_size, train.loss_chunk_size)
+            moment = max(moment, 2 * _logits(config, block))
+        else:
+            kept += block.tokens * 8 + outer * (2 if block.hidden_dropout else 1)
+    return ceil(kept * _under_way(config, pp_rank)) + moment
+
+
+def _logits(config: Config, block: BlockSizes) -> int:
+    """Bytes of the logits that the head has at once."""
+    columns = -(-config.model.vocab_size // config.parallel.tp)
+    return block.tokens * min(columns, config.train.loss_chunk_size or columns) * block.wide
+
+
+def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
+    """What a rank has of a block, for the formulas of `parallel.activations`.
+
+    Args:
+        config: resolved.
+        device: `cpu` or `cuda`.
+        layer: number of the block.
+    """
+    model, parallel, data = config.model, config.parallel, config.data
+    llama, itemsize = model.architecture == "llama", DTYPES[config.precision.dtype].itemsize
+    attention: Attention = "fused"
+    masked = data.separate_documents or model.window(layer) > 0
+    grouped = llama and model.num_key_value_heads < model.num_attention_heads
+    if model.attention_dropout or (device == "cuda" and masked and grouped):  # no fused kernel of a GPU does both
+        attention = "dropped"
+    elif device == "cpu" and config.precision.dtype == "bf16" and data.sequence_length <= _LONGEST_PLAIN:
+        attention = "plain"
+    experts = None
+    if model.has_experts(layer):
+        shared = model.shared_expert_ffn_hidden_size
+        inner = model.expert_ffn_hidden_size
+        experts = ExpertSizes(model.num_experts, model.experts_per_token, inner, shared, parallel.ep > 1)
+    return BlockSizes(
+        samples=config.train.micro_batch_size,
+        positions=data.sequence_length,
+        hidden=model.hidden_size,
+        heads=model.num_attention_heads,
+        ffn=model.ffn_hidden_size,
+        itemsize=itemsize,
+        hidden_dropout=model.hidden_dropout > 0,
+        attention=attention,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        sequence_parallel=parallel.sequence_parallel,
+        head_dim=model.head_dim if llama else 0,
+        key_heads=model.num_key_value_heads if llama else 0,
+        rotary=model.position_embedding == "rope",
+        llama=llama,
+        head_norms=model.qk_norm,
+        masked=masked,
+        experts=experts,
+    )
+
+
+def _under_way(config: Config, pp_rank: int) -> float:
+    """Micro-batches, of all its layers, that a rank keeps at once; weights whose gradients wait count as whole ones."""
+    parallel, batches = config.parallel, config.train.gradient_accumulation_steps
+    pp, chunks, after = parallel.pp, parallel.stage_chunks, parallel.pp - pp_rank - 1
+    if pp == 1:
+        return 1
+    warm_up = after + (chunks - 1) * pp + 1  # of its stages, as Megatron-LM counts them
+    of_stages = {
+        "1f1b": after + 1,
+        "interleaved": warm_up + after,
+        "zero-bubble": warm_up + pp_rank + 1,
+        "zbv": 2 * pp + 2 * pp_rank + 1,
+        "dualpipev": 2 * pp + 1 + pp_rank + 1,
+    }.get(parallel.schedule, batches * chunks)
+    return min(of_stages / chunks, batches)

@@ -1,0 +1,187 @@
+"""How large a model is, and what each rank holds of it: counted on the meta device, without processes or memory."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from threefold.comm.layout import Coordinates
+from threefold.config import Config
+from threefold.models.registry import make_model, model_plan
+from threefold.parallel.shard_shapes import Place, local_shape, place_of
+from threefold.parallel.split import ModelPlan, OverExperts, Split
+from threefold.train.division import stage_map
+from threefold.train.engine import DTYPES
+
+_ADAM_STATES = 2
+_STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
+
+
+class Weight(NamedTuple):
+    """A parameter of the whole model.
+
+    Attributes:
+        name: the one name that it has; a tied weight's is that of its first use.
+        split: how its module is cut.
+        shape: of the whole weight.
+    """
+
+    name: str
+    split: Split
+    shape: tuple[int, ...]
+
+    def held(self, place: Place) -> int:
+        """How many of its elements the rank at `place` holds."""
+        return prod(local_shape(self.shape, self.split, self.name.rpartition(".")[2], place))
+
+
+class StageSize(NamedTuple):
+    """A pipeline stage.
+
+    Attributes:
+        pp_rank: the place on the pp axis that has it.
+        layers: the names of its layers.
+        parameters: of these; a tied weight is counted once, at the first stage that uses it.
+    """
+
+    pp_rank: int
+    layers: tuple[str, ...]
+    parameters: int
+
+
+class RankSize(NamedTuple):
+    """What a rank holds.
+
+    Attributes:
+        parameters: those that it updates.
+        weights: bytes of them, and of the copies that it computes with.
+        gradients: bytes.
+        optimizer: bytes of the optimizer's state.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+
+class ModelSize:
+    """A model under a layout.
+
+    Args:
+        config: resolved.
+
+    Attributes:
+        parameters: of the whole model, tied weights counted once.
+        active: those that a token passes: of the experts, as many as it is sent to.
+
+    Raises:
+        UserError: the layers cannot be shared among the stages as the config says.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        plan = model_plan(config.model, config.data.sequence_length)
+        self._map = stage_map(plan, config)
+        with torch.device("meta"):
+            model = make_model(config.model)
+        self._layers = {name: _weights(model, name, plan) for name in plan.layers}
+        self.parameters = _count(self._whole())
+        experts = _count(weight for weight in self._whole() if isinstance(weight.split, OverExperts))
+        idle = config.model.num_experts - config.model.experts_per_token
+        self.active = self.parameters - (experts // config.model.num_experts * idle if experts else 0)
+
+    def stages(self) -> list[StageSize]:
+        """The stages of the pipeline, in the order in which a batch passes them."""
+        found, counted = [], set[Weight]()
+        for number, pp_rank in enumerate(self._map.ranks):
+            names = self._names(number)
+            new = {weight for name in names for weight in self._layers[name]} - counted
+            counted |= new
+            found.append(StageSize(pp_rank, names, _count(new)))
+        return found
+
+    def rank(self, pp_rank: int, place: Place) -> RankSize:
+        """What a rank holds at most while it makes a step, activations aside.
+
+        The formulas are those of docs/parallel/data.md. Gathered and scattered buffers are not among it.
+
+        Args:
+            pp_rank: its place on the pp axis.
+            place: its place on the others.
+        """
+        precision, zero = self._config.precision, self._config.parallel.zero
+        dtype = DTYPES[precision.dtype]
+        narrow = dtype.itemsize
+        wide = torch.promote_types(dtype, torch.float32).itemsize if precision.master_weights else narrow
+        held = sum(weight.held(place) for weight in self._of_rank(pp_rank))
+        states = held * wide * (_ADAM_STATES if self._config.optimizer.name == "adamw" else 0)
+        if not zero:
+            copies = held * narrow if narrow < wide else 0
+            return RankSize(held, held * wide + copies, held * wide, states)
+        whole = sum(weight.held(place.unshared) for weight in self._of_rank(pp_rank))
+        largest = max(
+            sum(weight.held(place.unshared) for weight in group) for group in self._gathered_together(pp_rank)
+        )
+        gathered = (largest if zero == _WEIGHTS_TOO else whole) * narrow
+        if zero == _STATE_ALONE:
+            gradients = max(held * wide, whole * wide + (largest * narrow if narrow < wide else 0))
+        else:
+            gradients = held * wide + largest * narrow
+        return RankSize(held, held * wide + gathered, gradients, states)
+
+    def largest_rank(self, pp_rank: int) -> RankSize:
+        """Of the ranks at a place of the pp axis, the one that holds the most: the first, as none has longer parts."""
+        return self.rank(pp_rank, place_of(self._config.parallel, Coordinates(0, pp_rank, 0, 0)))
+
+    def _names(self, stage: int) -> tuple[str, ...]:
+        first, end = self._map.layers(stage)
+        return tuple(self._layers)[first:end]
+
+    def _whole(self) -> set[Weight]:
+        return {weight for weights in self._layers.values() for weight in weights}
+
+    def _of_rank(self, pp_rank: int) -> set[Weight]:
+        """Distinct weights, those among them that another rank holds as well."""
+        stages = self._map.held_by(pp_rank)
+        return {weight for stage in stages for name in self._names(stage) for weight in self._layers[name]}
+
+    def _gathered_together(self, pp_rank: int) -> Iterator[set[Weight]]:
+        """With ZeRO: the weights of each layer, and those of the layers of a stage that share any; experts that the
+        replicas share by themselves."""
+        for stage in self._map.held_by(pp_rank):
+            layers = [set(self._layers[name]) for name in self._names(stage)]
+            if self._config.parallel.ep > 1:
+                experts = [{weight for weight in layer if isinstance(weight.split, OverExperts)} for layer in layers]
+                yield from experts
+                layers = [layer - own for layer, own in zip(layers, experts, strict=True)]
+            uses = Counter(weight for layer in layers for weight in layer)
+            sharing = [layer for layer in layers if any(uses[weight] > 1 for weight in layer)]
+            yield from (layer for layer in layers if layer not in sharing)
+            yield set().union(*sharing)
+
+
+def _weights(model: nn.Module, layer: str, plan: ModelPlan) -> tuple[Weight, ...]:
+    """The parameters of a layer."""
+    named = model.get_submodule(layer).named_parameters(layer)
+    return tuple(Weight(plan.whole_name(name), _split(name, plan), tuple(weight.shape)) for name, weight in named)
+
+
+def _split(name: str, plan: ModelPlan) -> Split:
+    """How the module of a parameter of the whole model is cut."""
+    found = plan.split_of(plan.whole_name(name))
+    if found is None:
+        raise ValueError(f"the split table says nothing about the parameter {name!r}")
+    return found
+
+
+def _count(weights: Iterable[Weight]) -> int:
+    return sum(prod(weight.shape) for weight in weights)

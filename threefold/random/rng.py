@@ -1,0 +1,123 @@
+"""Streams of random numbers for models that call torch's random operations themselves.
+
+Threefold's own layers draw by key and position (`threefold.random.philox`) and need none of this.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from threefold.comm.layout import Coordinates, Layout
+from threefold.random.philox import stream_key
+
+STREAMS = "random."
+"""How the names of stored streams begin."""
+
+
+class RandomStreams:
+    """Named torch generators for code that draws in sequence: `global` agrees inside a tp group, `local` differs.
+
+    A module of a model gets its engine's by having an attribute `streams`. Their state goes into checkpoints once
+    they are used, evaluation leaves it as it was, and recomputed activations draw what they drew the first time.
+
+    Args:
+        seed: the run's seed.
+        place: this rank's coordinates; `global` depends on all but tp, `local` on all.
+        device: whose default generator is lent to a stream.
+
+    Attributes:
+        used: whether anything was drawn.
+    """
+
+    def __init__(self, seed: int, place: Coordinates, device: torch.device | str = "cpu") -> None:
+        self.seed, self.place, self.device = seed, place, torch.device(device)
+        self.used = False
+        self.reseed()
+
+    def reseed(self, *parts: int | str) -> None:
+        """Start anew from the seed and `parts`, as from no others."""
+        dp, pp, cp, tp = self.place
+        self._states = {
+            name: torch.Generator(self.device)
+            .manual_seed(stream_key("stream", name, self.seed, *at, *parts))
+            .get_state()
+            for name, at in (("global", (dp, pp, cp)), ("local", (dp, pp, cp, tp)))
+        }
+
+    @contextmanager
+    def fork(self, name: str) -> Iterator[None]:
+        """Run a block with torch's default generator on the stream `name`, and put the generator back after it.
+
+        Raises:
+            KeyError: there is no stream of that name.
+        """
+        outer = self._default_state()
+        self._set_default_state(self._states[name])
+        self.used = True
+        try:
+            yield
+        finally:
+            self._states[name] = self._default_state()
+            self._set_default_state(outer)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state of each stream."""
+        return dict(self._states)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._states = dict(state)
+
+    @contextmanager
+    def preserved(self, start: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Run a block from the state `start`, or from where the streams are, and put them back after it."""
+        outer = self.state_dict()
+        self.load_state_dict(start or outer)
+        try:
+            yield
+        finally:
+            self.load_state_dict(outer)
+
+    def replays(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What `torch.utils.checkpoint` runs the forward pass in, and its replay: that one draws the same."""
+        return nullcontext(), self.preserved(self.state_dict())
+
+    def stored(self, layout: Layout) -> dict[str, Tensor]:
+        """The state of each stream, to be saved or filled in place, under a name of its own in the whole layout."""
+        dp, pp, cp, tp = self.place
+        places = {"global": f"{dp}.{pp}.{cp}", "local": f"{dp}.{pp}.{cp}.{tp}"}
+        return {stored_as(layout) + f"{name}.{places[name]}": state.clone() for name, state in self._states.items()}
+
+    def load_stored(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+        """Take over what `stored` gave, once it is filled."""
+        self.load_state_dict({name.removeprefix(stored_as(layout)).split(".")[0]: t for name, t in tensors.items()})
+        self.used = True
+
+    def _default_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+
+    def _set_default_state(self, state: Tensor) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            torch.set_rng_state(state)
+
+
+def stored_as(layout: Layout) -> str:
+    """How the names begin under which a run of this layout stores its streams."""
+    sizes = (f"{axis}{size}" for axis, size in zip(Coordinates._fields, layout.shape, strict=True))
+    return STREAMS + "-".join(sizes) + "."
+
+
+def lend(streams: RandomStreams, module: nn.Module) -> None:
+    """Give `streams` to each module inside that asks for them by an attribute `streams`."""
+    for child in module.modules():
+        if hasattr(child, "streams"):
+            child.streams = streams  # type: ignore[assignment]
+
+
+def streams_of(module: nn.Module) -> RandomStreams | None:
+    """The streams that a module inside draws from, if any does."""
+    found = (getattr(child, "streams", None) for child in module.modules())
+    return next((streams for streams in found if isinstance(streams, RandomStreams)), None)

@@ -1,0 +1,81 @@
+"""RUN/train.log: the step log in words, in the form of PaddleFleetX's."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.line_file import LineFile
+
+FILE = "train.log"
+
+
+class StepLog(Hook):
+    """A line every so many steps, and one for each evaluation and checkpoint.
+
+    The costs, speeds and tokens per second (those read, without padding) of a line are averages since the line before;
+    its loss is the global mean of that step and its learning rate the one that was used.
+
+    Args:
+        path: of the file; a resumed run appends.
+        every: steps between lines.
+        ranks: of the run, for the tokens per second of each.
+        emit: gets each line too.
+        say: gets a warning where the file cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, every: int, ranks: int, emit: Callable[[str], None], say: Callable[[str], None]
+    ) -> None:
+        self.every, self.ranks, self.emit = every, ranks, emit
+        self._file = LineFile(path, say)
+        self._since: list[StepRecord] = []
+
+    def before_fit(self, start: int) -> None:
+        self._file.open(append=bool(start))
+
+    def after_step(self, record: StepRecord) -> None:
+        self._since.append(record)
+        if record.skipped:
+            self._write(
+                f"global step {record.step}, skipped: the gradient overflowed at loss scale {record.loss_scale:g}"
+            )
+        if record.step % self.every == 0 or record.step == 1:
+            self._write(step_line(self._since, self.ranks))
+            self._since = []
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._write(
+            f"global step {record.step}, validation loss: {record.loss:.9f}, tokens: {record.tokens}, "
+            f"eval_cost: {record.seconds:.5f} sec"
+            + "".join(f", loss of {name}: {loss:.9f}" for name, loss in record.corpus_losses.items())
+        )
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self._write(f"global step {step}, checkpoint: {path}")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: str) -> None:
+        self._file.write(line)
+        self.emit(line)
+
+
+def step_line(since: list[StepRecord], ranks: int) -> str:
+    """The line of the last of these steps.
+
+    Args:
+        since: the steps since the line before, at least one.
+        ranks: of the run.
+    """
+    last, count = since[-1], len(since)
+    seconds = sum(record.seconds for record in since)
+    rate = sum(record.tokens_read for record in since) / seconds
+    return (
+        f"global step {last.step}, epoch: {last.epoch}, batch: {last.batch}, loss: {last.loss:.9f}, "
+        f"avg_reader_cost: {sum(record.reader_cost for record in since) / count:.5f} sec, "
+        f"avg_batch_cost: {seconds / count:.5f} sec, speed: {count / seconds:.2f} step/s, "
+        f"ips_total: {rate:.0f} tokens/s, ips: {rate / ranks:.0f} tokens/s, learning rate: {last.lr:.5e}"
+        + ("" if last.loss_scale is None else f", loss scale: {last.loss_scale:g}")
+        + "".join(f", epoch of {name}: {epochs:.3g}" for name, epochs in last.corpus_epochs.items())
+    )

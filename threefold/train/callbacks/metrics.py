@@ -1,0 +1,168 @@
+"""RUN/metrics.jsonl: every step and every evaluation as one JSON object a line."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from threefold.data.staging import sync
+from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.line_file import LineFile
+
+FILE = "metrics.jsonl"
+_BEGINNING = b'{"step": '
+_NAMED_LINES = 5
+"""Numbers of damaged lines that a warning lists."""
+
+
+class MetricsFile(Hook):
+    """Writes the file; a resumed run continues it, without the steps after the one that it resumes from.
+
+    What is damaged in a file that is continued is left out, with one warning.
+
+    Args:
+        path: of the file.
+        say: gets the warnings.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self.path, self.say = path, say
+        self._file = LineFile(path, say)
+
+    def before_fit(self, start: int) -> None:
+        if start and self.path.is_file():
+            try:
+                self._rewrite(start)
+            except OSError as error:
+                self.say(
+                    f"Warning: {self.path} cannot be rewritten ({error.strerror}); the steps after {start} that are "
+                    "made again follow at its end."
+                )
+        self._file.open(append=bool(start))
+
+    def after_step(self, record: StepRecord) -> None:
+        values: dict[str, Any] = {
+            "step": record.step,
+            "loss": _number(record.loss),
+            "grad_norm": _number(record.grad_norm),
+            "lr": record.lr,
+            "tokens": record.tokens,
+            "tokens_per_second": round(record.tokens_per_second, 1),
+        }
+        if record.loss_scale is not None:
+            values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
+        if record.corpus_epochs:
+            values["epochs"] = {name: round(epochs, 6) for name, epochs in record.corpus_epochs.items()}
+        self._file.write(json.dumps(values))
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        values: dict[str, Any] = {
+            "step": record.step,
+            "valid_loss": _number(record.loss),
+            "valid_tokens": record.tokens,
+        }
+        if record.corpus_losses:
+            values["valid_losses"] = {name: _number(loss) for name, loss in record.corpus_losses.items()}
+        self._file.write(json.dumps(values))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _rewrite(self, last: int) -> None:
+        """Leave the good lines up to step `last`; the file is the old one or the new one, whenever this is ended."""
+        found = read_metrics_file(self.path)
+        if warning := found.warning(self.path):
+            self.say(warning)
+        fresh = self.path.with_name(self.path.name + ".tmp")
+        try:
+            with fresh.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in found.lines if line["step"] <= last)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(self.path)
+            sync(self.path.parent)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
+
+
+def _number(value: float) -> float | None:
+    """JSON has no numbers that are not finite."""
+    return value if isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a metrics file holds.
+
+    Attributes:
+        lines: the objects by step, that of a step before the evaluation after it; of several for one step the last.
+        damaged: numbers, from 1, of lines that are none of ours; not that of a last line that was cut short.
+        repeated: numbers of lines for which there is a later one of the same step.
+    """
+
+    lines: tuple[dict[str, Any], ...]
+    damaged: tuple[int, ...] = ()
+    repeated: tuple[int, ...] = ()
+
+    def warning(self, path: Path) -> str | None:
+        """One sentence of what is left out; None if nothing is."""
+        parts = []
+        if self.damaged:
+            parts.append(f"{_numbered(self.damaged)} damaged")
+        if self.repeated:
+            parts.append(f"{_numbered(self.repeated)} repeated by a later line of the same step")
+        return f"Warning: {path} has {' and '.join(parts)}; the other lines are kept." if parts else None
+
+
+def _numbered(numbers: tuple[int, ...]) -> str:
+    listed = ", ".join(map(str, numbers[:_NAMED_LINES]))
+    more = f" and {len(numbers) - _NAMED_LINES} more" if len(numbers) > _NAMED_LINES else ""
+    return f"line {listed}" if len(numbers) == 1 else f"lines {listed}{more}"
+
+
+def read_metrics_file(path: Path) -> Metrics:
+    """Every good line of a metrics file, whatever lies between them; none where there is no such file."""
+    if not path.is_file():
+        return Metrics(())
+    found: dict[tuple[int, bool], tuple[int, dict[str, Any]]] = {}
+    damaged, repeated = [], []
+    with path.open("rb") as file:
+        for number, content in enumerate(file, 1):
+            line = _object(content)
+            if line is None and content.endswith(b"\n") and content.strip():
+                damaged.append(number)
+                line = _object(content[max(0, content.rfind(_BEGINNING)) :])  # a whole one after half of another
+            if line is None:
+                continue
+            key = (line["step"], "loss" not in line)
+            if key in found:
+                repeated.append(found[key][0])
+            found[key] = number, line
+    return Metrics(tuple(found[key][1] for key in sorted(found)), tuple(damaged), tuple(repeated))
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The good lines of a metrics file that may be missing or damaged, as objects in the order of their steps."""
+    yield from read_metrics_file(path).lines
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    """The object of a line, if it is that of a step or an evaluation and nothing else."""
+    try:
+        # older versions wrote a loss that was not finite as NaN
+        line = json.loads(content.decode("utf-8"), parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
+        return None
+    if "loss" in line:
+        return line if _is_number(line["loss"]) and type(line.get("tokens")) is int else None
+    return line if "valid_loss" in line and _is_number(line["valid_loss"]) else None
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

@@ -1,0 +1,110 @@
+"""RUN/loss.png: the loss curve."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from math import log
+from pathlib import Path
+from typing import Any
+
+from threefold.train.callbacks.base import Hook
+from threefold.train.callbacks.line_file import reason_of
+from threefold.train.callbacks.metrics import read_metrics
+
+FILE = "loss.png"
+_TRAIN, _VALID, _GREY = "#3366aa", "#cc4422", "#777777"
+
+
+class LossCurve(Hook):
+    """Draws the curve of the whole run, also of the part before it was resumed, when all steps have been made.
+
+    Args:
+        path: of the picture.
+        metrics: the metrics file, complete by then.
+        vocab_size: for the loss of a model that knows nothing.
+        title: above the picture.
+        say: gets a warning where it cannot be drawn.
+    """
+
+    def __init__(self, path: Path, metrics: Path, vocab_size: int, title: str, say: Callable[[str], None]) -> None:
+        self.path, self.metrics, self.vocab_size, self.title, self.say = path, metrics, vocab_size, title, say
+
+    def after_fit(self) -> None:
+        # Whatever goes wrong in a library that draws, the run has been made.
+        try:
+            draw(self.path, list(read_metrics(self.metrics)), self.vocab_size, self.title)
+        except Exception as error:
+            self.say(f"Warning: {self.path} cannot be drawn ({reason_of(error)}).")
+
+
+def smoothed(values: list[float], span: int) -> list[float]:
+    """Means over `span` neighbours centred on each value, so that the curve does not lag.
+
+    The first and last `span // 2` values have none: a mean over fewer would follow the single steps, and the curve
+    would rise or dive at its end with the last of them.
+
+    Args:
+        values: one a step.
+        span: how many, odd.
+
+    Returns:
+        one for each value but `span // 2` at either end.
+    """
+    sums = [0.0, *accumulate(values)]
+    return [(sums[place + span] - sums[place]) / span for place in range(len(values) - span + 1)]
+
+
+def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str) -> None:
+    """Draw the losses over the steps, with the tokens trained on (counted for the loss) along the upper edge.
+
+    Args:
+        path: of the PNG.
+        metrics: the objects of a metrics file.
+        vocab_size: V; a uniform guess has the loss ln V.
+        title: above the picture.
+    """
+    # Without pyplot: no global state, no display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    steps = [line for line in metrics if line.get("loss") is not None]
+    evaluations = [line for line in metrics if line.get("valid_loss") is not None]
+    numbers, losses = [line["step"] for line in steps], [line["loss"] for line in steps]
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if steps:
+        axes.plot(numbers, losses, color=_TRAIN, alpha=0.3, linewidth=1, label="training, each step")
+        span = len(losses) // 40 * 2 + 1
+        if span > 1:
+            label = f"training, mean over {span} steps"
+            middle = numbers[span // 2 : len(numbers) - span // 2]
+            axes.plot(middle, smoothed(losses, span), color=_TRAIN, linewidth=2, label=label)
+    if evaluations:
+        last = evaluations[-1]
+        axes.plot(
+            [line["step"] for line in evaluations],
+            [line["valid_loss"] for line in evaluations],
+            color=_VALID,
+            linewidth=1.5,
+            marker="o",
+            markersize=4,
+            clip_on=False,  # the last lies on the frame
+            label=f"validation, {last['valid_loss']:.3f} at the end",
+        )
+    guess = log(vocab_size)
+    axes.axhline(
+        guess, color=_GREY, linewidth=1, linestyle="--", label=f"uniform guess, ln {vocab_size:,} = {guess:.2f}"
+    )
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    if numbers:
+        axes.set_xlim(0, numbers[-1])
+        per_step = max(1, sum(line["tokens"] for line in steps if not line.get("skipped"))) / len(steps)
+        upper = axes.secondary_xaxis("top", functions=(lambda x: x * per_step, lambda x: x / per_step))
+        upper.xaxis.set_major_formatter(EngFormatter(sep=""))
+        upper.set_xlabel("tokens trained on (counted for the loss)")
+    figure.savefig(path, dpi=150)

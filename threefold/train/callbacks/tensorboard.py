@@ -1,0 +1,105 @@
+"""RUN/tensorboard: the curves for TensorBoard."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.line_file import reason_of
+
+FOLDER = "tensorboard"
+SECONDS_BETWEEN_FLUSHES = 10
+
+
+class TensorBoard(Hook):
+    """Writes event files; what a resumed run makes anew takes the place of what it was before.
+
+    Through TensorBoard's own records, but not its own writer, whose thread would tell a full disk with a traceback.
+    Whatever goes wrong is said once, and the run continues without these files.
+
+    Args:
+        folder: of the event files.
+        say: gets the warning.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder, say
+        self._file: BinaryIO | None = None
+        self._records: Any = None
+        self._flushed = 0.0
+
+    def before_fit(self, start: int) -> None:
+        with self._failures_told():
+            # Imported by the one rank that writes, not by all.
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.summary.writer.record_writer import RecordWriter
+
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = _new_file(self.folder)
+            self._records = RecordWriter(self._file)
+            self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            # TensorBoard drops what older files have from this step on.
+            session = SessionLog(status=SessionLog.START)
+            self._add(Event(wall_time=time.time(), step=start + 1, session_log=session))
+
+    def after_step(self, record: StepRecord) -> None:
+        values = {
+            "loss/train": record.loss,
+            "gradient_norm": record.grad_norm,
+            "learning_rate": record.lr,
+            "tokens_per_second": record.tokens_per_second,
+        }
+        if record.loss_scale is not None:
+            values["loss_scale"] = record.loss_scale
+        self._write(record.step, values)
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        by_corpus = {f"loss/validation of {name}": loss for name, loss in record.corpus_losses.items()}
+        self._write(record.step, {"loss/validation": record.loss, **by_corpus})
+
+    def close(self) -> None:
+        if self._file is not None:
+            with self._failures_told():
+                self._file.close()
+            self._file = None
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        if self._file is None:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        with self._failures_told():
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+            self._add(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        if self._file is not None and time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
+            self._file.flush()
+            self._flushed = time.monotonic()
+
+    @contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._file is not None:
+                with suppress(OSError):
+                    self._file.close()
+            self._file = None
+            self.say(f"Warning: {self.folder} cannot be written ({reason_of(error)}); training continues without it.")
+
+
+def _new_file(folder: Path) -> BinaryIO:
+    """An event file by a name that TensorBoard sorts behind those there are."""
+    begin = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+    for number in count():
+        with suppress(FileExistsError):
+            return (folder / f"{begin}.{number}").open("xb")
+    raise AssertionError

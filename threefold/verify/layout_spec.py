@@ -1,0 +1,149 @@
+"""A way to spread a model over ranks, as people write it: `dp2·tp2·pp2 zbv zero3 sp`."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from threefold.comm.layout import Layout
+from threefold.config.schema import Schedule
+from threefold.errors import UserError
+
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+NUMBERS = {
+    "zero": "parallel.zero",
+    "shards": "parallel.zero_shards",
+    "chunks": "parallel.stage_chunks",
+    "accumulation": "train.gradient_accumulation_steps",
+}
+"""Words that take a number → the setting they stand for."""
+_AXES = ("dp", "tp", "pp", "cp", "ep")
+_AXIS = re.compile(rf"({'|'.join(_AXES)})=?(\d+)")
+_AXIS_LIST = re.compile(rf"(({'|'.join(_AXES)})=?\d+x?)+")
+_NUMBER = re.compile(rf"({'|'.join(NUMBERS)})[=-]?(\d+)")
+_SEPARATORS = re.compile(r"[\s,·×:+*/]+")
+_EXAMPLE = "dp2·tp2·pp2 zbv zero1 sp"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A layout and how it is run.
+
+    Attributes:
+        layout: ranks along each axis.
+        settings: (`section.key`, value) of what is not the default, in the order of `ORDER`.
+    """
+
+    layout: Layout
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", tuple(sorted(self.settings, key=lambda item: ORDER.index(item[0]))))
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """The value of `section.key`, if this variant sets it."""
+        return dict(self.settings).get(key, default)
+
+    @property
+    def axes(self) -> str:
+        """`dp2·tp2·pp2`: the axes of more than one rank."""
+        sizes = [(axis, self.layout.size(axis)) for axis in _AXES]
+        return "·".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "dp1"
+
+    @property
+    def options(self) -> str:
+        """The rest, in the words that `parse` reads."""
+        return " ".join(_word(key, value) for key, value in self.settings)
+
+    def __str__(self) -> str:
+        return f"{self.axes} {self.options}".strip()
+
+
+ORDER = (
+    "parallel.cp_method",
+    "parallel.schedule",
+    "parallel.stage_chunks",
+    "parallel.zero",
+    "parallel.zero_shards",
+    "parallel.sequence_parallel",
+    "train.recompute",
+    "train.gradient_accumulation_steps",
+)
+RECOMPUTE = ("selective", "full")
+
+
+def parse_layouts(texts: list[str]) -> list[Variant]:
+    """Several layouts: each text is one, or some with `;` between them; said twice, one is taken once.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    parts = [part.strip() for text in texts for part in text.split(";")]
+    return list(dict.fromkeys(parse(part) for part in parts if part))
+
+
+def parse(text: str) -> Variant:
+    """One layout: axes with their sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
+
+    Between the words may stand spaces, commas, colons, `·`, `×`, `+`; `=` before a number is optional.
+
+    Raises:
+        UserError: a word is unknown, or the same thing is said twice.
+    """
+    sizes: dict[str, int] = {}
+    settings: dict[str, Any] = {}
+    for word in _SEPARATORS.split(text.strip().lower()):
+        for key, value in _facts(word, text) if word else ():
+            known = sizes if key in _AXES else settings
+            if key in known:
+                raise UserError(f"The layout {text!r} sets {key} twice; once is enough, as in {_EXAMPLE!r}.")
+            known[key] = value
+    if not sizes:
+        raise UserError(f"The layout {text!r} names no axis; write one such as {_EXAMPLE!r}.")
+    return Variant(Layout(**sizes), tuple(settings.items()))
+
+
+def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
+    if _AXIS_LIST.fullmatch(word):
+        yield from ((axis, int(size)) for axis, size in _AXIS.findall(word))
+    elif number := _NUMBER.fullmatch(word):
+        yield NUMBERS[number[1]], int(number[2])
+    elif (schedule := word.removeprefix("schedule=")) in SCHEDULES:
+        yield "parallel.schedule", schedule
+    elif word == "ring":
+        yield "parallel.cp_method", "ring"
+    elif word == "sp":
+        yield "parallel.sequence_parallel", True
+    elif (mode := word.removeprefix("recompute=")) in RECOMPUTE:
+        yield "train.recompute", mode
+    else:
+        known = [
+            *SCHEDULES,
+            "zero1",
+            "zero2",
+            "zero3",
+            "sp",
+            "ring",
+            "recompute=full",
+            "recompute=selective",
+            "chunks2",
+        ]
+        close = get_close_matches(word, [*known, *(f"{axis}2" for axis in _AXES)], n=1, cutoff=0.3)
+        nearest = close[0] if close else "dp2"
+        raise UserError(
+            f"The layout {text!r} has {word!r}, which is neither an axis such as dp2 nor one of {', '.join(known)}; "
+            f"the nearest is {nearest}."
+        )
+
+
+def _word(key: str, value: Any) -> str:
+    if key in ("parallel.schedule", "parallel.cp_method", "train.recompute"):
+        return str(value)
+    if key == "parallel.sequence_parallel":
+        return "sp"
+    return f"{next(word for word, meant in NUMBERS.items() if meant == key)}{value}"

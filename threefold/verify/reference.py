@@ -1,0 +1,136 @@
+"""What one process computes: the plain model, torch's own optimizer and clip, the whole batch in one pass.
+
+Nothing of the engine is used, so that a mistake in it cannot hide on both sides of the comparison.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from threefold.config import Config
+from threefold.labels import IGNORED
+from threefold.models.layers.sample_info import Samples
+from threefold.parallel.parallelize import draw_
+from threefold.parallel.split import ModelPlan
+from threefold.random.philox import sample_keys
+from threefold.train.schedule import learning_rate
+from threefold.verify.data import Rows
+from threefold.verify.source import ModelSource
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+FILE = "one-process.pt"
+
+
+@dataclass
+class Trace:
+    """What a run computed, by parameter name in model order.
+
+    Attributes:
+        initial: the weights before the first step.
+        losses, norms: each step's loss, and gradient norm before the clip.
+        gradients: each step's gradients, before the clip and the update.
+        weights: the weights after each step.
+        leverage: how far the updates of all steps together move each weight per relative error in the gradients.
+    """
+
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    leverage: dict[str, Tensor] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Write it for the ranks of the layouts."""
+        torch.save(self.__dict__, folder / FILE)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Trace":
+        """Memory-mapped: a rank reads the parts that it compares."""
+        return cls(**torch.load(folder / FILE, mmap=True, weights_only=True))
+
+
+def one_process(make_model: Callable[[], nn.Module], plan: ModelPlan, config: Config, rows: Rows, steps: int) -> Trace:
+    """Train for `steps` steps on one device.
+
+    Args:
+        make_model: the model's `forward(tokens, labels, samples)` returns the summed loss of the labels that count.
+        plan: for the initial values alone.
+        config: resolved; its layout is not looked at.
+    """
+    model = make_model().to(DTYPES[config.precision.dtype])
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        draw_(parameter, parameter, name, plan, config.train.seed)
+    optimizer = _optimizer(list(parameters.values()), config)
+    trace = Trace(initial=_copies(parameters))
+    trace.leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    for step in range(steps):
+        batch = rows.batch(config, step)
+        keys = sample_keys(config.train.seed, step, batch.rows)
+        optimizer.zero_grad()
+        counted = batch.labels != IGNORED
+        samples = Samples(keys, batch.documents, counted.double() / counted.sum())
+        loss = model(batch.tokens, batch.labels, samples) / counted.sum()
+        loss.backward()
+        gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
+        trace.losses.append(loss.item())
+        trace.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
+        trace.norms.append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
+        torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad_norm or float("inf"))
+        lr = learning_rate(step + 1, config.optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        for name, parameter in parameters.items():
+            trace.leverage[name] += lr * _leverage(optimizer, parameter, config)
+        trace.weights.append(_copies(parameters))
+    return trace
+
+
+def write_trace(source: ModelSource, config: Config, rows: Rows, steps: int, folder: str) -> list[float]:
+    """Run one process and write its trace to `folder`; returns the losses."""
+    make_model, plan = source.load(config)
+    trace = one_process(make_model, plan, config, rows, steps)
+    trace.save(Path(folder))
+    return trace.losses
+
+
+def _optimizer(parameters: list[nn.Parameter], config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups)
+    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
+
+
+def _leverage(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, config: Config) -> Tensor | float:
+    """How far an update of learning rate 1 moves each weight, per relative error in the parameter's gradient.
+
+    An error of δ times the gradient's largest magnitude G moves SGD's update by δ·G. Adam divides by √v + ε (bias
+    corrected), so by δ·G / (√v + ε): for gradients that are rounding noise alone (a key bias, which softmax ignores)
+    that is far more than δ, and no mistake. The bound falls to that of SGD's kind where the gradient is a gradient.
+    """
+    assert parameter.grad is not None
+    largest = parameter.grad.abs().max()
+    if config.optimizer.name == "sgd":
+        return float(largest)
+    state = optimizer.state[parameter]
+    variance = state["exp_avg_sq"] / (1 - config.optimizer.betas[1] ** float(state["step"]))
+    return largest / (variance.sqrt() + config.optimizer.eps)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:  # not used by the loss: what the engine's cleared buffers hold then
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _copies(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
