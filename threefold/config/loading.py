@@ -11,6 +11,7 @@ from threefold.config.document import parse_value, read_document
 from threefold.config.schema import Config, section_types
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.plugins import one_of
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
@@ -180,5 +181,4 @@ def _number(limit: float) -> str:
 
 def _choice(given: Any, expected: str) -> str:
     names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
-    close = get_close_matches(str(given)[:_LONGEST_NAME].lower(), names, n=1, cutoff=0)
-    return f"one of {', '.join(names)}; the nearest is {close[0]}"
+    return one_of(given, names)

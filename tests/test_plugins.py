@@ -1,0 +1,55 @@
+"""Extension points: built-in names first, then what installed packages declare, and one sentence for any other."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.plugin_package import write_package
+from threefold.errors import UserError
+from threefold.plugins import Registry
+
+GROUP = "threefold.toys"
+TOYS = Registry("toy.name", GROUP, {"join": "posixpath:join", "split": "posixpath:split"})
+
+
+def test_built_in() -> None:
+    import posixpath
+
+    assert TOYS.names() == ["join", "split"]
+    assert TOYS.load("split") is posixpath.split
+    assert "join" in TOYS
+    assert "toy" not in TOYS
+
+
+def test_unknown_name_is_one_sentence() -> None:
+    with pytest.raises(UserError) as error:
+        TOYS.load("spilt")
+    assert str(error.value) == "toy.name is 'spilt' but must be one of join, split; the nearest is split."
+
+
+def test_another_package_adds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {"toy": "toy_of_plugins:Toy", "join": "toy_of_plugins:Toy"}
+    write_package(tmp_path, GROUP, entries, "class Toy: pass\n", name="toy_of_plugins")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert TOYS.names() == ["join", "split", "toy"]
+    assert "toy_of_plugins" not in sys.modules, "listing imports nothing"
+    assert TOYS.load("toy").__name__ == "Toy"
+    assert TOYS.load("join").__module__ == "posixpath", "a built-in name is not replaced"
+
+
+def test_one_name_of_two_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first_toys", "second_toys"):
+        write_package(tmp_path / name, GROUP, {"toy": f"{name}:Toy"}, "class Toy: pass\n", name)
+        monkeypatch.syspath_prepend(tmp_path / name)
+    with pytest.raises(UserError, match=r"^toy.name is toy but the package \w+ and the package \w+ each declare it"):
+        TOYS.load("toy")
+
+
+@pytest.mark.parametrize("module", ["", "import no_such_module\n"])
+def test_entry_point_that_cannot_be_imported(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"broken_toys_{len(module)}"
+    write_package(tmp_path, GROUP, {"toy": f"{name}:Toy"}, module, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=rf"the package {name} declares it as {name}:Toy, which cannot be imported \("):
+        TOYS.load("toy")
