@@ -1,4 +1,4 @@
-"""The fleet of local workers that distributed tests run on."""
+"""The pool of local workers that distributed tests run on, and other fixtures of several folders."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.parity import Case, Trace, one_process
+from tests.train.support import Run, write_tokens
 from threefold.launch.worker_pool import WorkerPool
 
 settings.register_profile("house", database=None, deadline=None, derandomize=True)
@@ -38,3 +39,12 @@ def expected(pool) -> Callable[[Case], Trace]:
         return known[case.unsplit]
 
     return trace
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on one rank; `but` makes others of it."""
+    from pydoc_data.topics import topics
+
+    documents = [text[:400] for _, text in sorted(topics.items())][:60]
+    return Run(write_tokens(tmp_path_factory.mktemp("data") / "tokens", documents))
