@@ -42,14 +42,14 @@ def main() -> None:
 
 def kept_step(batch: int) -> Callable[[int], None]:
     """Threefold as it is."""
-    from threefold.inference.generate import Request, complete
+    from threefold.inference.generate import GenerationRequest, complete
     from threefold.inference.sampling import Sampling
 
     torch.set_num_threads(1)
     model = _model()
 
     def step(number: int) -> None:
-        complete(model, _prompts(batch, number).tolist(), Request(NEW, Sampling(temperature=0)))
+        complete(model, _prompts(batch, number).tolist(), GenerationRequest(NEW, Sampling(temperature=0)))
 
     return step
 

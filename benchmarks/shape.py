@@ -68,7 +68,7 @@ def config(dtype: str, dp: int = 1, tp: int = 1, pp: int = 1, **train: Any) -> C
 
 def threefold_step(settings: Config) -> Callable[[int], None]:
     """Set Threefold's training up on this rank of an initialised process group; returns what does one step of it."""
-    keep_freed_memory()  # as `threefold.train.run` does
+    keep_freed_memory()  # as `threefold.train.entry_point` does
     parallel = settings.parallel
     mesh = Mesh(Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp), torch.device("cpu"))
     engine = Engine(lambda: GPT(settings.model), gpt_plan(settings.model, SEQUENCE), mesh, settings)

@@ -37,7 +37,7 @@ def test_help_imports_nothing_slow(arguments: list[str]) -> None:
 def test_importing_the_package_starts_nothing() -> None:
     """No work at import: no threads, no process group, no files opened for writing."""
     script = (
-        "import threading, threefold.launch.worker_pool, threefold.launch.training, torch.distributed\n"
+        "import threading, threefold.launch.worker_pool, threefold.launch.training_run, torch.distributed\n"
         "assert threading.active_count() == 1\n"
         "assert not torch.distributed.is_initialized()\n"
     )

@@ -18,7 +18,7 @@ from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.sample_info import NOTHING, Samples
 from threefold.random.philox import name_sites
 from threefold.random.rng import STREAMS, RandomStreams
-from threefold.train import run
+from threefold.train import entry_point
 from threefold.train.engine import Engine
 
 
@@ -99,7 +99,7 @@ def test_recomputation_and_evaluation_change_nothing(pool) -> None:
 
 
 def train_noisily(config: Run, folder: Path, resume: bool = False) -> str:
-    with patch.object(run, "make_model", NoisyGPT):
+    with patch.object(entry_point, "make_model", NoisyGPT):
         return train_rank(config, folder, resume)
 
 

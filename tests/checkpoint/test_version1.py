@@ -21,7 +21,7 @@ from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.train.run import train
+from threefold.train.entry_point import train
 
 ARCHIVE = Path(__file__).parent / "data" / "version1.tar.xz"
 """A run of two steps on tp 2, its tokens, and the losses of the unbroken run of four."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from threefold.config import load_config
 from threefold.launch.output import log_file
-from threefold.launch.training import resolve_run
+from threefold.launch.training_run import resolve_run
 
 THREEFOLD = [sys.executable, "-m", "threefold"]
 ENDLESS = ("--set", "train.max_steps=1000000", "--set", "log.every=1", "--set", "train.eval_every=0")
@@ -74,7 +74,7 @@ def test_same_losses_from_the_command_from_torchrun_and_from_python(config_file:
     script = (
         "from pathlib import Path\n"
         "from threefold.config import load_config\n"
-        "from threefold.launch.training import prepare_training\n"
+        "from threefold.launch.training_run import prepare_training\n"
         f"config = load_config(Path({str(config_file)!r}), {list(options[1::2])!r})\n"
         f"prepare_training(config, Path({str(tmp_path / 'python')!r})).start()\n"
     )

@@ -17,11 +17,11 @@ from threefold.config import Config
 from threefold.config.compatibility import RULES
 from threefold.config.features import FEATURES, SIXTEEN_BIT, Cell, Feature, cells, config_with, markdown
 from threefold.errors import UserError
+from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import GRADIENT, LOSS, Error
-from threefold.verify.data import RandomRows
-from threefold.verify.rank import RankReport, run_rank
+from threefold.verify.model_source import ConfigSource
+from threefold.verify.rank_worker import RankReport, run_rank
 from threefold.verify.reference import write_trace
-from threefold.verify.source import ConfigSource
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 CELLS = list(cells())
@@ -96,7 +96,7 @@ def compare(pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Feature
         if str(settings) not in known:
             known[str(settings)] = tmp_path_factory.mktemp("one-process")
             alone = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "fp64"})})
-            pool.run(1, write_trace, ConfigSource(), alone, RandomRows(), STEPS, str(known[str(settings)]))
+            pool.run(1, write_trace, ConfigSource(), alone, RandomBatches(), STEPS, str(known[str(settings)]))
         return known[str(settings)]
 
     def run(features: Features) -> list[Error]:
@@ -108,7 +108,9 @@ def compare(pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Feature
         parallel = config.parallel
         ranks = parallel.dp * parallel.tp * parallel.pp * parallel.cp
         folder = trace(config)
-        reports: list[RankReport] = pool.run(ranks, run_rank, ConfigSource(), config, RandomRows(), STEPS, str(folder))
+        reports: list[RankReport] = pool.run(
+            ranks, run_rank, ConfigSource(), config, RandomBatches(), STEPS, str(folder)
+        )
         return [error for report in reports for error in report.errors]
 
     return run

@@ -15,7 +15,7 @@ from threefold.config import Config
 from threefold.data.files import TokenFiles
 from threefold.data.samples import PackedSamples, split_facts
 from threefold.errors import UserError
-from threefold.launch.training import resolve_run
+from threefold.launch.training_run import resolve_run
 
 
 def run(*arguments: str) -> str:

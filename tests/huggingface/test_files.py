@@ -21,7 +21,7 @@ from threefold.errors import UserError
 from threefold.huggingface.config_out import choose_family
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.launch.training import prepare_training
+from threefold.launch.training_run import prepare_training
 from threefold.launch.worker_pool import WorkerPool
 
 INDEX = "model.safetensors.index.json"

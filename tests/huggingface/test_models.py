@@ -11,7 +11,7 @@ from tests.checkpoint.support import Silent, file_tensors, model_of, same_tensor
 from threefold.huggingface import weights
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.inference.generate import Request, complete
+from threefold.inference.generate import GenerationRequest, complete
 from threefold.inference.model import Trained
 from threefold.inference.sampling import Sampling
 
@@ -149,6 +149,6 @@ def test_the_same_tokens_are_likeliest(transformers: Any, tmp_path: Path, name: 
     seen = torch.ones_like(prompts)  # else token 0 would be taken for padding
     expected = theirs.generate(prompts, attention_mask=seen, max_new_tokens=12, do_sample=False, pad_token_id=0)[:, 6:]
     assert len({tuple(row) for row in expected.tolist()}) > 20
-    request = Request(max_new_tokens=12, sampling=Sampling(temperature=0), batch_size=50)
+    request = GenerationRequest(max_new_tokens=12, sampling=Sampling(temperature=0), batch_size=50)
     got = complete(Trained.find(tmp_path / "run").load(), prompts.tolist(), request)
     assert got == expected.tolist()

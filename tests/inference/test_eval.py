@@ -12,10 +12,10 @@ from tests.inference.support import Oracle
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
+from threefold.inference.eval_tasks import EvalTask, LastWord, Perplexity
+from threefold.inference.log_likelihood import score
 from threefold.inference.model import Trained
-from threefold.inference.scoring import score
-from threefold.inference.tasks import LastWord, Perplexity, Task
-from threefold.inference.texts import read_texts
+from threefold.inference.prompt_files import read_texts
 from threefold.launch.worker_pool import WorkerPool
 
 TEXTS = [
@@ -31,7 +31,7 @@ def learned(runs: Callable[[str], Path]) -> Trained:
     return Trained.find(runs("learned"))
 
 
-def figures(trained: Trained, task: Task, mesh: Mesh | None = None, texts: list[str] = TEXTS) -> dict[str, float]:
+def figures(trained: Trained, task: EvalTask, mesh: Mesh | None = None, texts: list[str] = TEXTS) -> dict[str, float]:
     work = task.prepare(trained.documents(), texts, lambda: None)
     scores = score(trained.load(mesh, "fp64"), work.texts, work.windows, 3)
     return {figure.name: figure.value for figure in task.figures(work, scores)}
@@ -146,7 +146,7 @@ def test_texts_from_files(tmp_path: Path) -> None:
         (lambda: Perplexity(16, 0), "--stride is 0 .* use 1"),
     ],
 )
-def test_strides_that_cannot_be(make: Callable[[], Task], sentence: str) -> None:
+def test_strides_that_cannot_be(make: Callable[[], EvalTask], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         make()
 
@@ -159,6 +159,6 @@ def test_strides_that_cannot_be(make: Callable[[], Task], sentence: str) -> None
         (LastWord(2), ["a nonexistentword"], "The last word of text 1 of --data is .* tokens"),
     ],
 )
-def test_texts_without_anything_to_predict(learned: Trained, task: Task, texts: list[str], sentence: str) -> None:
+def test_texts_without_anything_to_predict(learned: Trained, task: EvalTask, texts: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         task.prepare(learned.documents(), texts, lambda: None)

@@ -11,10 +11,10 @@ from tests.inference.support import Oracle
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.inference.generate import Request, complete, generate, generate_text, generate_tokens
+from threefold.inference.generate import GenerationRequest, complete, generate, generate_text, generate_tokens
 from threefold.inference.model import Model, Trained
+from threefold.inference.prompt_files import read_prompts
 from threefold.inference.sampling import Sampling
-from threefold.inference.texts import read_prompts
 from threefold.launch.worker_pool import WorkerPool
 
 CONTEXT = 16
@@ -23,10 +23,10 @@ PROMPTS = [
     for length in (1, 9, 4, 13, 2, 20)
 ]
 """Of odd lengths, one longer than the context."""
-GREEDY = Request(25, Sampling(temperature=0), batch_size=4)
+GREEDY = GenerationRequest(25, Sampling(temperature=0), batch_size=4)
 """More tokens than the context has, and fewer rows than there are prompts."""
-SHORT = Request(6, Sampling(temperature=0), batch_size=2)
-SAMPLED = Request(10, Sampling(1.0, top_k=50, top_p=0.9), seed=3, batch_size=3)
+SHORT = GenerationRequest(6, Sampling(temperature=0), batch_size=2)
+SAMPLED = GenerationRequest(10, Sampling(1.0, top_k=50, top_p=0.9), seed=3, batch_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_each_prompt_as_if_alone(model: Model) -> None:
 
 
 def test_a_seed_repeats_and_another_does_not(model: Model) -> None:
-    again, other = Request(10, SAMPLED.sampling, 3), Request(10, SAMPLED.sampling, 4)
+    again, other = GenerationRequest(10, SAMPLED.sampling, 3), GenerationRequest(10, SAMPLED.sampling, 4)
     assert complete(model, PROMPTS, again) == complete(model, PROMPTS, SAMPLED) != complete(model, PROMPTS, other)
 
 
@@ -102,7 +102,7 @@ def test_what_has_ended_costs_nothing(model: Model, monkeypatch: pytest.MonkeyPa
             rows.append(len(tokens))
         return hidden(self, tokens)
 
-    request = Request(8, Sampling(1.0))
+    request = GenerationRequest(8, Sampling(1.0))
     full = complete(model, PROMPTS[1:3], request)
     monkeypatch.setattr(Model, "hidden", counting)
     monkeypatch.setitem(vars(model), "ends", frozenset([full[0][2]]))  # the first prompt ends with its third token
@@ -119,7 +119,7 @@ def test_events_end_each_prompt_once(model: Model) -> None:
 
 
 def test_pieces_are_whole_characters_and_add_up(learned: Trained, model: Model) -> None:
-    prompts, request = ["The statement is", "If é"], Request(20, Sampling(1.0))
+    prompts, request = ["The statement is", "If é"], GenerationRequest(20, Sampling(1.0))
     texts = list(prompts)
     pieces = list(generate_text(model, prompts, request))
     for number, piece in pieces:
@@ -152,7 +152,7 @@ def test_mistakes_are_told(tmp_path: Path, model: Model, learned: Trained) -> No
         list(generate_tokens(model, [[1], []], GREEDY))
     for option in ("max_new_tokens", "batch_size"):
         with pytest.raises(UserError, match=f"--{option.replace('_', '-')} is 0"):
-            Request(**{option: 0})
+            GenerationRequest(**{option: 0})
 
 
 def test_prompts_from_files(tmp_path: Path) -> None:

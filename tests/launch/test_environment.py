@@ -1,6 +1,6 @@
 import pytest
 
-from threefold.launch.environment import Place, find_place, first_host, tasks_on
+from threefold.launch.environment import LaunchedRank, find_launched_rank, first_host, tasks_on
 
 TORCHRUN = {
     "RANK": "5",
@@ -23,31 +23,33 @@ SLURM = {
 
 
 def test_no_launcher() -> None:
-    assert find_place({"HOME": "/root", "RANK": "3"}) is None
+    assert find_launched_rank({"HOME": "/root", "RANK": "3"}) is None
 
 
 def test_torchrun() -> None:
-    assert find_place(TORCHRUN) == Place(5, 8, 1, 4, "env://")
+    assert find_launched_rank(TORCHRUN) == LaunchedRank(5, 8, 1, 4, "env://")
 
 
 def test_slurm_step() -> None:
     port = 20_000 + (7000 * 31 + 2) % 10_000
-    assert find_place(SLURM) == Place(5, 6, 1, 2, f"tcp://gpu07:{port}?rank=5&world_size=6")
+    assert find_launched_rank(SLURM) == LaunchedRank(5, 6, 1, 2, f"tcp://gpu07:{port}?rank=5&world_size=6")
 
 
 def test_every_rank_of_a_slurm_step_finds_the_same_meeting_point() -> None:
-    places = [find_place({**SLURM, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 4)}) for rank in range(6)]
-    assert len({place.rendezvous.split("?")[0] for place in places if place}) == 1
+    places = [
+        find_launched_rank({**SLURM, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 4)}) for rank in range(6)
+    ]
+    assert len({launched.rendezvous.split("?")[0] for launched in places if launched}) == 1
 
 
 def test_torchrun_inside_slurm_is_torchrun() -> None:
-    assert find_place({**SLURM, **TORCHRUN}) == find_place(TORCHRUN)
+    assert find_launched_rank({**SLURM, **TORCHRUN}) == find_launched_rank(TORCHRUN)
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"])
 def test_slurm_shell_is_no_rank(missing: str) -> None:
     """A batch script's shell is in no step, an interactive one is alone in its step; both may start local workers."""
-    assert find_place({key: value for key, value in SLURM.items() if key != missing}) is None
+    assert find_launched_rank({key: value for key, value in SLURM.items() if key != missing}) is None
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from threefold.models.registry import make_model, model_plan
 from threefold.parallel.parameter import offset
 from threefold.train.engine import Engine
 from threefold.verify import reference
+from threefold.verify.batches import BatchSource
 from threefold.verify.compare import TOLERANCE
-from threefold.verify.data import Rows
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def shard_of(case: Case, step: int, dp: int) -> Batch:
 
 
 @dataclass(frozen=True)
-class CaseRows(Rows):
+class CaseRows(BatchSource):
     """The whole batches of a case."""
 
     case: Case

@@ -26,7 +26,7 @@ from threefold.data.format import (
 )
 from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.train.callbacks.metrics import read_metrics
-from threefold.train.run import train
+from threefold.train.entry_point import train
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 

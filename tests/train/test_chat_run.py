@@ -19,19 +19,19 @@ from threefold.config import Config, load_config
 from threefold.data.dataset import open_dataset
 from threefold.data.files import TokenFiles
 from threefold.data.loader import Loader, Share
-from threefold.data.prepare import Request, prepare
+from threefold.data.prepare import GenerationRequest, prepare
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.inference.generate import Request as Asked
+from threefold.inference.eval_tasks import Perplexity
+from threefold.inference.generate import GenerationRequest as Asked
 from threefold.inference.generate import generate_text
+from threefold.inference.log_likelihood import score
 from threefold.inference.model import Trained
+from threefold.inference.prompt_files import read_prompts, read_texts
 from threefold.inference.sampling import Sampling
-from threefold.inference.scoring import score
-from threefold.inference.tasks import Perplexity
-from threefold.inference.texts import read_prompts, read_texts
-from threefold.launch.training import resolve_run
+from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.train.run import train
+from threefold.train.entry_point import train
 
 STYLES = {
     "llama3": "llama",
@@ -97,7 +97,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     chats = conversations(style)
     lines = folder / "chats.jsonl"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    prepare(Request((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json"), Silent())
+    prepare(GenerationRequest((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json"), Silent())
     return Tuned(theirs, tokenizer, folder / "base", lines, folder / "tokens", chats, LENGTHS[style])
 
 

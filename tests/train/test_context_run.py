@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import Run, losses_of, same, train_rank, write_tokens
-from threefold.inference.generate import Request, generate
+from threefold.inference.generate import GenerationRequest, generate
 from threefold.inference.sampling import Sampling
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.metrics import read_metrics
@@ -33,7 +33,7 @@ def test_half_a_run_on_cp_2_and_the_rest_in_one_process(pool: WorkerPool, short:
     pool.run(1, train_rank, run.but(steps=6), tmp_path / "four", True)
     assert same(losses_of(tmp_path / "four"), losses_of(tmp_path / "one"), "fp64")
     assert same(evaluations(tmp_path / "four"), evaluations(tmp_path / "one"), "fp64")
-    texts = [generate(tmp_path / name, ["The value"], Request(20, Sampling(0))) for name in ("one", "four")]
+    texts = [generate(tmp_path / name, ["The value"], GenerationRequest(20, Sampling(0))) for name in ("one", "four")]
     assert texts[0] == texts[1]
 
 

@@ -14,7 +14,7 @@ from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.data_check import DataAgreement, agree_on_micro_batch, disagreement
+from threefold.train.data_check import DataCheck, agree_on_micro_batch, disagreement
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_ranks_of_different_machines_take_the_smallest_default_micro_batch(pool:
 def compared(wrong: int, at: int, every: int) -> list[str]:
     """Compare the batches of five steps, one rank's differing in one label from step `at` on."""
     mesh = Mesh(Layout(dp=2, tp=2))
-    hook = DataAgreement(mesh, every)
+    callback = DataCheck(mesh, every)
     tokens = torch.arange(12).view(3, 4) + mesh.dp.index
     batch = Batch(tokens, tokens + 1, torch.arange(3) + 3 * mesh.dp.index)
     other = replace(batch, labels=batch.labels.clone())
@@ -60,7 +60,7 @@ def compared(wrong: int, at: int, every: int) -> list[str]:
     errors = []
     for step in range(1, 6):
         try:
-            hook.before_step(step, other if dist.get_rank() == wrong and step >= at else batch)
+            callback.before_step(step, other if dist.get_rank() == wrong and step >= at else batch)
         except UserError as error:
             errors.append(str(error))
     return errors

@@ -21,8 +21,8 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parallelize import draw_
 from threefold.train.engine import Engine
+from threefold.train.entry_point import open_loader
 from threefold.train.evaluate import evaluate
-from threefold.train.run import open_loader
 
 
 def engine_of(config: Config) -> Engine:

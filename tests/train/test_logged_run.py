@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from tests.train.support import write_ids
 from threefold.config import Config, resolve
 from threefold.launch import RankInfo, spawn
-from threefold.train.run import train
+from threefold.train.entry_point import train
 
 VOCAB, SEQUENCE, STEPS = 51200, 1024, 10
 PRINTED_RATES = [

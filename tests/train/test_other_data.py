@@ -10,7 +10,7 @@ from tests.train.support import Run, losses_of, same, train_rank
 from threefold.checkpoint.resume import find_resumption
 from threefold.data.files import TokenFiles
 from threefold.errors import UserError
-from threefold.inference.generate import Request, generate
+from threefold.inference.generate import GenerationRequest, generate
 from threefold.launch.worker_pool import WorkerPool
 
 
@@ -54,10 +54,10 @@ def test_the_layout_changes_nothing(pool: WorkerPool, runs: dict[str, Run], fold
 
 
 def test_text_needs_the_tokenizer(folders: dict[str, Path]) -> None:
-    (text,) = generate(folders["megatron"], ["The"], Request(3))
+    (text,) = generate(folders["megatron"], ["The"], GenerationRequest(3))
     assert text.startswith("The")
     with pytest.raises(UserError, match=r"was trained on .* without a tokenizer, so there are no words for its"):
-        generate(folders["fleet"], ["The"], Request(3))
+        generate(folders["fleet"], ["The"], GenerationRequest(3))
 
 
 def test_a_run_goes_on_with_its_tokens_in_other_files(runs: dict[str, Run], folders: dict[str, Path]) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 from tests.parallel.test_mutations import Patch, patched
 from threefold.config import Config
 from threefold.launch.worker_pool import WorkerPool
-from threefold.verify.data import RandomRows
-from threefold.verify.layout_spec import Variant, parse
-from threefold.verify.report import Result
-from threefold.verify.run import Task, Verifier
-from threefold.verify.shrink import prepare, shrink
-from threefold.verify.source import ConfigSource, ModelSource
+from threefold.verify.batches import RandomBatches
+from threefold.verify.layout_spec import LayoutSpec, parse
+from threefold.verify.model_source import ConfigSource, ModelSource
+from threefold.verify.report import LayoutResult
+from threefold.verify.shrunk_config import prepare, shrink
+from threefold.verify.verifier import Verification, Verifier
 
 LAYOUTS = ("dp2", "tp2", "pp2", "dp2·tp2·pp2")
 
@@ -34,13 +34,13 @@ def task(
     dtype: str = "fp64",
     given: Config | None = None,
     source: ModelSource = ConfigSource(),  # noqa: B008
-) -> Task:
+) -> Verification:
     """Three steps of the config, shrunk for the layouts."""
-    variants = [parse(layout) for layout in layouts]
-    return Task(shrink(prepare(given or config(), dtype, vocab_size=50257), variants), 3, RandomRows(), source)
+    specs = [parse(layout) for layout in layouts]
+    return Verification(shrink(prepare(given or config(), dtype, vocab_size=50257), specs), 3, RandomBatches(), source)
 
 
-def verify(pool: Any, todo: Task, folder: Path, *layouts: str | Variant) -> list[Result]:
+def verify(pool: Any, todo: Verification, folder: Path, *layouts: str | LayoutSpec) -> list[LayoutResult]:
     """The results of several layouts."""
     check = Verifier(todo, pool, folder)
     check.run_one_process()

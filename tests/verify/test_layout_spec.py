@@ -5,9 +5,9 @@ import pytest
 from tests.verify.support import config
 from threefold.comm.layout import Layout
 from threefold.errors import UserError
+from threefold.verify.layout_selection import asked_for, covering, every, possible, products
 from threefold.verify.layout_spec import parse, parse_layouts
-from threefold.verify.select import asked_for, covering, every, possible, products
-from threefold.verify.shrink import compose, prepare, shrink, stages
+from threefold.verify.shrunk_config import compose, prepare, shrink, stages
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_one_layout_in_many_spellings(text: str) -> None:
     ],
 )
 def test_options(text: str, settings: dict, shown: str) -> None:
-    variant = parse(text)
-    assert dict(variant.settings) == settings
-    assert str(variant) == shown
-    assert parse(shown) == variant
+    spec = parse(text)
+    assert dict(spec.settings) == settings
+    assert str(spec) == shown
+    assert parse(shown) == spec
 
 
 def test_several_layouts_once_each() -> None:
@@ -96,18 +96,18 @@ def test_logits_in_chunks_stay_in_as_many() -> None:
 
 def test_covering_selection_has_every_product_and_feature_that_composes() -> None:
     base = shrink(prepare(config(model={"num_layers": 16}), "fp64", 50257), possible(8))
-    taken = covering(base, 8).variants
-    everything = every(base, 8).variants
-    assert {variant.layout for variant in taken} == {variant.layout for variant in everything}
-    facts = {fact for variant in taken for fact in variant.settings}
-    assert {fact for variant in everything for fact in variant.settings} <= facts
+    taken = covering(base, 8).specs
+    everything = every(base, 8).specs
+    assert {spec.layout for spec in taken} == {spec.layout for spec in everything}
+    facts = {fact for spec in taken for fact in spec.settings}
+    assert {fact for spec in everything for fact in spec.settings} <= facts
     assert len(taken) <= 30
 
 
 def test_every_candidate_is_taken_or_refused_with_a_reason() -> None:
     base = shrink(prepare(config(), "fp64", 50257), possible(8))
     selection = every(base, 8)
-    assert len(selection.variants) + len(selection.refused) == len(possible(8))
+    assert len(selection.specs) + len(selection.refused) == len(possible(8))
     assert all(refused.reason.endswith(".") for refused in selection.refused)
 
 
@@ -137,9 +137,9 @@ MIXTRAL = {
 
 def test_experts_are_shared_in_every_way() -> None:
     base = shrink(prepare(config(model=MIXTRAL), "fp64", 50257), possible(8, experts=8))
-    assert {variant.layout.ep for variant in every(base, 8).variants} == {1, 2, 4, 8}
+    assert {spec.layout.ep for spec in every(base, 8).specs} == {1, 2, 4, 8}
     assert str(parse("dp4·tp2·ep2 sp")) == "dp4·tp2·ep2 sp"
-    assert {variant.layout.ep for variant in covering(base, 8).variants} == {1, 2, 4, 8}
+    assert {spec.layout.ep for spec in covering(base, 8).specs} == {1, 2, 4, 8}
 
 
 def test_a_family_keeps_its_ways_when_it_shrinks() -> None:

@@ -17,7 +17,7 @@ def show(config: ConfigFile, overrides: Overrides = None) -> None:
     from threefold.config import load_config
 
     given = load_config(config, overrides or ())
-    from threefold.launch.training import resolve_run
+    from threefold.launch.training_run import resolve_run
 
     typer.echo(resolve_run(given).to_yaml_as_given(), nl=False)
 
@@ -65,11 +65,11 @@ def convert(
 ) -> None:
     """Print the config equal to FILE of another system and, on stderr, what of FILE has no counterpart."""
     from threefold.config.convert import convert as converted_from
-    from threefold.config.convert import listed_notes
+    from threefold.config.convert import unmapped_lines
 
     converted = converted_from(file, kind, world_size)
     typer.echo(converted.to_yaml(), nl=False)
-    for line in listed_notes(converted, file):
+    for line in unmapped_lines(converted, file):
         typer.echo(line, err=True)
     if converted.refusal:
         raise UserError(f"This config cannot run before it is mended: {converted.refusal}")

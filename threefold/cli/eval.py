@@ -13,9 +13,9 @@ import typer
 from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, SpecialTokensName, TensorRanks
 
 if TYPE_CHECKING:
+    from threefold.inference.eval_tasks import EncodedTexts, EvalTask, Metric
     from threefold.inference.model import Model
-    from threefold.inference.tasks import Figure, Task, Work
-    from threefold.launch.inference import Inference
+    from threefold.launch.inference_run import InferenceRun
 
 _LARGE = 1e6
 
@@ -55,10 +55,10 @@ def evaluate(
     The figures are the same in every layout.
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.texts import read_texts
-    from threefold.launch.inference import Inference
+    from threefold.inference.prompt_files import read_texts
+    from threefold.launch.inference_run import InferenceRun
 
-    inference = Inference.prepare(run, Layout(dp, tp, pp), dtype, device)
+    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device)
     counted = loss_tokens or inference.trained.config.data.loss_tokens
     chosen = _task(task, _context(context, inference), stride, counted)
     if json is not None:
@@ -78,8 +78,8 @@ def evaluate(
     inference.start(measure, chosen, work, batch_size, about, json)
 
 
-def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["answers", "all"]) -> "Task":
-    from threefold.inference.tasks import LastWord, Perplexity
+def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["answers", "all"]) -> "EvalTask":
+    from threefold.inference.eval_tasks import LastWord, Perplexity
 
     if name == "perplexity":
         return Perplexity(context, (context + 1) // 2 if stride is None else stride, loss_tokens)
@@ -88,7 +88,7 @@ def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["ans
     return LastWord(context)
 
 
-def _context(asked: int | None, inference: "Inference") -> int:
+def _context(asked: int | None, inference: "InferenceRun") -> int:
     from threefold.errors import UserError
 
     config = inference.trained.config
@@ -101,10 +101,10 @@ def _context(asked: int | None, inference: "Inference") -> int:
 
 
 def measure(
-    model: "Model", task: "Task", work: "Work", batch_size: int, about: dict[str, Any], json: Path | None
+    model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], json: Path | None
 ) -> None:
     """Measure, and have one rank tell."""
-    from threefold.inference.scoring import score
+    from threefold.inference.log_likelihood import score
 
     if model.speaks:
         for warning in model.trained.warnings:
@@ -121,7 +121,7 @@ def measure(
             _write(json, about | {figure.name: figure.value for figure in figures} | {"seconds": seconds})
 
 
-def _print(figures: "list[Figure]", about: dict[str, Any], seconds: float) -> None:
+def _print(figures: "list[Metric]", about: dict[str, Any], seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 

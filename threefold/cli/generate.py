@@ -11,7 +11,7 @@ from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
     from threefold.data.chat import Conversation
-    from threefold.inference.generate import Prompt, Request
+    from threefold.inference.generate import GenerationRequest, Prompt
     from threefold.inference.model import Model
 
 
@@ -47,18 +47,18 @@ def generate(
     The layout changes nothing but the speed: a prompt, a seed and the options give the same text in each.
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.generate import Request, encode_prompts, require_text
+    from threefold.inference.generate import GenerationRequest, encode_prompts, require_text
+    from threefold.inference.prompt_files import read_prompts
     from threefold.inference.sampling import Sampling
-    from threefold.inference.texts import read_prompts
-    from threefold.launch.inference import Inference
+    from threefold.launch.inference_run import InferenceRun
 
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
     given = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
-    request = Request(
+    request = GenerationRequest(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
-    inference = Inference.prepare(run, Layout(tp=tp, pp=pp), dtype, device)
+    inference = InferenceRun.prepare(run, Layout(tp=tp, pp=pp), dtype, device)
     given = given or [read_standard_input().rstrip("\n")]
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]
@@ -73,7 +73,7 @@ def _message(prompt: str, system: str | None) -> "Conversation":
     return Conversation("--prompt", (*before, {"role": "user", "content": prompt}))
 
 
-def write(model: "Model", prompts: "list[Prompt]", request: "Request") -> None:
+def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest") -> None:
     """Print the prompts and what follows them as it comes, in order: what comes for a later one waits.
 
     Of a conversation the answer alone is printed.

@@ -74,7 +74,7 @@ def train(
     with StopSignals() as signals:
         try:
             from threefold.config import load_config
-            from threefold.launch.training import prepare_training
+            from threefold.launch.training_run import prepare_training
 
             given = load_config(config, overrides or ())
             _require_ranks(console, given)
@@ -96,7 +96,7 @@ def train(
 
 
 def _explain(folder: Path, number: int, step: int | None) -> None:
-    from threefold.launch.training import explain_stop
+    from threefold.launch.training_run import explain_stop
 
     _say(explain_stop(folder, number, step, _command()))
 
@@ -113,10 +113,10 @@ def _command() -> str:
 
 def _say(text: str) -> None:
     """Print once for all ranks."""
-    from threefold.launch.environment import find_place
+    from threefold.launch.environment import find_launched_rank
 
-    place = find_place()
-    if place is None or place.rank == 0:
+    launched = find_launched_rank()
+    if launched is None or launched.rank == 0:
         _tell(text)
 
 

@@ -8,8 +8,8 @@ from threefold.cli.options import ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from threefold.config import Config
-    from threefold.verify.layout_spec import Variant
-    from threefold.verify.select import Selection
+    from threefold.verify.layout_selection import Selection
+    from threefold.verify.layout_spec import LayoutSpec
 
 
 def verify(
@@ -48,38 +48,38 @@ def verify(
     from threefold.config import load_config
     from threefold.data.vocabulary import vocabulary
     from threefold.launch.process import require_room
+    from threefold.verify.layout_selection import possible
     from threefold.verify.layout_spec import parse_layouts
-    from threefold.verify.select import possible
-    from threefold.verify.shrink import UNKNOWN_VOCABULARY, prepare, shrink
+    from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
 
     given = load_config(config, overrides or ())
-    variants = parse_layouts([*(layouts or ()), *(named or ())])
-    if variants and every:
+    specs = parse_layouts([*(layouts or ()), *(named or ())])
+    if specs and every:
         raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
-    require_room(max((variant.world_size for variant in variants), default=ranks))
+    require_room(max((spec.world_size for spec in specs), default=ranks))
     base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
-    small = base if full else shrink(base, variants or possible(ranks, given.model.num_experts))
-    selection = _select(small, variants, ranks, every)
+    small = base if full else shrink(base, specs or possible(ranks, given.model.num_experts))
+    selection = _select(small, specs, ranks, every)
     from threefold.cli.verify_view import JsonView, TableView  # these import torch, which errors do not wait for
-    from threefold.verify.run import Task, choose_rows, verifier
-    from threefold.verify.source import ConfigSource, FileSource
+    from threefold.verify.model_source import ConfigSource, FileSource
+    from threefold.verify.verifier import Verification, choose_batches, verifier
 
-    task = Task(small, steps, choose_rows(given), FileSource.parse(model) if model else ConfigSource(), full)
+    task = Verification(small, steps, choose_batches(given), FileSource.parse(model) if model else ConfigSource(), full)
     view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)
     with verifier(task, selection) as check, view:  # workers are forked before the live line has its thread
         check.run_one_process()
         view.begin(check.shapes)
-        for variant in selection.variants:
-            view.running(variant)
-            view.add(check.verify(variant))
+        for spec in selection.specs:
+            view.running(spec)
+            view.add(check.verify(spec))
     view.finish()
     if not view.all_equal:
         raise typer.Exit(1)
 
 
-def _select(config: "Config", variants: "list[Variant]", ranks: int, every: bool) -> "Selection":
-    from threefold.verify import select
+def _select(config: "Config", specs: "list[LayoutSpec]", ranks: int, every: bool) -> "Selection":
+    from threefold.verify import layout_selection
 
-    if variants:
-        return select.asked_for(config, variants)
-    return select.every(config, ranks) if every else select.covering(config, ranks)
+    if specs:
+        return layout_selection.asked_for(config, specs)
+    return layout_selection.every(config, ranks) if every else layout_selection.covering(config, ranks)

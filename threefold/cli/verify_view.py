@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from threefold.config import Config
-from threefold.verify.layout_spec import Variant
-from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT, Result
-from threefold.verify.run import Task
-from threefold.verify.select import Selection
-from threefold.verify.shrink import changes
+from threefold.verify.layout_selection import Selection
+from threefold.verify.layout_spec import LayoutSpec
+from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT, LayoutResult
+from threefold.verify.shrunk_config import changes
+from threefold.verify.verifier import Verification
 
 AXES = {"dp": ("dp", "dp·cp", "expert copies"), "tp": ("tp",), "pp": ("pp", "tie"), "cp": ("cp",), "ep": ("ep",)}
 """Columns of the table → the axes whose bytes they add up."""
@@ -44,9 +44,9 @@ class View:
         selection: the layouts.
     """
 
-    def __init__(self, task: Task, selection: Selection) -> None:
+    def __init__(self, task: Verification, selection: Selection) -> None:
         self.task, self.selection = task, selection
-        self.results: list[Result] = []
+        self.results: list[LayoutResult] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._started = time.perf_counter()
 
@@ -62,10 +62,10 @@ class View:
         """One process is done; `shapes` are the model's parameters."""
         self.shapes = shapes
 
-    def running(self, variant: Variant) -> None:
+    def running(self, spec: LayoutSpec) -> None:
         """A layout starts."""
 
-    def add(self, result: Result) -> None:
+    def add(self, result: LayoutResult) -> None:
         """A layout is done."""
         self.results.append(result)
 
@@ -103,7 +103,7 @@ class JsonView(View):
             "tolerance": self.task.tolerance,
             "layouts": [result.to_json() for result in self.results],
             "not_composable": [
-                {"layout": str(refused.variant), "reason": refused.reason} for refused in self.selection.refused
+                {"layout": str(refused.spec), "reason": refused.reason} for refused in self.selection.refused
             ],
             "counts": {verdict: counts[verdict] for verdict in (EQUAL, DEPARTS, FAILED, UNSPLIT)},
             "seconds": round(self.seconds, 3),
@@ -119,12 +119,12 @@ class TableView(View):
         verbose: whether to say why layouts do not compose, and to show tracebacks.
     """
 
-    def __init__(self, task: Task, selection: Selection, before: Config, verbose: bool) -> None:
+    def __init__(self, task: Verification, selection: Selection, before: Config, verbose: bool) -> None:
         super().__init__(task, selection)
         self.before, self.verbose = before, verbose
         live = sys.stdout.isatty()
         self.console = Console(highlight=False, width=None if live else _WIDTH_OF_A_FILE)
-        self._columns = _Columns.fitting(selection.variants, self.console.width)
+        self._columns = _Columns.fitting(selection.specs, self.console.width)
         self._progress = Progress(
             SpinnerColumn(),
             MofNCompleteColumn(),
@@ -135,7 +135,7 @@ class TableView(View):
             transient=True,
             disable=not live,
         )
-        self._task = self._progress.add_task("one process", total=len(selection.variants))
+        self._task = self._progress.add_task("one process", total=len(selection.specs))
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -154,10 +154,10 @@ class TableView(View):
         self.console.print(self._columns.head())
         self.console.print("─" * self._columns.width, style="dim")
 
-    def running(self, variant: Variant) -> None:
-        self._progress.update(self._task, description=str(variant))
+    def running(self, spec: LayoutSpec) -> None:
+        self._progress.update(self._task, description=str(spec))
 
-    def add(self, result: Result) -> None:
+    def add(self, result: LayoutResult) -> None:
         super().add(result)
         self.console.print(self._columns.row(result))
         for line in explanation(result, len(self.shapes)):
@@ -229,10 +229,10 @@ class _Columns:
     VERDICT, WORST, HELD, BYTES, TIME = 9, 7, 11, 8, 7
 
     @classmethod
-    def fitting(cls, variants: Sequence[Variant], width: int) -> Self:
+    def fitting(cls, specs: Sequence[LayoutSpec], width: int) -> Self:
         """For these layouts and a terminal of `width`; without the bytes where there is no room for them."""
-        layout = max(_LAYOUT, *(len(str(variant)) for variant in variants))
-        axes = tuple(axis for axis in AXES if any(variant.layout.size(axis) > 1 for variant in variants))
+        layout = max(_LAYOUT, *(len(str(spec)) for spec in specs))
+        axes = tuple(axis for axis in AXES if any(spec.layout.size(axis) > 1 for spec in specs))
         for shown in (axes, ()):
             where = width - cls(layout, 0, shown).width
             if where >= _WHERE:
@@ -247,10 +247,10 @@ class _Columns:
         heads = [f"{axis} bytes" for axis in self.axes]
         return self._line("layout", "verdict", "worst", "of", "params/rank", *heads, "time", style="bold")
 
-    def row(self, result: Result) -> Table:
+    def row(self, result: LayoutResult) -> Table:
         worst, where = ("", "") if result.worst is None else (f"{result.worst.relative:.1e}", result.worst.short)
         return self._line(
-            Text(str(result.variant)),
+            Text(str(result.spec)),
             _MARKS[result.verdict],
             Text(worst, "" if result.verdict == EQUAL else "red"),
             Text(where, "dim"),
@@ -271,7 +271,7 @@ class _Columns:
         return table
 
 
-def explanation(result: Result, parameters: int) -> list[str]:
+def explanation(result: LayoutResult, parameters: int) -> list[str]:
     """What there is to say of a layout that is not equal.
 
     Args:
@@ -280,7 +280,7 @@ def explanation(result: Result, parameters: int) -> list[str]:
     lines = [result.message] if result.message else []
     if result.first:
         first = result.first
-        lines.append(f"first: {first}, off by {first.relative:.1e}, on {first.where(result.variant.layout)}")
+        lines.append(f"first: {first}, off by {first.relative:.1e}, on {first.where(result.spec.layout)}")
     if result.departing and result.first:
         when = f"in step {result.first.step}" if result.first.step else "from the start"
         lines.append(f"{len(result.departing)} of {parameters} parameters depart {when}")
@@ -304,7 +304,7 @@ def _count(parameters: int) -> Text:
     return Text(f"{parameters:,}" if parameters < 1e9 else f"{parameters / 1e9:,.2f} bn")
 
 
-def _bytes(result: Result, axes: tuple[str, ...]) -> Text:
+def _bytes(result: LayoutResult, axes: tuple[str, ...]) -> Text:
     size = sum(nbytes for axis, nbytes in result.sent if axis in axes)
     if not size:
         return Text("·", "dim")

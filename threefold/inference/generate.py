@@ -25,7 +25,7 @@ Prompt = str | Conversation
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """What is asked for.
 
     Attributes:
@@ -54,7 +54,7 @@ class Request:
                 raise UserError(f"--{option.replace('_', '-')} is {value} but must be at least 1.")
 
 
-class Chosen(NamedTuple):
+class GeneratedToken(NamedTuple):
     """Something happened to a prompt.
 
     Attributes:
@@ -95,8 +95,8 @@ class _Sequence:
 
 
 def generate_tokens(
-    model: Model, prompts: Sequence[Sequence[int]], request: Request, ends: frozenset[int] | None = None
-) -> Iterator[Chosen]:
+    model: Model, prompts: Sequence[Sequence[int]], request: GenerationRequest, ends: frozenset[int] | None = None
+) -> Iterator[GeneratedToken]:
     """Each token as it is chosen, of all prompts as they come, and the end of each.
 
     A prompt's tokens are a function of the prompt, the request's sampling and its seed: not of the layout, nor of the
@@ -127,13 +127,13 @@ def generate_tokens(
                     sequence.left = 0
                 else:
                     sequence.tokens.append(token)
-                    yield Chosen(sequence.number, token)
+                    yield GeneratedToken(sequence.number, token)
                 if not sequence.left:
-                    yield Chosen(sequence.number, None)
+                    yield GeneratedToken(sequence.number, None)
             active = _replace_ended(active, waiting, cache, model)
 
 
-def complete(model: Model, prompts: Sequence[Sequence[int]], request: Request) -> list[list[int]]:
+def complete(model: Model, prompts: Sequence[Sequence[int]], request: GenerationRequest) -> list[list[int]]:
     """What follows each prompt, all at once; as `generate_tokens`."""
     added: list[list[int]] = [[] for _ in prompts]
     for number, token in generate_tokens(model, prompts, request):
@@ -142,14 +142,14 @@ def complete(model: Model, prompts: Sequence[Sequence[int]], request: Request) -
     return added
 
 
-class Piece(NamedTuple):
+class GeneratedText(NamedTuple):
     """A piece of text that follows a prompt; None for its end."""
 
     prompt: int
     text: str | None
 
 
-def generate_text(model: Model, prompts: Sequence[Prompt], request: Request) -> Iterator[Piece]:
+def generate_text(model: Model, prompts: Sequence[Prompt], request: GenerationRequest) -> Iterator[GeneratedText]:
     """What follows each prompt in pieces of whole characters; otherwise as `generate_tokens`.
 
     The answer to a conversation ends where the chat template ends the assistant's turn.
@@ -162,13 +162,13 @@ def generate_text(model: Model, prompts: Sequence[Prompt], request: Request) -> 
     texts = [_Text(model, tokens, request.show_special) for tokens in begun]
     for number, token in generate_tokens(model, begun, request, ends):
         if piece := texts[number].end() if token is None else texts[number].add(token):
-            yield Piece(number, piece)
+            yield GeneratedText(number, piece)
         if token is None:
-            yield Piece(number, None)
+            yield GeneratedText(number, None)
 
 
 def encode_prompts(
-    trained: Trained, prompts: Sequence[Prompt], request: Request
+    trained: Trained, prompts: Sequence[Prompt], request: GenerationRequest
 ) -> tuple[list[list[int]], frozenset[int]]:
     """The tokens of each prompt, and those that end what follows.
 
@@ -185,7 +185,7 @@ def encode_prompts(
     return begun, ends
 
 
-def generate(run: Path, prompts: Sequence[str], request: Request | None = None) -> list[str]:
+def generate(run: Path, prompts: Sequence[str], request: GenerationRequest | None = None) -> list[str]:
     """Each prompt with what the newest checkpoint of `run` writes on from it, in this process.
 
     Raises:
@@ -196,7 +196,7 @@ def generate(run: Path, prompts: Sequence[str], request: Request | None = None) 
     for warning in model.trained.warnings:
         warnings.warn(warning, stacklevel=2)
     with model.few_threads():
-        for number, piece in generate_text(model, prompts, request or Request()):
+        for number, piece in generate_text(model, prompts, request or GenerationRequest()):
             texts[number] += piece or ""
     return texts
 
@@ -246,7 +246,7 @@ class _Text:
         return piece
 
 
-def _sequences(prompts: Sequence[Sequence[int]], request: Request) -> Iterator[_Sequence]:
+def _sequences(prompts: Sequence[Sequence[int]], request: GenerationRequest) -> Iterator[_Sequence]:
     seen: Counter[str] = Counter()
     for number, prompt in enumerate(prompts):
         text = ",".join(map(str, prompt))
@@ -278,7 +278,7 @@ def _fill(model: Model, cache: Cache, rows: list[int], active: list[_Sequence]) 
     model.hidden(torch.tensor(padded))
 
 
-def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, request: Request) -> list[int]:
+def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, request: GenerationRequest) -> list[int]:
     """The next token of each sequence: chosen by one rank, told to all."""
     mesh = model.mesh
     chosen = torch.zeros(len(active), dtype=torch.int64, device=mesh.device)

@@ -1,4 +1,4 @@
-"""Where a launcher put this process: the one place that reads the launcher's environment variables."""
+"""Where a launcher put this process: the one launched that reads the launcher's environment variables."""
 
 import os
 import re
@@ -14,7 +14,7 @@ TIME_TO_SPEAK = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedRank:
     """One rank among those that a launcher started.
 
     Attributes:
@@ -32,8 +32,8 @@ class Place:
     attempt: int = 0
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun or Slurm's srun gave this process; None when no launcher started it."""
+def find_launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
+    """The launched that torchrun or Slurm's srun gave this process; None when no launcher started it."""
     return _torchrun(environment) or _slurm(environment)
 
 
@@ -42,17 +42,17 @@ def leave_to_rank_zero() -> None:
 
     They give it time: some launchers end every rank as soon as one has.
     """
-    place = find_place()
-    if place is not None and place.rank != 0:
+    launched = find_launched_rank()
+    if launched is not None and launched.rank != 0:
         time.sleep(TIME_TO_SPEAK)
         sys.exit(2)
 
 
-def _torchrun(environment: Mapping[str, str]) -> Place | None:
+def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     world_size = int(environment["WORLD_SIZE"])
-    return Place(
+    return LaunchedRank(
         int(environment["RANK"]),
         world_size,
         int(environment["LOCAL_RANK"]),
@@ -62,7 +62,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
     )
 
 
-def _slurm(environment: Mapping[str, str]) -> Place | None:
+def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
     """A task of a job step; the shell of a batch script or of an interactive step is none of many."""
     world_size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
     if "SLURM_STEP_ID" not in environment or world_size == 1:
@@ -72,7 +72,7 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
     step = int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])
     address = f"{first_host(hosts)}:{FIRST_SLURM_PORT + step % SLURM_PORTS}"
     rank = int(environment["SLURM_PROCID"])
-    return Place(
+    return LaunchedRank(
         rank,
         world_size,
         int(environment["SLURM_LOCALID"]),

@@ -11,7 +11,7 @@ from threefold.config import Config
 from threefold.config.resolve import is_derived, with_micro_batch
 from threefold.data.loader import fingerprint
 from threefold.errors import UserError
-from threefold.train.callbacks.base import Hook
+from threefold.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from threefold.data.loader import Batch
@@ -34,7 +34,7 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
     return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
 
 
-class DataAgreement(Hook):
+class DataCheck(Callback):
     """Compares the ranks' batches at the first step and every so many; a run whose data is mixed up ends there.
 
     On every rank: a collective.

@@ -6,7 +6,7 @@ from math import isfinite
 
 from threefold.config import Config
 from threefold.data.loader import Loader
-from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
 from threefold.train.divergence import CheckpointStore, DivergenceError, SafeSaving
 from threefold.train.engine import Engine
 from threefold.train.evaluate import evaluate
@@ -21,20 +21,20 @@ def is_due(step: int, every: int, last: int) -> bool:
 class Trainer:
     """Drives an engine through a run's steps.
 
-    Collective over the world: every rank has its own, and their hooks may differ.
+    Collective over the world: every rank has its own, and their callbacks may differ.
 
     Args:
         engine: the model and its update.
         loader: this replica's batches.
         config: resolved.
-        hooks: told of everything, in this order.
+        callbacks: told of everything, in this order.
         store: gets the checkpoints.
     """
 
     def __init__(
-        self, engine: Engine, loader: Loader, config: Config, hooks: Sequence[Hook], store: CheckpointStore
+        self, engine: Engine, loader: Loader, config: Config, callbacks: Sequence[Callback], store: CheckpointStore
     ) -> None:
-        self.engine, self.loader, self.config, self.hooks = engine, loader, config, hooks
+        self.engine, self.loader, self.config, self.callbacks = engine, loader, config, callbacks
         self.saving = SafeSaving(store)
         self._evaluation: EvaluationRecord | None = None
 
@@ -48,7 +48,7 @@ class Trainer:
         """
         last, stop = self.config.train.max_steps, self.engine.stop
         try:
-            self._tell(lambda hook: hook.before_fit(start))
+            self._notify(lambda callback: callback.before_fit(start))
             if stop.agree(self.engine.mesh):
                 return Stopped(stop.signal, start)
             for done in range(start, last):
@@ -66,16 +66,16 @@ class Trainer:
                     stop.agree(self.engine.mesh)  # so that no further step follows a signal during a long save
                 if stop.signal and step < last:
                     return Stopped(stop.signal, step)
-            self._tell(lambda hook: hook.after_fit())
+            self._notify(lambda callback: callback.after_fit())
             return None
         finally:
-            self._tell(lambda hook: hook.close())
+            self._notify(lambda callback: callback.close())
 
     def _step(self, done: int) -> None:
         started = time.perf_counter()
         batch = self.loader.batch(done)
         read = time.perf_counter()
-        self._tell(lambda hook: hook.before_step(done + 1, batch))
+        self._notify(lambda callback: callback.before_step(done + 1, batch))
         try:
             result = self.engine.train_step(batch, done)
         except DivergenceError as error:
@@ -99,28 +99,28 @@ class Trainer:
             corpus_epochs=self.loader.corpus_epochs(done),
         )
         self.saving.after_step(record)
-        self._tell(lambda hook: hook.after_step(record))
+        self._notify(lambda callback: callback.after_step(record))
 
     def _evaluate(self, step: int) -> None:
-        self._tell(lambda hook: hook.before_evaluation(step))
+        self._notify(lambda callback: callback.before_evaluation(step))
         record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
         if record is None:  # the run is to end
             return
         self._evaluation = record
         self.saving.after_evaluation(record)
-        self._tell(lambda hook: hook.after_evaluation(record))
+        self._notify(lambda callback: callback.after_evaluation(record))
 
     def _save(self, step: int) -> bool:
         """Save if that is due; whether it was."""
         path = self.saving.save(step, is_due(step, self.config.checkpoint.every, self.config.train.max_steps))
         if path is not None:
-            self._tell(lambda hook: hook.after_checkpoint(step, path))
+            self._notify(lambda callback: callback.after_checkpoint(step, path))
         return path is not None
 
     def _save_last(self, step: int) -> None:
         """The checkpoint of a process that makes no more steps."""
         path = self.saving.save_last(step, lambda: self._loss_after(step))
-        self._tell(lambda hook: hook.after_checkpoint(step, path))
+        self._notify(lambda callback: callback.after_checkpoint(step, path))
 
     def _loss_after(self, step: int) -> float:
         """A loss of the weights after `step` updates: that of the evaluation just made, or of the last batch again."""
@@ -131,10 +131,10 @@ class Trainer:
         return loss / max(1, tokens)
 
     def _begin_epoch(self, done: int) -> None:
-        self._tell(lambda hook: hook.before_epoch(self._epoch(done)))
+        self._notify(lambda callback: callback.before_epoch(self._epoch(done)))
 
     def _end_epoch(self, done: int) -> None:
-        self._tell(lambda hook: hook.after_epoch(self._epoch(done) - 1))
+        self._notify(lambda callback: callback.after_epoch(self._epoch(done) - 1))
 
     def _epoch(self, done: int) -> int:
         return int(self.loader.epoch(done))
@@ -146,6 +146,6 @@ class Trainer:
         """Updates made before the first step that begins in `epoch`."""
         return -(-epoch * len(self.loader.train) // self.config.train.global_batch_size)
 
-    def _tell(self, event: Callable[[Hook], None]) -> None:
-        for hook in self.hooks:
-            event(hook)
+    def _notify(self, event: Callable[[Callback], None]) -> None:
+        for callback in self.callbacks:
+            event(callback)

@@ -16,7 +16,7 @@ from threefold.comm.mesh import Mesh
 from threefold.data.content import Content, ReadCorpus, checksum_of_tokens
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.train.callbacks.base import EvaluationRecord, Hook
+from threefold.train.callbacks.base import Callback, EvaluationRecord
 from threefold.train.callbacks.console import say
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ WORTH_WAITING: Final = 4 << 30
 """Bytes left to read for which a checkpoint, and the end of the run, wait: seconds."""
 
 
-class TokenCheck(Hook):
+class TokenCheck(Callback):
     """Reads all tokens in the background and ends the run, on all ranks at one step, where they are not what they were.
 
     Collective over the world. One rank of each host reads, at the lowest priority.

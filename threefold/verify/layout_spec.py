@@ -27,7 +27,7 @@ _EXAMPLE = "dp2·tp2·pp2 zbv zero1 sp"
 
 
 @dataclass(frozen=True)
-class Variant:
+class LayoutSpec:
     """A layout and how it is run.
 
     Attributes:
@@ -46,7 +46,7 @@ class Variant:
         return self.layout.world_size
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """The value of `section.key`, if this variant sets it."""
+        """The value of `section.key`, if this spec sets it."""
         return dict(self.settings).get(key, default)
 
     @property
@@ -77,7 +77,7 @@ ORDER = (
 RECOMPUTE = ("selective", "full")
 
 
-def parse_layouts(texts: list[str]) -> list[Variant]:
+def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
     """Several layouts: each text is one, or some with `;` between them; said twice, one is taken once.
 
     Raises:
@@ -87,7 +87,7 @@ def parse_layouts(texts: list[str]) -> list[Variant]:
     return list(dict.fromkeys(parse(part) for part in parts if part))
 
 
-def parse(text: str) -> Variant:
+def parse(text: str) -> LayoutSpec:
     """One layout: axes with their sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
 
     Between the words may stand spaces, commas, colons, `·`, `×`, `+`; `=` before a number is optional.
@@ -105,7 +105,7 @@ def parse(text: str) -> Variant:
             known[key] = value
     if not sizes:
         raise UserError(f"The layout {text!r} names no axis; write one such as {_EXAMPLE!r}.")
-    return Variant(Layout(**sizes), tuple(settings.items()))
+    return LayoutSpec(Layout(**sizes), tuple(settings.items()))
 
 
 def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:

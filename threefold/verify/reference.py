@@ -17,8 +17,8 @@ from threefold.parallel.parallelize import draw_
 from threefold.parallel.split import ModelPlan
 from threefold.random.philox import sample_keys
 from threefold.train.schedule import learning_rate
-from threefold.verify.data import Rows
-from threefold.verify.source import ModelSource
+from threefold.verify.batches import BatchSource
+from threefold.verify.model_source import ModelSource
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 FILE = "one-process.pt"
@@ -53,7 +53,9 @@ class Trace:
         return cls(**torch.load(folder / FILE, mmap=True, weights_only=True))
 
 
-def one_process(make_model: Callable[[], nn.Module], plan: ModelPlan, config: Config, rows: Rows, steps: int) -> Trace:
+def one_process(
+    make_model: Callable[[], nn.Module], plan: ModelPlan, config: Config, rows: BatchSource, steps: int
+) -> Trace:
     """Train for `steps` steps on one device.
 
     Args:
@@ -91,7 +93,7 @@ def one_process(make_model: Callable[[], nn.Module], plan: ModelPlan, config: Co
     return trace
 
 
-def write_trace(source: ModelSource, config: Config, rows: Rows, steps: int, folder: str) -> list[float]:
+def write_trace(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str) -> list[float]:
     """Run one process and write its trace to `folder`; returns the losses."""
     make_model, plan = source.load(config)
     trace = one_process(make_model, plan, config, rows, steps)

@@ -6,8 +6,8 @@ from typing import Any, Final, Literal
 
 from threefold.comm.layout import Layout
 from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Error, Held
-from threefold.verify.layout_spec import Variant
-from threefold.verify.rank import RankReport
+from threefold.verify.layout_spec import LayoutSpec
+from threefold.verify.rank_worker import RankReport
 
 EQUAL: Final = "equal"
 DEPARTS: Final = "departs"
@@ -18,7 +18,7 @@ Verdict = Literal["equal", "departs", "error", "unsplit"]
 
 
 @dataclass(frozen=True)
-class Place:
+class LocatedError:
     """An error with the place it was seen.
 
     Attributes:
@@ -63,11 +63,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Result:
+class LayoutResult:
     """A layout beside one process.
 
     Attributes:
-        variant: the layout.
+        spec: the layout.
         verdict: `equal`, `departs`, `error` (it did not run to the end) or `unsplit` (equal, but nothing of the model
             is split over one of its axes, so that it proves nothing).
         seconds: wall-clock.
@@ -84,11 +84,11 @@ class Result:
         details: the traceback of an error.
     """
 
-    variant: Variant
+    spec: LayoutSpec
     verdict: Verdict
     seconds: float
-    worst: Place | None = None
-    first: Place | None = None
+    worst: LocatedError | None = None
+    first: LocatedError | None = None
     nearest_to_loss: str = ""
     departing: tuple[str, ...] = ()
     sent: tuple[tuple[str, int], ...] = ()
@@ -98,11 +98,11 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """As docs/verify.md describes it."""
-        layout = self.variant.layout
+        layout = self.spec.layout
         return {
-            "layout": str(self.variant),
+            "layout": str(self.spec),
             "axes": {axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp", "ep")},
-            "settings": dict(self.variant.settings),
+            "settings": dict(self.spec.settings),
             "verdict": self.verdict,
             "seconds": round(self.seconds, 3),
             "worst": self.worst and asdict(self.worst),
@@ -116,8 +116,8 @@ class Result:
 
 
 def judge(
-    variant: Variant, reports: list[RankReport], order: list[str], tolerance: float, seconds: float, missing: str | None
-) -> Result:
+    spec: LayoutSpec, reports: list[RankReport], order: list[str], tolerance: float, seconds: float, missing: str | None
+) -> LayoutResult:
     """The result of a layout from what its ranks found.
 
     Args:
@@ -125,7 +125,7 @@ def judge(
         missing: what `coverage` says.
     """
     number = {name: place for place, name in enumerate(order)}
-    places = [_place(error, report.held, variant) for report in reports for error in report.errors]
+    places = [_located(error, report.held, spec) for report in reports for error in report.errors]
     worst = max(places, key=lambda place: place.relative)
     wrong = [place for place in places if not place.relative <= tolerance]
     first = min(
@@ -135,9 +135,9 @@ def judge(
     )
     early = {place.parameter for place in wrong if first and place.step == first.step and place.parameter}
     departing = sorted(early, key=lambda name: number.get(name, 0))
-    idle = "" if wrong or missing else _nothing_split(variant, reports, order)
-    return Result(
-        variant,
+    idle = "" if wrong or missing else _nothing_split(spec, reports, order)
+    return LayoutResult(
+        spec,
         DEPARTS if wrong or missing else UNSPLIT if idle else EQUAL,
         seconds,
         worst=worst,
@@ -150,20 +150,20 @@ def judge(
     )
 
 
-def _nothing_split(variant: Variant, reports: list[RankReport], order: list[str]) -> str:
+def _nothing_split(spec: LayoutSpec, reports: list[RankReport], order: list[str]) -> str:
     """Over which of a layout's axes that share the model its ranks hold the same of it; empty where there is none."""
-    layout, cut = variant.layout, {axis for report in reports for axis in report.cut}
+    layout, cut = spec.layout, {axis for report in reports for axis in report.cut}
     sharing = {
         "tp": layout.tp == 1 or "tp" in cut,
         "ep": layout.ep == 1 or "ep" in cut,
         "pp": layout.pp == 1 or any({part.name for part in report.held} != set(order) for report in reports),
-        "zero": not variant.setting("parallel.zero") or bool(cut - {"tp", "ep"}),
+        "zero": not spec.setting("parallel.zero") or bool(cut - {"tp", "ep"}),
     }
     idle = [axis for axis, shared in sharing.items() if not shared]
     return f"nothing is split over {' and '.join(idle)}: every rank of it holds the same parameters" if idle else ""
 
 
-def _nearest_to_loss(wrong: list[Place], first: Place | None, number: dict[str, int]) -> str:
+def _nearest_to_loss(wrong: list[LocatedError], first: LocatedError | None, number: dict[str, int]) -> str:
     if first is None or first.what != GRADIENT:
         return ""
     now = [place for place in wrong if place.step == first.step]
@@ -172,10 +172,12 @@ def _nearest_to_loss(wrong: list[Place], first: Place | None, number: dict[str, 
     return max((place.parameter for place in now if place.what == GRADIENT), key=lambda name: number.get(name, 0))
 
 
-def _place(error: Error, held: list[Held], variant: Variant) -> Place:
-    at = variant.layout.coordinates(error.rank)
+def _located(error: Error, held: list[Held], spec: LayoutSpec) -> LocatedError:
+    at = spec.layout.coordinates(error.rank)
     stage = next((part.stage for part in held if part.name == error.parameter), at.pp)
-    return Place(error.what, error.parameter, error.step, error.relative, error.rank, at.dp, at.tp, at.pp, at.cp, stage)
+    return LocatedError(
+        error.what, error.parameter, error.step, error.relative, error.rank, at.dp, at.tp, at.pp, at.cp, stage
+    )
 
 
 def _most(sent: list[dict[str, int]]) -> tuple[tuple[str, int], ...]:

@@ -45,7 +45,7 @@ def test_a_script_is_converted(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", expected.EXPECTED)
 def test_no_flag_is_lost(tmp_path: Path, name: str) -> None:
-    """Each flag of the text is read, or a note names it: read flags are converted or noted, which `Draft` sees to."""
+    """Each flag of the text is read, or a note names it: read flags are converted or noted, which `KeyMapping` sees to."""
     file = _written(tmp_path, name)
     text = file.read_text() + (scripts.COMMON if name == "SOURCED" else "")
     loops = text.index("while [[") if "while [[" in text else len(text)

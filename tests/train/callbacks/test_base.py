@@ -1,4 +1,4 @@
-"""When each hook is called, and what the reporting ones make of it."""
+"""When each callback is called, and what the reporting ones make of it."""
 
 import io
 import json
@@ -14,16 +14,16 @@ from tests.train.support import Run
 from tests.train.test_evaluate import engine_of
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
 from threefold.train.callbacks.console import LiveLine, Summary, clock
-from threefold.train.callbacks.log import StepLog, step_line
+from threefold.train.callbacks.loss_curve import smoothed
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics
-from threefold.train.callbacks.plot import smoothed
+from threefold.train.callbacks.step_log import StepLog, step_line
+from threefold.train.entry_point import open_loader
 from threefold.train.loop import Trainer, is_due
-from threefold.train.run import open_loader
 
 
-class Recorder(Hook):
+class Recorder(Callback):
     """Writes down every call; fails at `failing`."""
 
     def __init__(self, failing: str = "") -> None:
@@ -31,7 +31,7 @@ class Recorder(Hook):
         self.failing = failing
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in vars(Hook) or name.startswith("_"):
+        if name not in vars(Callback) or name.startswith("_"):
             return object.__getattribute__(self, name)
 
         def call(*arguments: Any) -> None:
@@ -67,14 +67,14 @@ class NoCheckpoints:
 
 def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
     engine = engine_of(run.config)
-    hook = Recorder(failing)
+    callback = Recorder(failing)
     with closing(open_loader(run.config, open_dataset(run.config), engine.mesh.dp)) as loader:
-        trainer = Trainer(engine, loader, run.config, [hook], NoCheckpoints(folder))
+        trainer = Trainer(engine, loader, run.config, [callback], NoCheckpoints(folder))
         try:
             trainer.fit(start)
         except RuntimeError as error:
-            hook.calls.append(f"raised {error}")
-    return hook.calls
+            callback.calls.append(f"raised {error}")
+    return callback.calls
 
 
 def test_the_order_of_the_hooks(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ def test_costs_are_averages_since_the_line_before() -> None:
 def test_a_resumed_metrics_file_drops_what_comes_again(tmp_path: Path) -> None:
     path, warnings = tmp_path / "metrics.jsonl", list[str]()
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        hook = MetricsFile(path, warnings.append)
-        hook.before_fit(start)
+        callback = MetricsFile(path, warnings.append)
+        callback.before_fit(start)
         for step in steps:
-            hook.after_step(record(step, loss=start + step / 10))
-            hook.after_evaluation(EvaluationRecord(step, 0.5, 10, 1.0))
-        hook.close()
+            callback.after_step(record(step, loss=start + step / 10))
+            callback.after_evaluation(EvaluationRecord(step, 0.5, 10, 1.0))
+        callback.close()
     lines = list(read_metrics(path))
     assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == [
         (1, 0.1),
@@ -169,9 +169,9 @@ def test_a_resumed_metrics_file_drops_what_comes_again(tmp_path: Path) -> None:
 def test_a_new_run_begins_its_metrics_file_anew(tmp_path: Path) -> None:
     path, warnings = tmp_path / "metrics.jsonl", list[str]()
     path.write_text(json.dumps({"step": 1, "loss": 9.0, "tokens": 4}) + "\n")
-    hook = MetricsFile(path, warnings.append)
-    hook.before_fit(0)
-    hook.close()
+    callback = MetricsFile(path, warnings.append)
+    callback.before_fit(0)
+    callback.close()
     assert (list(read_metrics(path)), warnings) == ([], [])
 
 

@@ -47,9 +47,9 @@ DAMAGE = {
 def test_every_good_line_around_a_damaged_one_is_kept(tmp_path: Path, damage: bytes) -> None:
     path, warnings = tmp_path / "metrics.jsonl", list[str]()
     path.write_bytes(line(1) + line(2) + evaluation(2) + damage + line(4) + line(5))
-    hook = MetricsFile(path, warnings.append)
-    hook.before_fit(4)
-    hook.close()
+    callback = MetricsFile(path, warnings.append)
+    callback.before_fit(4)
+    callback.close()
     assert shown(path) == [(1, "loss"), (2, "loss"), (2, "valid"), (4, "loss")]
     assert warnings == [f"Warning: {path} has line 4 damaged; the other lines are kept."]
     assert len(path.read_bytes().splitlines()) == 4
@@ -58,9 +58,9 @@ def test_every_good_line_around_a_damaged_one_is_kept(tmp_path: Path, damage: by
 def test_one_warning_for_all(tmp_path: Path) -> None:
     path, warnings = tmp_path / "metrics.jsonl", list[str]()
     path.write_bytes(b"x\n" * 7 + line(3) + line(1) + line(2) + line(2, loss=9.0))
-    hook = MetricsFile(path, warnings.append)
-    hook.before_fit(3)
-    hook.close()
+    callback = MetricsFile(path, warnings.append)
+    callback.before_fit(3)
+    callback.close()
     assert [(found["step"], found["loss"]) for found in read_metrics(path)] == [(1, 0.1), (2, 9.0), (3, 0.3)]
     (warning,) = warnings
     assert "has lines 1, 2, 3, 4, 5 and 2 more damaged and line 10 repeated by a later line of the same" in warning
@@ -70,10 +70,10 @@ def test_one_warning_for_all(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_repaired_silently(tmp_path: Path, torn: bytes) -> None:
     path, warnings = tmp_path / "metrics.jsonl", list[str]()
     path.write_bytes(line(1) + line(2) + torn)
-    hook = MetricsFile(path, warnings.append)
-    hook.before_fit(3)
-    hook.after_step(record(4))
-    hook.close()
+    callback = MetricsFile(path, warnings.append)
+    callback.before_fit(3)
+    callback.after_step(record(4))
+    callback.close()
     kept = [1, 2, 3, 4] if torn.endswith(b"}") else [1, 2, 4]
     assert (read_metrics_file(path).damaged, [found["step"] for found in read_metrics(path)]) == ((), kept)
     assert warnings == []
@@ -108,9 +108,9 @@ def test_a_kill_while_it_is_rewritten_loses_nothing(tmp_path: Path, event: str, 
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert path.read_bytes() == before
-    hook = MetricsFile(path, lambda _: None)
-    hook.before_fit(2)
-    hook.close()
+    callback = MetricsFile(path, lambda _: None)
+    callback.before_fit(2)
+    callback.close()
     assert shown(path) == [(1, "loss"), (2, "loss")]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 

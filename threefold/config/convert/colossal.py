@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.config.convert.key_mapping import (
-    Draft,
     Given,
-    Note,
+    KeyMapping,
     Same,
+    Unmapped,
     count,
     dp_of,
     flat,
@@ -127,7 +127,7 @@ def read(path: Path) -> Given:
     for name in [name for name, value in values.items() if name.lower() == "config" and isinstance(value, dict)]:
         for key, value in values.pop(name).items():
             if values.get(key, value) != value:
-                reader.notes.append(Note(key, values[key], f"that of {name} counts: {shortened(str(value))}"))
+                reader.notes.append(Unmapped(key, values[key], f"that of {name} counts: {shortened(str(value))}"))
             values[key] = value
     settings = flat(values, str(path))
     return Given({**settings, USED: sorted(reader.used)}, reader.notes)
@@ -143,7 +143,7 @@ class _Reader:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.used: set[str] = set()
-        self.notes: list[Note] = []
+        self.notes: list[Unmapped] = []
 
     def statement(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass):
@@ -159,7 +159,7 @@ class _Reader:
         if isinstance(statement, ast.AnnAssign) and statement.value is not None:
             targets = [statement.target]
         if not targets or not all(isinstance(target, ast.Name) for target in targets):
-            self.notes.append(Note(f"line {statement.lineno}", _first_line(statement), _CODE, unsupported=True))
+            self.notes.append(Unmapped(f"line {statement.lineno}", _first_line(statement), _CODE, unsupported=True))
             return
         assert isinstance(statement, ast.Assign | ast.AnnAssign)
         assert statement.value is not None
@@ -168,7 +168,7 @@ class _Reader:
         self.values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
 
     def _definition(self, definition: ast.FunctionDef | ast.ClassDef) -> None:
-        self.notes.append(Note(f"line {definition.lineno}", _first_line(definition), "code is not run"))
+        self.notes.append(Unmapped(f"line {definition.lineno}", _first_line(definition), "code is not run"))
         if isinstance(definition, ast.ClassDef):
             return
         for node in ast.walk(definition):
@@ -183,7 +183,7 @@ class _Reader:
                 settings = {key: value for key, value in settings.items() if not _is_local(keywords[key], self.values)}
                 self.values[name] = {"type": made, **settings}
                 self.used.update(part.id for part in ast.walk(node.value) if isinstance(part, ast.Name))
-                self.notes.append(Note(f"line {node.lineno}", _first_line(node), f"taken for {name}"))
+                self.notes.append(Unmapped(f"line {node.lineno}", _first_line(node), f"taken for {name}"))
 
 
 _MODEL_CALL: Final = re.compile(r"(?i)gpt")
@@ -199,112 +199,114 @@ def _first_line(statement: ast.stmt) -> str:
     return shortened(ast.unparse(statement).splitlines()[0])
 
 
-def fill(draft: Draft, world: int | None) -> None:
+def fill(mapping: KeyMapping, world: int | None) -> None:
     """Make ours of a Colossal-AI config."""
-    used = set(draft.given.pop(USED, ()))
+    used = set(mapping.given.pop(USED, ()))
     for old, new in OTHER_NAMES.items():
-        if old in draft.given and new not in draft.given:
-            draft.given[new] = draft.given.pop(old)
-    draft.move(TABLE)
-    _model(draft)
-    _layout(draft, world)
-    _batch(draft)
-    _precision(draft)
-    _optimizer(draft)
-    for name in used & draft.given.keys():
-        del draft.given[name]
-    draft.leave(REASONS)
+        if old in mapping.given and new not in mapping.given:
+            mapping.given[new] = mapping.given.pop(old)
+    mapping.move(TABLE)
+    _model(mapping)
+    _layout(mapping, world)
+    _batch(mapping)
+    _precision(mapping)
+    _optimizer(mapping)
+    for name in used & mapping.given.keys():
+        del mapping.given[name]
+    mapping.leave(REASONS)
 
 
-def _model(draft: Draft) -> None:
-    name = draft.take("model.type", text, "")
+def _model(mapping: KeyMapping) -> None:
+    name = mapping.take("model.type", text, "")
     parts = re.split(r"[^a-z0-9]+", name.lower())
     sizes = next((sizes for part, sizes in _SIZES.items() if part in parts), None)
     if sizes is not None:
         for key, value in sizes.items():
-            draft.settings.setdefault(f"model.{key}", value)
+            mapping.settings.setdefault(f"model.{key}", value)
         shown = ", ".join(f"{key} {value}" for key, value in sizes.items())
         reason = f"its sizes are in its own code; those of Colossal-AI's function of that name are taken: {shown}"
-        draft.note("model.type", name, f"{reason}, where the file sets no others")
+        mapping.note("model.type", name, f"{reason}, where the file sets no others")
     elif name:
         reason = "its sizes are in its own code; set those of model that the file does not"
-        draft.note("model.type", name, reason, unsupported=True)
-    length = draft.settings.get("data.sequence_length")
+        mapping.note("model.type", name, reason, unsupported=True)
+    length = mapping.settings.get("data.sequence_length")
     if length is not None:
-        draft.settings["model.max_position_embeddings"] = max(
-            length, draft.settings.get("model.max_position_embeddings", 0)
+        mapping.settings["model.max_position_embeddings"] = max(
+            length, mapping.settings.get("model.max_position_embeddings", 0)
         )
-    if "model.vocab_size" not in draft.settings:
+    if "model.vocab_size" not in mapping.settings:
         size = 50304 if name else PRESETS["gpt2-124m"]["vocab_size"]
-        draft.put("model.vocab_size", size)
+        mapping.put("model.vocab_size", size)
         whose = "Colossal-AI's models, GPT-2's 50257 padded" if name else "GPT-2"
-        draft.note("VOCAB_SIZE", "not given", f"model.vocab_size is that of {whose}: {size}")
-    if draft.take("model.checkpoint", switch, False):
-        draft.put("train.recompute", "full")
+        mapping.note("VOCAB_SIZE", "not given", f"model.vocab_size is that of {whose}: {size}")
+    if mapping.take("model.checkpoint", switch, False):
+        mapping.put("train.recompute", "full")
 
 
-def _degree(draft: Draft, key: str) -> int:
-    plain = draft.take(f"parallel.{key}", count, 1)
-    return int(draft.take(f"parallel.{key}.size", count, plain))
+def _degree(mapping: KeyMapping, key: str) -> int:
+    plain = mapping.take(f"parallel.{key}", count, 1)
+    return int(mapping.take(f"parallel.{key}.size", count, plain))
 
 
-def _layout(draft: Draft, world: int | None) -> None:
-    tp, pp = _degree(draft, "tensor"), _degree(draft, "pipeline")
-    mode = draft.take("parallel.tensor.mode", text, "1d")
-    draft.settings.update({"parallel.tp": tp, "parallel.pp": pp})
+def _layout(mapping: KeyMapping, world: int | None) -> None:
+    tp, pp = _degree(mapping, "tensor"), _degree(mapping, "pipeline")
+    mode = mapping.take("parallel.tensor.mode", text, "1d")
+    mapping.settings.update({"parallel.tp": tp, "parallel.pp": pp})
     if mode == "sequence":
-        draft.settings.update({"parallel.tp": 1, "parallel.cp": tp, "parallel.cp_method": "ring"})
-        draft.note("parallel.tensor.mode", mode, f"ring self-attention is parallel.cp {tp} with cp_method ring")
+        mapping.settings.update({"parallel.tp": 1, "parallel.cp": tp, "parallel.cp_method": "ring"})
+        mapping.note("parallel.tensor.mode", mode, f"ring self-attention is parallel.cp {tp} with cp_method ring")
     elif mode not in ("1d", "None") and tp > 1:
-        draft.note("parallel.tensor.mode", mode, f"parallel.tp {tp} splits weights along one dim")
-    draft.put("parallel.dp", dp_of(draft, world, tp * pp, "world size"))
-    chunks = draft.take("NUM_CHUNKS", whole, 1)
-    put_chunks(draft, draft.take("model.num_chunks", whole, chunks), "model.num_chunks")
-    if any(key == "zero" or key.startswith("zero.") for key in draft.given):
-        put_zero(draft, 3, "zero", draft.given.pop("zero", "given"))
+        mapping.note("parallel.tensor.mode", mode, f"parallel.tp {tp} splits weights along one dim")
+    mapping.put("parallel.dp", dp_of(mapping, world, tp * pp, "world size"))
+    chunks = mapping.take("NUM_CHUNKS", whole, 1)
+    put_chunks(mapping, mapping.take("model.num_chunks", whole, chunks), "model.num_chunks")
+    if any(key == "zero" or key.startswith("zero.") for key in mapping.given):
+        put_zero(mapping, 3, "zero", mapping.given.pop("zero", "given"))
 
 
-def _batch(draft: Draft) -> None:
-    dp, pp = (draft.settings[f"parallel.{axis}"] for axis in ("dp", "pp"))
-    size, parts = draft.take("BATCH_SIZE", count), draft.take("NUM_MICRO_BATCHES", count, 1)
-    steps = draft.take("gradient_accumulation", count, 1)
+def _batch(mapping: KeyMapping) -> None:
+    dp, pp = (mapping.settings[f"parallel.{axis}"] for axis in ("dp", "pp"))
+    size, parts = mapping.take("BATCH_SIZE", count), mapping.take("NUM_MICRO_BATCHES", count, 1)
+    steps = mapping.take("gradient_accumulation", count, 1)
     if size is None:
         return
     if size % parts:
-        raise UserError(f"{draft.where}: NUM_MICRO_BATCHES is {parts} but must divide BATCH_SIZE {size}.")
+        raise UserError(f"{mapping.where}: NUM_MICRO_BATCHES is {parts} but must divide BATCH_SIZE {size}.")
     if parts > 1 and pp == 1:
-        draft.note("NUM_MICRO_BATCHES", parts, "also holds without a pipeline: gradients of micro-batches add up")
+        mapping.note("NUM_MICRO_BATCHES", parts, "also holds without a pipeline: gradients of micro-batches add up")
     total, micro = size * steps * dp, size // parts
-    draft.settings.update({"train.global_batch_size": total, "train.micro_batch_size": micro})
+    mapping.settings.update({"train.global_batch_size": total, "train.micro_batch_size": micro})
     reason = f"taken as a replica's: train.global_batch_size {total} = {size} · {steps} accumulated · dp {dp}"
-    draft.note("BATCH_SIZE", size, reason)
+    mapping.note("BATCH_SIZE", size, reason)
 
 
-def _precision(draft: Draft) -> None:
-    mode = draft.take("fp16.mode", text)
-    half = draft.take("model.dtype", text, "")
+def _precision(mapping: KeyMapping) -> None:
+    mode = mapping.take("fp16.mode", text)
+    half = mapping.take("model.dtype", text, "")
     if mode is not None or half.endswith((".half", ".float16")):
-        draft.put("precision.dtype", "fp16")
+        mapping.put("precision.dtype", "fp16")
     elif half.endswith("bfloat16"):
-        draft.put("precision.dtype", "bf16")
+        mapping.put("precision.dtype", "bf16")
     else:
         for key in ("loss_scale", "loss_scale_window"):
-            draft.settings.pop(f"precision.{key}", None)
+            mapping.settings.pop(f"precision.{key}", None)
 
 
-def _optimizer(draft: Draft) -> None:
-    name = draft.take("optimizer.type", text, "Adam")
+def _optimizer(mapping: KeyMapping) -> None:
+    name = mapping.take("optimizer.type", text, "Adam")
     kind = name.rpartition(".")[2]
-    draft.put("optimizer.name", "sgd" if kind == "SGD" else "adamw")
+    mapping.put("optimizer.name", "sgd" if kind == "SGD" else "adamw")
     if kind == "Adam":
-        draft.note("optimizer.type", name, "optimizer.name is adamw: weight decay is decoupled, not added to gradients")
+        mapping.note(
+            "optimizer.type", name, "optimizer.name is adamw: weight decay is decoupled, not added to gradients"
+        )
     elif kind not in ("AdamW", "HybridAdam", "FusedAdam", "CPUAdam", "SGD"):
-        draft.note("optimizer.type", name, "optimizer.name is adamw, the nearest")
-    betas = draft.take("optimizer.betas", _pair, [0.9, 0.999])
-    draft.put("optimizer.betas", betas)
-    draft.put("optimizer.decay", "constant")
-    draft.put("optimizer.warmup_steps", 0)
-    draft.note("lr_scheduler", "not given", "optimizer.decay is constant: the schedule is in the training script")
+        mapping.note("optimizer.type", name, "optimizer.name is adamw, the nearest")
+    betas = mapping.take("optimizer.betas", _pair, [0.9, 0.999])
+    mapping.put("optimizer.betas", betas)
+    mapping.put("optimizer.decay", "constant")
+    mapping.put("optimizer.warmup_steps", 0)
+    mapping.note("lr_scheduler", "not given", "optimizer.decay is constant: the schedule is in the training script")
 
 
 def _pair(value: Any) -> list[float]:

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple, get_args
 
 from threefold.config.convert import colossal, megatron, paddlefleetx
 from threefold.config.convert.detection import Kind, detected
-from threefold.config.convert.key_mapping import Draft, Given, Note, shortened
+from threefold.config.convert.key_mapping import Given, KeyMapping, Unmapped, shortened
 from threefold.config.loading import config_of, known_keys
 from threefold.config.resolve import resolve
 from threefold.config.schema import Config, section_types, to_yaml
@@ -20,7 +20,7 @@ _LONGEST_SENTENCE: Final = 800
 
 class _System(NamedTuple):
     read: Callable[[Path], Given]
-    fill: Callable[[Draft, int | None], None]
+    fill: Callable[[KeyMapping, int | None], None]
 
 
 _SYSTEMS: Final[dict[Kind, _System]] = {
@@ -44,11 +44,11 @@ class Converted(NamedTuple):
     kind: Kind
     evidence: str
     sections: dict[str, dict[str, Any]]
-    notes: list[Note]
+    notes: list[Unmapped]
     refusal: str
 
     @property
-    def unsupported(self) -> list[Note]:
+    def unsupported(self) -> list[Unmapped]:
         """The notes on settings without which the training is another, or that are not known."""
         return [note for note in self.notes if note.unsupported]
 
@@ -81,15 +81,17 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
     if kind is None:
         kind, evidence = detected(path)
     given = _SYSTEMS[kind].read(path)
-    draft = Draft(str(path), given.settings, given.spelled)
+    mapping = KeyMapping(str(path), given.settings, given.spelled)
     for note in given.notes:
-        draft.note(*note)
-    _SYSTEMS[kind].fill(draft, world_size)
-    if not {"data.path", "data.mixture"} & draft.settings.keys():
-        draft.put("data.path", _PLACE_OF_DATA)
-        draft.note("data", "not given", f"data.path {_PLACE_OF_DATA} stands for the folder or the token files of yours")
-    config = _config(draft)
-    return Converted(kind, evidence, _differing(config, draft.settings), draft.notes, _refusal(config))
+        mapping.note(*note)
+    _SYSTEMS[kind].fill(mapping, world_size)
+    if not {"data.path", "data.mixture"} & mapping.settings.keys():
+        mapping.put("data.path", _PLACE_OF_DATA)
+        mapping.note(
+            "data", "not given", f"data.path {_PLACE_OF_DATA} stands for the folder or the token files of yours"
+        )
+    config = _config(mapping)
+    return Converted(kind, evidence, _differing(config, mapping.settings), mapping.notes, _refusal(config))
 
 
 _NAMES: Final[dict[Kind, str]] = {
@@ -99,7 +101,7 @@ _NAMES: Final[dict[Kind, str]] = {
 }
 
 
-def listed_notes(converted: Converted, path: Path) -> list[str]:
+def unmapped_lines(converted: Converted, path: Path) -> list[str]:
     """Lines that tell whose file it was taken for, and every note, what changes the training first."""
     whose = _NAMES[converted.kind]
     lines = [f"{path} is taken for {whose}'s" + (f" by {converted.evidence}." if converted.evidence else ".")]
@@ -118,16 +120,16 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _config(draft: Draft) -> Config:
+def _config(mapping: KeyMapping) -> Config:
     sections: dict[str, dict[str, Any]] = {}
     for key in known_keys():
-        if key in draft.settings:
+        if key in mapping.settings:
             section, name = key.split(".")
-            sections.setdefault(section, {})[name] = draft.settings[key]
+            sections.setdefault(section, {})[name] = mapping.settings[key]
     try:
         return config_of(sections)
     except UserError as error:
-        raise UserError(f"{draft.where}: {error}") from None
+        raise UserError(f"{mapping.where}: {error}") from None
 
 
 def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

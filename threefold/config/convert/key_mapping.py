@@ -30,7 +30,7 @@ class Same(NamedTuple):
     default: Any = None
 
 
-class Note(NamedTuple):
+class Unmapped(NamedTuple):
     """What the user is to know of one of their settings: it has no counterpart, or one that is not the same.
 
     Attributes:
@@ -56,11 +56,11 @@ class Given(NamedTuple):
     """
 
     settings: Mapping[str, Any]
-    notes: Sequence[Note] = ()
+    notes: Sequence[Unmapped] = ()
     spelled: Mapping[str, str] = MappingProxyType({})
 
 
-class Draft:
+class KeyMapping:
     """Their settings that are not yet dealt with, ours so far, and notes.
 
     Args:
@@ -74,7 +74,7 @@ class Draft:
         self._spelled = dict(spelled or {})
         self.given = {key: value for key, value in given.items() if value is not None}
         self.settings: dict[str, Any] = {}
-        self.notes: list[Note] = []
+        self.notes: list[Unmapped] = []
 
     def take(self, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
         """Their value of `key`, which is dealt with then, or the default.
@@ -111,7 +111,7 @@ class Draft:
 
     def note(self, key: str, value: Any, reason: str, unsupported: bool = False) -> None:
         """Tell the user of one of their settings."""
-        self.notes.append(Note(self._spelled.get(key, key), value, reason, unsupported))
+        self.notes.append(Unmapped(self._spelled.get(key, key), value, reason, unsupported))
 
     def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
         """Tell of every setting that is left, with the reason of the first pattern that it matches.
@@ -199,49 +199,49 @@ def anything(value: Any) -> Any:
     return value
 
 
-def dp_of(draft: Draft, world: int | None, others: int, where: str) -> int:
+def dp_of(mapping: KeyMapping, world: int | None, others: int, where: str) -> int:
     """Data-parallel replicas of so many ranks, told as a note where nobody says how many ranks there are.
 
     Raises:
         UserError: the other axes do not divide the ranks.
     """
     if world is None:
-        draft.note(where, "not given", "parallel.dp is 1; give --world-size, the number of ranks, for another")
+        mapping.note(where, "not given", "parallel.dp is 1; give --world-size, the number of ranks, for another")
         return 1
     if world % others:
         rule = f"must be a multiple of {others}, the ranks of one replica"
         nearest = max(1, round(world / others)) * others
         raise UserError(
-            f"{draft.where}: the world size is {world} but {rule}; use {nearest}, as with --world-size {nearest}."
+            f"{mapping.where}: the world size is {world} but {rule}; use {nearest}, as with --world-size {nearest}."
         )
     return world // others
 
 
-def put_zero(draft: Draft, stage: int, key: str, value: Any) -> None:
+def put_zero(mapping: KeyMapping, stage: int, key: str, value: Any) -> None:
     """Share among the replicas, if there are any to share with."""
-    if draft.settings.get("parallel.dp", 1) * draft.settings.get("parallel.cp", 1) > 1:
-        draft.put("parallel.zero", stage)
+    if mapping.settings.get("parallel.dp", 1) * mapping.settings.get("parallel.cp", 1) > 1:
+        mapping.put("parallel.zero", stage)
     else:
-        draft.note(
+        mapping.note(
             key, value, f"one replica has none to share with; set parallel.zero {stage} once parallel.dp is above 1"
         )
 
 
-def put_chunks(draft: Draft, chunks: int, key: str) -> None:
+def put_chunks(mapping: KeyMapping, chunks: int, key: str) -> None:
     """Give each rank several stages, if there is a pipeline."""
-    if chunks > 1 and draft.settings["parallel.pp"] > 1:
-        draft.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
+    if chunks > 1 and mapping.settings["parallel.pp"] > 1:
+        mapping.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
     elif chunks > 1:
-        draft.note(key, chunks, "without a pipeline there are no stages")
+        mapping.note(key, chunks, "without a pipeline there are no stages")
 
 
-def take_sequence_parallel(draft: Draft, key: str) -> None:
+def take_sequence_parallel(mapping: KeyMapping, key: str) -> None:
     """Split the sequence too where their `key` says so, if there is tensor parallelism."""
-    if draft.take(key, switch, False):
-        if draft.settings["parallel.tp"] > 1:
-            draft.put("parallel.sequence_parallel", True)
+    if mapping.take(key, switch, False):
+        if mapping.settings["parallel.tp"] > 1:
+            mapping.put("parallel.sequence_parallel", True)
         else:
-            draft.note(key, True, "without tensor parallelism there is nothing to share")
+            mapping.note(key, True, "without tensor parallelism there is nothing to share")
 
 
 MOST_SETTINGS = 20_000

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.config.convert.key_mapping import (
-    Draft,
     Given,
-    Note,
+    KeyMapping,
     Same,
+    Unmapped,
     count,
     dp_of,
     foreign_text,
@@ -81,14 +81,14 @@ def read(path: Path) -> Given:
     text = foreign_text(path)
     launch = _of_yaml(path) if re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE) else launch_of(text, path, SWITCHES)
     _refuse_other_models(launch, path)
-    notes = [Note(*remark) for remark in launch.remarks]
-    notes += [Note(word, "a word", "belongs to no flag that is known", unsupported=True) for word in launch.unread]
+    notes = [Unmapped(*remark) for remark in launch.remarks]
+    notes += [Unmapped(word, "a word", "belongs to no flag that is known", unsupported=True) for word in launch.unread]
     flags: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for name, value in launch.flags.items():
         plain = name.replace("_", "-")
         if plain in flags:
-            notes.append(Note(plain, flags[plain], "given twice in two spellings; the last counts"))
+            notes.append(Unmapped(plain, flags[plain], "given twice in two spellings; the last counts"))
         flags[plain], spelled[plain] = value, name
     spelled = {plain: name for plain, name in spelled.items() if name.replace("_", "-") != name}
     return Given(flags if launch.world is None else {**flags, "world-size": launch.world}, notes, spelled)
@@ -128,114 +128,114 @@ def _refuse_other_models(launch: Launch, path: Path) -> None:
         )
 
 
-def fill(draft: Draft, world: int | None) -> None:
+def fill(mapping: KeyMapping, world: int | None) -> None:
     """Make ours of the flags."""
     for old, new in OLD_NAMES.items():
-        if old in draft.given:
-            value = draft.given.pop(old)
-            draft.given[new] = "rope" if old.startswith("use-rotary") else value
-    world = world or draft.take("world-size", whole)
-    draft.given.pop("world-size", None)
-    draft.move(TABLE)
-    _layout(draft, world)
-    _batch(draft)
-    _data(draft)
-    _precision(draft)
-    _recompute(draft)
-    _optimizer(draft)
-    _evaluation(draft)
-    fill_model(draft)
-    draft.put("checkpoint.keep", 0)
+        if old in mapping.given:
+            value = mapping.given.pop(old)
+            mapping.given[new] = "rope" if old.startswith("use-rotary") else value
+    world = world or mapping.take("world-size", whole)
+    mapping.given.pop("world-size", None)
+    mapping.move(TABLE)
+    _layout(mapping, world)
+    _batch(mapping)
+    _data(mapping)
+    _precision(mapping)
+    _recompute(mapping)
+    _optimizer(mapping)
+    _evaluation(mapping)
+    fill_model(mapping)
+    mapping.put("checkpoint.keep", 0)
     for key, allowed in SATISFIED.items():
-        if key in draft.given and str(draft.given[key]).lower() in allowed:
-            del draft.given[key]
-    draft.leave(REASONS, UNSUPPORTED)
+        if key in mapping.given and str(mapping.given[key]).lower() in allowed:
+            del mapping.given[key]
+    mapping.leave(REASONS, UNSUPPORTED)
 
 
-def _layout(draft: Draft, world: int | None) -> None:
-    tp, pp, cp = (draft.settings.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp"))
-    draft.settings |= {"parallel.tp": tp, "parallel.pp": pp}
-    draft.put("parallel.dp", dp_of(draft, world, tp * pp * cp, "world size"))
-    if cp > 1 and "cp-comm-type" not in draft.given:
-        draft.put("parallel.cp_method", "ring")
-    take_sequence_parallel(draft, "sequence-parallel")
+def _layout(mapping: KeyMapping, world: int | None) -> None:
+    tp, pp, cp = (mapping.settings.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp"))
+    mapping.settings |= {"parallel.tp": tp, "parallel.pp": pp}
+    mapping.put("parallel.dp", dp_of(mapping, world, tp * pp * cp, "world size"))
+    if cp > 1 and "cp-comm-type" not in mapping.given:
+        mapping.put("parallel.cp_method", "ring")
+    take_sequence_parallel(mapping, "sequence-parallel")
     for flag, stage in (("use-distributed-optimizer", 1), ("use-torch-fsdp2", 3), ("use-megatron-fsdp", 3)):
-        if draft.take(flag, switch, False):
-            put_zero(draft, stage, flag, True)
-    if draft.take("grad-reduce-in-bf16", switch, False):
-        _reduce_in_bf16(draft)
-    layers = draft.take("num-layers-per-virtual-pipeline-stage", count)
-    chunks = draft.take("num-virtual-stages-per-pipeline-rank", count, 1)
+        if mapping.take(flag, switch, False):
+            put_zero(mapping, stage, flag, True)
+    if mapping.take("grad-reduce-in-bf16", switch, False):
+        _reduce_in_bf16(mapping)
+    layers = mapping.take("num-layers-per-virtual-pipeline-stage", count)
+    chunks = mapping.take("num-virtual-stages-per-pipeline-rank", count, 1)
     if layers:
-        chunks = max(1, draft.given_whole("num-layers", 1) // pp // layers)
-    put_chunks(draft, chunks, "virtual pipeline stages")
+        chunks = max(1, mapping.given_whole("num-layers", 1) // pp // layers)
+    put_chunks(mapping, chunks, "virtual pipeline stages")
 
 
-def _reduce_in_bf16(draft: Draft) -> None:
-    if draft.settings.get("parallel.zero"):
+def _reduce_in_bf16(mapping: KeyMapping) -> None:
+    if mapping.settings.get("parallel.zero"):
         reason = "gradients are summed in fp32: parallel.gradient_compression does not go with parallel.zero"
-        draft.note("grad-reduce-in-bf16", True, reason)
-    elif draft.settings["parallel.dp"] * draft.settings.get("parallel.cp", 1) > 1:
-        draft.put("parallel.gradient_compression", "bf16")
+        mapping.note("grad-reduce-in-bf16", True, reason)
+    elif mapping.settings["parallel.dp"] * mapping.settings.get("parallel.cp", 1) > 1:
+        mapping.put("parallel.gradient_compression", "bf16")
     else:
-        draft.note("grad-reduce-in-bf16", True, "one replica sums no gradients with others")
+        mapping.note("grad-reduce-in-bf16", True, "one replica sums no gradients with others")
 
 
-def _batch(draft: Draft) -> None:
-    micro, dp = draft.settings.get("train.micro_batch_size", 1), draft.settings["parallel.dp"]
-    total = draft.take("global-batch-size", count, micro * dp)
-    draft.settings.update({"train.global_batch_size": total, "train.micro_batch_size": micro})
-    steps, samples = draft.take("train-iters", whole), draft.take("train-samples", whole)
+def _batch(mapping: KeyMapping) -> None:
+    micro, dp = mapping.settings.get("train.micro_batch_size", 1), mapping.settings["parallel.dp"]
+    total = mapping.take("global-batch-size", count, micro * dp)
+    mapping.settings.update({"train.global_batch_size": total, "train.micro_batch_size": micro})
+    steps, samples = mapping.take("train-iters", whole), mapping.take("train-samples", whole)
     if samples is not None:
         steps = max(1, samples // total)
-        draft.note("train-samples", samples, f"train.max_steps is {steps} = {samples} / {total}")
-    draft.put("train.max_steps", steps)
+        mapping.note("train-samples", samples, f"train.max_steps is {steps} = {samples} / {total}")
+    mapping.put("train.max_steps", steps)
 
 
-def _data(draft: Draft) -> None:
-    paths = draft.take("data-path", texts, [])
+def _data(mapping: KeyMapping) -> None:
+    paths = mapping.take("data-path", texts, [])
     if len(paths) == 1:
-        draft.put("data.path", paths[0])
+        mapping.put("data.path", paths[0])
         if "$" in paths[0] or "<" in paths[0]:
-            draft.note("data-path", paths[0], "not set in the file; put your path into data.path")
+            mapping.note("data-path", paths[0], "not set in the file; put your path into data.path")
     elif paths:
-        draft.put("data.mixture", _mixture(draft, paths))
-    kind = draft.take("tokenizer-type", text, "GPT2BPETokenizer" if "merge-file" in draft.given else "")
-    padded = draft.take("padded-vocab-size", whole)
-    size = draft.take("vocab-size", whole, padded)
+        mapping.put("data.mixture", _mixture(mapping, paths))
+    kind = mapping.take("tokenizer-type", text, "GPT2BPETokenizer" if "merge-file" in mapping.given else "")
+    padded = mapping.take("padded-vocab-size", whole)
+    size = mapping.take("vocab-size", whole, padded)
     if kind == "GPT2BPETokenizer":
         size = size or GPT2_TOKENS
-        draft.put("data.eod", GPT2_TOKENS - 1)
-        draft.note(
+        mapping.put("data.eod", GPT2_TOKENS - 1)
+        mapping.note(
             "tokenizer-type",
             kind,
             f"model.vocab_size {size}, and data.eod {GPT2_TOKENS - 1}: no padding of the former is needed",
         )
     elif kind:
-        draft.note(
+        mapping.note(
             "tokenizer-type",
             kind,
             "model.vocab_size and data.eod are for you to set: its tokens, and the end of a document",
         )
-    draft.put("model.vocab_size", size)
+    mapping.put("model.vocab_size", size)
     for flag in ("tokenizer-model", "vocab-file"):
-        file = draft.given.get(flag)
+        file = mapping.given.get(flag)
         if isinstance(file, str) and Path(file).name == "tokenizer.json":
-            draft.put("data.tokenizer", draft.given.pop(flag))
-    if draft.take("reset-attention-mask", switch, False):
-        draft.put("data.separate_documents", True)
-    if not draft.take("eod-mask-loss", switch, False):
-        draft.note(
+            mapping.put("data.tokenizer", mapping.given.pop(flag))
+    if mapping.take("reset-attention-mask", switch, False):
+        mapping.put("data.separate_documents", True)
+    if not mapping.take("eod-mask-loss", switch, False):
+        mapping.note(
             "eod-mask-loss",
             "not given",
             "with data.eod nothing is predicted after the end of a document, as with the flag",
         )
 
 
-def _mixture(draft: Draft, paths: list[str]) -> dict[str, float]:
+def _mixture(mapping: KeyMapping, paths: list[str]) -> dict[str, float]:
     weighted = len(paths) % 2 == 0 and all(_is_number(word) for word in paths[::2])
     if not weighted:
-        draft.note("data-path", " ".join(paths), "without weights Megatron-LM goes by sizes; here each has weight 1")
+        mapping.note("data-path", " ".join(paths), "without weights Megatron-LM goes by sizes; here each has weight 1")
         return dict.fromkeys(paths, 1.0)
     mixture: dict[str, float] = {}
     for weight, path in zip(paths[::2], paths[1::2], strict=True):
@@ -251,66 +251,66 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _precision(draft: Draft) -> None:
-    fp16, bf16 = draft.take("fp16", switch, False), draft.take("bf16", switch, False)
+def _precision(mapping: KeyMapping) -> None:
+    fp16, bf16 = mapping.take("fp16", switch, False), mapping.take("bf16", switch, False)
     if fp16 and bf16:
-        raise UserError(f"{draft.where}: --fp16 and --bf16 are both given but one excludes the other; leave one out.")
-    draft.put("precision.dtype", "fp16" if fp16 else "bf16" if bf16 else None)
-    fixed, first = draft.take("loss-scale", number), draft.take("initial-loss-scale", number)
-    window = draft.take("loss-scale-window", whole)
+        raise UserError(f"{mapping.where}: --fp16 and --bf16 are both given but one excludes the other; leave one out.")
+    mapping.put("precision.dtype", "fp16" if fp16 else "bf16" if bf16 else None)
+    fixed, first = mapping.take("loss-scale", number), mapping.take("initial-loss-scale", number)
+    window = mapping.take("loss-scale-window", whole)
     if fp16:
-        draft.put("precision.loss_scale", fixed or first)
-        draft.put("precision.loss_scale_window", window)
+        mapping.put("precision.loss_scale", fixed or first)
+        mapping.put("precision.loss_scale_window", window)
     if fixed is not None:
-        draft.note("loss-scale", fixed, "precision.loss_scale starts there for fp16, but is dynamic")
+        mapping.note("loss-scale", fixed, "precision.loss_scale starts there for fp16, but is dynamic")
 
 
-def _recompute(draft: Draft) -> None:
-    granularity = draft.take("recompute-granularity", text)
-    if draft.take("recompute-activations", switch, False):
+def _recompute(mapping: KeyMapping) -> None:
+    granularity = mapping.take("recompute-granularity", text)
+    if mapping.take("recompute-activations", switch, False):
         granularity = granularity or "selective"
-    if draft.take("checkpoint-activations", switch, False):
+    if mapping.take("checkpoint-activations", switch, False):
         granularity = "full"
     if granularity not in (None, "full", "selective"):
-        raise UserError(f"{draft.where}: --recompute-granularity is {granularity!r} but must be full or selective.")
-    draft.put("train.recompute", granularity)
+        raise UserError(f"{mapping.where}: --recompute-granularity is {granularity!r} but must be full or selective.")
+    mapping.put("train.recompute", granularity)
 
 
-def _optimizer(draft: Draft) -> None:
-    name = draft.take("optimizer", text, "adam")
+def _optimizer(mapping: KeyMapping) -> None:
+    name = mapping.take("optimizer", text, "adam")
     if name not in ("adam", "sgd"):
-        draft.note("optimizer", name, "optimizer.name is adamw, the nearest", unsupported=True)
-    draft.put("optimizer.name", "sgd" if name == "sgd" else "adamw")
-    draft.put("optimizer.betas", [draft.take("adam-beta1", number, 0.9), draft.take("adam-beta2", number, 0.999)])
-    _schedule(draft)
+        mapping.note("optimizer", name, "optimizer.name is adamw, the nearest", unsupported=True)
+    mapping.put("optimizer.name", "sgd" if name == "sgd" else "adamw")
+    mapping.put("optimizer.betas", [mapping.take("adam-beta1", number, 0.9), mapping.take("adam-beta2", number, 0.999)])
+    _schedule(mapping)
 
 
-def _schedule(draft: Draft) -> None:
-    total = draft.settings["train.global_batch_size"]
-    steps = draft.take("lr-decay-iters", whole, draft.settings.get("train.max_steps"))
-    warmup = draft.take("lr-warmup-iters", whole, 0)
-    decay_samples, warmup_samples = (draft.take(f"lr-{part}-samples", whole) for part in ("decay", "warmup"))
+def _schedule(mapping: KeyMapping) -> None:
+    total = mapping.settings["train.global_batch_size"]
+    steps = mapping.take("lr-decay-iters", whole, mapping.settings.get("train.max_steps"))
+    warmup = mapping.take("lr-warmup-iters", whole, 0)
+    decay_samples, warmup_samples = (mapping.take(f"lr-{part}-samples", whole) for part in ("decay", "warmup"))
     steps = steps if decay_samples is None else max(1, decay_samples // total)
     warmup = warmup if warmup_samples is None else warmup_samples // total
-    fraction = draft.take("lr-warmup-fraction", number)
+    fraction = mapping.take("lr-warmup-fraction", number)
     if fraction is not None and steps is not None:
         warmup = round(fraction * steps)
-    draft.put("optimizer.decay_steps", steps)
-    draft.put("optimizer.warmup_steps", warmup)
-    style, last = draft.take("lr-decay-style", text, "linear"), draft.take("lr-wsd-decay-iters", whole)
+    mapping.put("optimizer.decay_steps", steps)
+    mapping.put("optimizer.warmup_steps", warmup)
+    style, last = mapping.take("lr-decay-style", text, "linear"), mapping.take("lr-wsd-decay-iters", whole)
     decay = style.lower()
     if decay not in ("constant", "linear", "cosine", "wsd"):
-        draft.note("lr-decay-style", style, "optimizer.decay is cosine, the nearest", unsupported=True)
+        mapping.note("lr-decay-style", style, "optimizer.decay is cosine, the nearest", unsupported=True)
         decay = "cosine"
-    draft.put("optimizer.decay", decay)
+    mapping.put("optimizer.decay", decay)
     if decay == "wsd" and steps is not None and last is not None:
-        draft.put("optimizer.stable_steps", max(0, steps - warmup - last))
-    shape = draft.take("lr-wsd-decay-style", text, "exponential")
+        mapping.put("optimizer.stable_steps", max(0, steps - warmup - last))
+    shape = mapping.take("lr-wsd-decay-style", text, "exponential")
     if decay == "wsd" and shape != "linear":
-        draft.note("lr-wsd-decay-style", shape, "the last part of wsd decays linearly")
+        mapping.note("lr-wsd-decay-style", shape, "the last part of wsd decays linearly")
 
 
-def _evaluation(draft: Draft) -> None:
-    every, batches = draft.take("eval-interval", whole, 1000), draft.take("eval-iters", whole, 100)
-    draft.put("train.eval_every", every if batches else 0)
-    draft.put("train.eval_batches", batches or None)
+def _evaluation(mapping: KeyMapping) -> None:
+    every, batches = mapping.take("eval-interval", whole, 1000), mapping.take("eval-iters", whole, 100)
+    mapping.put("train.eval_every", every if batches else 0)
+    mapping.put("train.eval_batches", batches or None)

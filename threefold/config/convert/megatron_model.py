@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from threefold.config.convert.key_mapping import Draft, Same, number, switch, text, whole
+from threefold.config.convert.key_mapping import KeyMapping, Same, number, switch, text, whole
 
 TABLE = (
     Same("num-layers", "model.num_layers", whole),
@@ -35,35 +35,35 @@ _LLAMA_ONLY = "only architecture llama has it, which needs --normalization RMSNo
 _NO_EXPERTS = "--num-experts is not given, so there are none"
 
 
-def fill_model(draft: Draft) -> None:
+def fill_model(mapping: KeyMapping) -> None:
     """Choose the family and fill the section `model`."""
-    draft.move(TABLE)
-    llama = _is_llama(draft)
-    draft.put("model.tie_embeddings", not draft.take("untie-embeddings-and-output-weights", switch, False))
-    _ffn(draft, llama)
-    _groups(draft, llama)
+    mapping.move(TABLE)
+    llama = _is_llama(mapping)
+    mapping.put("model.tie_embeddings", not mapping.take("untie-embeddings-and-output-weights", switch, False))
+    _ffn(mapping, llama)
+    _groups(mapping, llama)
     if llama:
-        draft.put("model.architecture", "llama")
-        draft.move(FOR_LLAMA)
-        _rope_scaling(draft)
-        _experts(draft)
+        mapping.put("model.architecture", "llama")
+        mapping.move(FOR_LLAMA)
+        _rope_scaling(mapping)
+        _experts(mapping)
     else:
-        head = draft.given.get("kv-channels")
-        heads, hidden = (draft.settings.get(f"model.{key}") for key in ("num_attention_heads", "hidden_size"))
+        head = mapping.given.get("kv-channels")
+        heads, hidden = (mapping.settings.get(f"model.{key}") for key in ("num_attention_heads", "hidden_size"))
         if head is not None and heads and str(head).isdecimal() and int(head) * heads == hidden:
-            del draft.given["kv-channels"]
-        _leave(draft, [row.theirs for row in FOR_LLAMA], _LLAMA_ONLY, unsupported=True)
-    if not draft.settings.get("model.num_experts"):
-        _leave(draft, [row.theirs for row in FOR_EXPERTS], _NO_EXPERTS, unsupported=False)
-        if draft.settings.pop("parallel.ep", 1) > 1:
-            draft.note("expert-model-parallel-size", "above 1", "parallel.ep is 1: this model has no experts")
+            del mapping.given["kv-channels"]
+        _leave(mapping, [row.theirs for row in FOR_LLAMA], _LLAMA_ONLY, unsupported=True)
+    if not mapping.settings.get("model.num_experts"):
+        _leave(mapping, [row.theirs for row in FOR_EXPERTS], _NO_EXPERTS, unsupported=False)
+        if mapping.settings.pop("parallel.ep", 1) > 1:
+            mapping.note("expert-model-parallel-size", "above 1", "parallel.ep is 1: this model has no experts")
 
 
-def _is_llama(draft: Draft) -> bool:
+def _is_llama(mapping: KeyMapping) -> bool:
     """Whether norms and feed-forward are Llama's; what does not go with the family is told."""
-    norm, swiglu = draft.take("normalization", text, "LayerNorm"), draft.take("swiglu", switch, False)
-    position = draft.take("position-embedding-type", text, "learned_absolute")
-    bare = draft.take("disable-bias-linear", switch, False)
+    norm, swiglu = mapping.take("normalization", text, "LayerNorm"), mapping.take("swiglu", switch, False)
+    position = mapping.take("position-embedding-type", text, "learned_absolute")
+    bare = mapping.take("disable-bias-linear", switch, False)
     llama = norm == "RMSNorm" and swiglu
     rope = position == "rope"
     differing: list[tuple[str, Any, str]] = []
@@ -71,13 +71,13 @@ def _is_llama(draft: Draft) -> bool:
         _differ(differing, norm != "LayerNorm", "normalization", norm, "gpt has layer norms")
         _differ(differing, swiglu, "swiglu", True, "gpt has GELU; with --normalization RMSNorm it would be llama")
         _differ(differing, bare, "disable-bias-linear", True, "gpt has biases")
-        draft.put("model.position_embedding", "rope" if rope else "learned")
+        mapping.put("model.position_embedding", "rope" if rope else "learned")
         _differ(differing, not rope and position != "learned_absolute", "position-embedding-type", position, "learned")
     else:
         _differ(differing, not rope, "position-embedding-type", position, "llama has rotary positions")
         _differ(differing, not bare, "disable-bias-linear", "not given", "llama has no biases")
     for key, value, reason in differing:
-        draft.note(key, value, f"not convertible exactly: {reason}", unsupported=True)
+        mapping.note(key, value, f"not convertible exactly: {reason}", unsupported=True)
     return llama
 
 
@@ -86,48 +86,48 @@ def _differ(found: list[tuple[str, Any, str]], differs: bool, key: str, value: A
         found.append((key, value, reason))
 
 
-def _ffn(draft: Draft, llama: bool) -> None:
-    width, hidden = draft.take("ffn-hidden-size", whole), draft.settings.get("model.hidden_size")
+def _ffn(mapping: KeyMapping, llama: bool) -> None:
+    width, hidden = mapping.take("ffn-hidden-size", whole), mapping.settings.get("model.hidden_size")
     if width is None and llama and hidden is not None:
         width = int(4 * hidden * 2 / 3) // 64 * 64  # Megatron-LM's own default
-    draft.put("model.ffn_hidden_size", width)
+    mapping.put("model.ffn_hidden_size", width)
 
 
-def _groups(draft: Draft, llama: bool) -> None:
-    grouped, groups = draft.take("group-query-attention", switch, False), draft.take("num-query-groups", whole, 1)
+def _groups(mapping: KeyMapping, llama: bool) -> None:
+    grouped, groups = mapping.take("group-query-attention", switch, False), mapping.take("num-query-groups", whole, 1)
     if grouped and llama:
-        draft.put("model.num_key_value_heads", groups)
-    elif grouped and groups != draft.settings.get("model.num_attention_heads"):
-        draft.note("num-query-groups", groups, f"not convertible exactly: {_LLAMA_ONLY}", unsupported=True)
+        mapping.put("model.num_key_value_heads", groups)
+    elif grouped and groups != mapping.settings.get("model.num_attention_heads"):
+        mapping.note("num-query-groups", groups, f"not convertible exactly: {_LLAMA_ONLY}", unsupported=True)
     elif groups != 1 and not grouped:
-        draft.note("num-query-groups", groups, "Megatron-LM does not look at it without --group-query-attention")
+        mapping.note("num-query-groups", groups, "Megatron-LM does not look at it without --group-query-attention")
 
 
-def _experts(draft: Draft) -> None:
-    if not draft.settings.get("model.num_experts"):
+def _experts(mapping: KeyMapping) -> None:
+    if not mapping.settings.get("model.num_experts"):
         return
-    balancing = draft.take("moe-router-load-balancing-type", text, "aux_loss")
-    draft.move(FOR_EXPERTS)
+    balancing = mapping.take("moe-router-load-balancing-type", text, "aux_loss")
+    mapping.move(FOR_EXPERTS)
     if balancing == "none":
-        draft.put("model.router_aux_loss", 0.0)
+        mapping.put("model.router_aux_loss", 0.0)
     elif balancing != "aux_loss":
         reason = "experts are balanced by model.router_aux_loss"
-        draft.note("moe-router-load-balancing-type", balancing, reason, unsupported=True)
-    if (factor := draft.settings.get("model.expert_capacity_factor")) is not None:
-        draft.note(
+        mapping.note("moe-router-load-balancing-type", balancing, reason, unsupported=True)
+    if (factor := mapping.settings.get("model.expert_capacity_factor")) is not None:
+        mapping.note(
             "moe-expert-capacity-factor", factor, "counts the tokens of each sequence, not of a rank's micro-batch"
         )
-    if draft.take("moe-router-pre-softmax", switch, False):
-        draft.put("model.normalize_expert_weights", False)
-    every = draft.take("moe-layer-freq", text, "1")
+    if mapping.take("moe-router-pre-softmax", switch, False):
+        mapping.put("model.normalize_expert_weights", False)
+    every = mapping.take("moe-layer-freq", text, "1")
     if every.isdecimal() and int(every) > 1:
-        draft.put("model.moe_every", int(every))
-        draft.note("moe-layer-freq", every, "the last layer of each run has experts, not the first")
-    elif pattern := _layer_pattern(every, draft.settings.get("model.num_layers", 0)):
-        draft.settings |= pattern
+        mapping.put("model.moe_every", int(every))
+        mapping.note("moe-layer-freq", every, "the last layer of each run has experts, not the first")
+    elif pattern := _layer_pattern(every, mapping.settings.get("model.num_layers", 0)):
+        mapping.settings |= pattern
     elif every != "1":
         reason = "model.moe_every and model.dense_layers say which layers have experts"
-        draft.note("moe-layer-freq", every, reason, unsupported=True)
+        mapping.note("moe-layer-freq", every, reason, unsupported=True)
 
 
 def _layer_pattern(text: str, layers: int) -> dict[str, int] | None:
@@ -145,11 +145,11 @@ def _layer_pattern(text: str, layers: int) -> dict[str, int] | None:
     return {"model.dense_layers": dense} if dense else {"model.moe_every": 1}
 
 
-def _rope_scaling(draft: Draft) -> None:
+def _rope_scaling(mapping: KeyMapping) -> None:
     """Llama 3.1's scaling, with the constants that Megatron-LM has for it."""
-    factor = draft.take("rope-scaling-factor", number, 8.0)
-    if draft.take("use-rope-scaling", switch, False):
-        draft.settings |= {
+    factor = mapping.take("rope-scaling-factor", number, 8.0)
+    if mapping.take("use-rope-scaling", switch, False):
+        mapping.settings |= {
             "model.rope_scaling": "llama3",
             "model.rope_factor": factor,
             "model.rope_original_positions": 8192,
@@ -158,7 +158,7 @@ def _rope_scaling(draft: Draft) -> None:
         }
 
 
-def _leave(draft: Draft, keys: list[str], reason: str, unsupported: bool) -> None:
+def _leave(mapping: KeyMapping, keys: list[str], reason: str, unsupported: bool) -> None:
     for key in keys:
-        if key in draft.given:
-            draft.note(key, draft.given.pop(key), reason, unsupported)
+        if key in mapping.given:
+            mapping.note(key, mapping.given.pop(key), reason, unsupported)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from threefold.config.convert.key_mapping import (
-    Draft,
     Given,
+    KeyMapping,
     Same,
     anything,
     count,
@@ -146,110 +146,110 @@ def _over(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def fill(draft: Draft, world: int | None) -> None:
+def fill(mapping: KeyMapping, world: int | None) -> None:
     """Make ours of a Fleet config."""
-    _rename(draft)
-    _skip_implied(draft)
-    draft.move(TABLE)
-    _layout(draft, world)
-    _batch(draft)
-    _precision(draft)
-    _recompute(draft)
-    _optimizer(draft)
-    if draft.settings["model.vocab_size"] > END_OF_TEXT:
-        draft.put("data.eod", END_OF_TEXT)
-    draft.put("checkpoint.keep", 0)
-    draft.leave(REASONS)
+    _rename(mapping)
+    _skip_implied(mapping)
+    mapping.move(TABLE)
+    _layout(mapping, world)
+    _batch(mapping)
+    _precision(mapping)
+    _recompute(mapping)
+    _optimizer(mapping)
+    if mapping.settings["model.vocab_size"] > END_OF_TEXT:
+        mapping.put("data.eod", END_OF_TEXT)
+    mapping.put("checkpoint.keep", 0)
+    mapping.leave(REASONS)
 
 
-def _rename(draft: Draft) -> None:
+def _rename(mapping: KeyMapping) -> None:
     for old, new in OLD_NAMES.items():
-        for key in [key for key in draft.given if key.startswith(old)]:
-            draft.given[new + key.removeprefix(old)] = draft.given.pop(key)
-    if "Optimizer.grad_clip" in draft.given:
-        draft.given["Optimizer.grad_clip.clip_norm"] = draft.given.pop("Optimizer.grad_clip")
+        for key in [key for key in mapping.given if key.startswith(old)]:
+            mapping.given[new + key.removeprefix(old)] = mapping.given.pop(key)
+    if "Optimizer.grad_clip" in mapping.given:
+        mapping.given["Optimizer.grad_clip.clip_norm"] = mapping.given.pop("Optimizer.grad_clip")
 
 
-def _skip_implied(draft: Draft) -> None:
+def _skip_implied(mapping: KeyMapping) -> None:
     for key, values in IMPLIED.items():
-        if draft.given.get(key) in values:
-            del draft.given[key]
-    for key in [key for key in draft.given if key.startswith("Data.Eval.")]:
-        if draft.given[key] == draft.given.get(key.replace("Eval", "Train", 1)) or key == "Data.Eval.dataset.name":
-            del draft.given[key]
+        if mapping.given.get(key) in values:
+            del mapping.given[key]
+    for key in [key for key in mapping.given if key.startswith("Data.Eval.")]:
+        if mapping.given[key] == mapping.given.get(key.replace("Eval", "Train", 1)) or key == "Data.Eval.dataset.name":
+            del mapping.given[key]
 
 
-def _layout(draft: Draft, world: int | None) -> None:
-    tp, pp = draft.take("Distributed.mp_degree", count, 1), draft.take("Distributed.pp_degree", count, 1)
-    shards = draft.take("Distributed.sharding.sharding_degree", count, 1)
-    stage = draft.take("Distributed.sharding.sharding_stage", whole, 1)
-    replicas = draft.take("Distributed.dp_degree", count)
+def _layout(mapping: KeyMapping, world: int | None) -> None:
+    tp, pp = mapping.take("Distributed.mp_degree", count, 1), mapping.take("Distributed.pp_degree", count, 1)
+    shards = mapping.take("Distributed.sharding.sharding_degree", count, 1)
+    stage = mapping.take("Distributed.sharding.sharding_stage", whole, 1)
+    replicas = mapping.take("Distributed.dp_degree", count)
     if replicas is None:
         one = tp * pp * shards
-        replicas = dp_of(draft, world or (one if shards > 1 else None), one, "Distributed.dp_degree")
-    draft.settings.update({"parallel.dp": replicas * shards, "parallel.tp": tp, "parallel.pp": pp})
+        replicas = dp_of(mapping, world or (one if shards > 1 else None), one, "Distributed.dp_degree")
+    mapping.settings.update({"parallel.dp": replicas * shards, "parallel.tp": tp, "parallel.pp": pp})
     if shards > 1:
-        draft.put("parallel.zero_shards", shards)
-        put_zero(draft, stage, "Distributed.sharding.sharding_stage", stage)
-    chunks = draft.take("Distributed.virtual_pp_degree", whole, draft.take("Model.virtual_pp_degree", whole, 1))
-    put_chunks(draft, chunks, "virtual_pp_degree")
-    take_sequence_parallel(draft, "Model.sequence_parallel")
+        mapping.put("parallel.zero_shards", shards)
+        put_zero(mapping, stage, "Distributed.sharding.sharding_stage", stage)
+    chunks = mapping.take("Distributed.virtual_pp_degree", whole, mapping.take("Model.virtual_pp_degree", whole, 1))
+    put_chunks(mapping, chunks, "virtual_pp_degree")
+    take_sequence_parallel(mapping, "Model.sequence_parallel")
 
 
-def _batch(draft: Draft) -> None:
-    dp = draft.settings["parallel.dp"]
-    total, local = (draft.take(f"Global.{name}_batch_size", count) for name in ("global", "local"))
+def _batch(mapping: KeyMapping) -> None:
+    dp = mapping.settings["parallel.dp"]
+    total, local = (mapping.take(f"Global.{name}_batch_size", count) for name in ("global", "local"))
     if local is not None:
         reason = f"sequences of one replica in a step: train.global_batch_size {local * dp} = {local} · dp {dp}"
         if total is not None and total != local * dp:
             reason = f"left out: global_batch_size {total} is not {local} · dp {dp}"
-        draft.note("Global.local_batch_size", local, reason)
+        mapping.note("Global.local_batch_size", local, reason)
         total = local * dp if total is None else total
-    draft.put("train.global_batch_size", total)
-    draft.put("train.micro_batch_size", draft.take("Global.micro_batch_size", count, local))
+    mapping.put("train.global_batch_size", total)
+    mapping.put("train.micro_batch_size", mapping.take("Global.micro_batch_size", count, local))
 
 
-def _precision(draft: Draft) -> None:
+def _precision(mapping: KeyMapping) -> None:
     prefix = "Engine.mix_precision."
-    on = draft.take(f"{prefix}use_pure_fp16", switch, False)
-    on = draft.take(f"{prefix}enable", switch, on)
-    dtype = draft.take(f"{prefix}dtype", text, "float16")
-    scale = draft.take(f"{prefix}scale_loss", number)
+    on = mapping.take(f"{prefix}use_pure_fp16", switch, False)
+    on = mapping.take(f"{prefix}enable", switch, on)
+    dtype = mapping.take(f"{prefix}dtype", text, "float16")
+    scale = mapping.take(f"{prefix}scale_loss", number)
     if not on:
         return
     if dtype not in ("float16", "bfloat16"):
-        raise UserError(f"{draft.where}: {prefix}dtype is {dtype!r} but must be float16 or bfloat16.")
-    draft.put("precision.dtype", "fp16" if dtype == "float16" else "bf16")
+        raise UserError(f"{mapping.where}: {prefix}dtype is {dtype!r} but must be float16 or bfloat16.")
+    mapping.put("precision.dtype", "fp16" if dtype == "float16" else "bf16")
     if dtype == "float16":
-        draft.put("precision.loss_scale", scale)
+        mapping.put("precision.loss_scale", scale)
 
 
-def _recompute(draft: Draft) -> None:
-    wanted = draft.take("Model.use_recompute", switch, draft.take("Engine.use_recompute", switch, False))
-    granularity = draft.take("Model.recompute_granularity", text, "full")
+def _recompute(mapping: KeyMapping) -> None:
+    wanted = mapping.take("Model.use_recompute", switch, mapping.take("Engine.use_recompute", switch, False))
+    granularity = mapping.take("Model.recompute_granularity", text, "full")
     if not wanted:
         return
-    draft.put("train.recompute", "full" if granularity == "full" else "selective")
+    mapping.put("train.recompute", "full" if granularity == "full" else "selective")
     if granularity not in ("full", "core_attn"):
-        draft.note(
+        mapping.note(
             "Model.recompute_granularity", granularity, "the nearest is train.recompute selective, the core alone"
         )
 
 
-def _optimizer(draft: Draft) -> None:
-    name = draft.take("Optimizer.name", text, "FusedAdamW")
+def _optimizer(mapping: KeyMapping) -> None:
+    name = mapping.take("Optimizer.name", text, "FusedAdamW")
     if name not in ("FusedAdamW", "AdamW"):
-        draft.note("Optimizer.name", name, "optimizer.name is adamw, the nearest", unsupported=True)
-    betas = [draft.take(f"Optimizer.beta{n}", number, default) for n, default in ((1, 0.9), (2, 0.999))]
-    draft.put("optimizer.betas", betas)
-    draft.put("optimizer.clip_grad_norm", draft.take("Optimizer.grad_clip.clip_norm", number, 0.0))
-    steps, rate = draft.take("Optimizer.lr.decay_steps", whole), draft.take("Optimizer.lr.warmup_rate", number, 0.0)
-    if draft.take("Optimizer.lr.use_increments", switch, False) and steps is not None:
-        total = draft.settings.get("train.global_batch_size", 1)
-        draft.note("Optimizer.lr.use_increments", True, f"decay_steps {steps} counts samples: / {total} a step")
+        mapping.note("Optimizer.name", name, "optimizer.name is adamw, the nearest", unsupported=True)
+    betas = [mapping.take(f"Optimizer.beta{n}", number, default) for n, default in ((1, 0.9), (2, 0.999))]
+    mapping.put("optimizer.betas", betas)
+    mapping.put("optimizer.clip_grad_norm", mapping.take("Optimizer.grad_clip.clip_norm", number, 0.0))
+    steps, rate = mapping.take("Optimizer.lr.decay_steps", whole), mapping.take("Optimizer.lr.warmup_rate", number, 0.0)
+    if mapping.take("Optimizer.lr.use_increments", switch, False) and steps is not None:
+        total = mapping.settings.get("train.global_batch_size", 1)
+        mapping.note("Optimizer.lr.use_increments", True, f"decay_steps {steps} counts samples: / {total} a step")
         steps = max(1, steps // total)
     if steps is not None:
-        draft.settings.update({"optimizer.decay_steps": steps, "optimizer.warmup_steps": round(rate * steps)})
-    name = draft.take("Optimizer.lr.name", anything)
+        mapping.settings.update({"optimizer.decay_steps": steps, "optimizer.warmup_steps": round(rate * steps)})
+    name = mapping.take("Optimizer.lr.name", anything)
     if name is not None:
-        draft.note("Optimizer.lr.name", name, "optimizer.decay is cosine; linear, constant and wsd are there too")
+        mapping.note("Optimizer.lr.name", name, "optimizer.decay is cosine; linear, constant and wsd are there too")

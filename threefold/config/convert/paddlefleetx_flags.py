@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.convert.key_mapping import Given, Note, foreign_text
+from threefold.config.convert.key_mapping import Given, Unmapped, foreign_text
 from threefold.config.convert.shell.launch_line import launch_of
 from threefold.errors import UserError
 
@@ -118,13 +118,13 @@ def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
         UserError: it has no flags, or the YAML is not there.
     """
     launch = launch_of(foreign_text(path), path, renamed={"-c": "--config", "-o": "--override"}, several=("override",))
-    notes = [Note(*remark) for remark in launch.remarks]
+    notes = [Unmapped(*remark) for remark in launch.remarks]
     flags = dict(launch.flags)
     settings = _of_overrides(flags, path, of_yaml, notes)
     if settings is None:
         settings = dict(DEFAULTS)
         _put_sizes(flags, settings, notes)
-        notes += [Note(word, "a word", "belongs to no flag", unsupported=True) for word in launch.unread]
+        notes += [Unmapped(word, "a word", "belongs to no flag", unsupported=True) for word in launch.unread]
     spelled: dict[str, str] = {}
     for name, value in flags.items():
         key = KEYS.get(name, name)
@@ -142,7 +142,7 @@ def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
 
 
 def _of_overrides(
-    flags: dict[str, Any], path: Path, of_yaml: Callable[[Path], dict[str, Any]], notes: list[Note]
+    flags: dict[str, Any], path: Path, of_yaml: Callable[[Path], dict[str, Any]], notes: list[Unmapped]
 ) -> dict[str, Any] | None:
     """The settings of the YAML that a script names, with what it sets over them; None where it names none."""
     name = flags.pop("config", None)
@@ -154,17 +154,17 @@ def _of_overrides(
     if file is None:
         raise UserError(f"{path} starts a training with {name}, which is not there; put it beside the script.")
     settings = of_yaml(file)
-    notes.append(Note("config", name, "read, with what the script sets over it"))
+    notes.append(Unmapped("config", name, "read, with what the script sets over it"))
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
-            notes.append(Note(text, "an override", "is no key=value", unsupported=True))
+            notes.append(Unmapped(text, "an override", "is no key=value", unsupported=True))
         else:
             settings[key] = _typed(key, value)
     return settings
 
 
-def _put_sizes(flags: dict[str, Any], settings: dict[str, Any], notes: list[Note]) -> None:
+def _put_sizes(flags: dict[str, Any], settings: dict[str, Any], notes: list[Unmapped]) -> None:
     flags.pop("model_type", None)
     name = flags.pop("model_name_or_path", None)
     if name is None:
@@ -172,11 +172,11 @@ def _put_sizes(flags: dict[str, Any], settings: dict[str, Any], notes: list[Note
     sizes = _SIZES.get(name) if isinstance(name, str) else None
     if sizes is None:
         reason = "its sizes are in its own code; set those of model"
-        notes.append(Note("model_name_or_path", name, reason, unsupported=True))
+        notes.append(Unmapped("model_name_or_path", name, reason, unsupported=True))
         return
     settings.update({f"Model.{key}": value for key, value in zip(_SIZE_KEYS, sizes, strict=True)})
     shown = ", ".join(f"{key} {value}" for key, value in zip(_SIZE_KEYS, sizes, strict=True))
-    notes.append(Note("model_name_or_path", name, f"its sizes are PaddleNLP's: {shown}"))
+    notes.append(Unmapped("model_name_or_path", name, f"its sizes are PaddleNLP's: {shown}"))
 
 
 def _typed(key: str, value: Any) -> Any:
@@ -195,7 +195,7 @@ def _mix(settings: dict[str, Any]) -> None:
         settings[f"{_PRECISION}.enable"] = True
 
 
-def _accumulate(settings: dict[str, Any], notes: list[Note]) -> None:
+def _accumulate(settings: dict[str, Any], notes: list[Unmapped]) -> None:
     """PaddleNLP's later names: sequences of a device at once, and how often gradients add up."""
     micro = settings.pop("per_device_train_batch_size", None)
     steps = settings.pop("gradient_accumulation_steps", None)
@@ -204,4 +204,4 @@ def _accumulate(settings: dict[str, Any], notes: list[Note]) -> None:
         if str(micro).isdecimal() and str(steps or 1).isdecimal():
             settings["Global.local_batch_size"] = int(micro) * int(steps or 1)
     elif steps is not None:
-        notes.append(Note("gradient_accumulation_steps", steps, "follows from the batch sizes"))
+        notes.append(Unmapped("gradient_accumulation_steps", steps, "follows from the batch sizes"))

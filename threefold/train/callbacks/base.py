@@ -70,7 +70,7 @@ class EvaluationRecord:
     corpus_losses: Mapping[str, float] = field(default_factory=dict)
 
 
-class Hook:
+class Callback:
     """Base of the hooks: each method is called at its moment, on every rank that has the hook, and does nothing here.
 
     The order in a run is: before_fit; for each step before_epoch (if one begins), before_step, after_step, after_epoch

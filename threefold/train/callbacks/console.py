@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from threefold.errors import OutputLost
-from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -28,7 +28,7 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-class LiveLine(Hook):
+class LiveLine(Callback):
     """One line at the bottom of a terminal: step, losses, speed and the time that is left; above it, what has happened.
 
     Args:
@@ -96,7 +96,7 @@ class LiveLine(Hook):
             self._progress.console.print(line, soft_wrap=True, markup=False)
 
 
-class Summary(Hook):
+class Summary(Callback):
     """A table of what came out, when all steps have been made.
 
     Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.data.staging import sync
-from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
 from threefold.train.callbacks.line_file import LineFile
 
 FILE = "metrics.jsonl"
@@ -18,7 +18,7 @@ _NAMED_LINES = 5
 """Numbers of damaged lines that a warning lists."""
 
 
-class MetricsFile(Hook):
+class MetricsFile(Callback):
     """Writes the file; a resumed run continues it, without the steps after the one that it resumes from.
 
     What is damaged in a file that is continued is left out, with one warning.

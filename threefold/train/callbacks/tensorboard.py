@@ -9,14 +9,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
 from threefold.train.callbacks.line_file import reason_of
 
 FOLDER = "tensorboard"
 SECONDS_BETWEEN_FLUSHES = 10
 
 
-class TensorBoard(Hook):
+class TensorBoard(Callback):
     """Writes event files; what a resumed run makes anew takes the place of what it was before.
 
     Through TensorBoard's own records, but not its own writer, whose thread would tell a full disk with a traceback.

@@ -8,16 +8,16 @@ from typing import Any, Literal, Self
 from threefold.comm.layout import Layout
 from threefold.inference.model import Model, Trained
 from threefold.launch.device import choose_device
-from threefold.launch.environment import find_place
-from threefold.launch.run import run
+from threefold.launch.environment import find_launched_rank
+from threefold.launch.launcher import run
 from threefold.launch.worker import Device, RankInfo
 
-Work = Callable[..., object]
+RankFunction = Callable[..., object]
 """A function of an importable module, called as `work(model, *args)` on every rank."""
 
 
 @dataclass(frozen=True)
-class Inference:
+class InferenceRun:
     """A trained model, and where it is to work.
 
     Attributes:
@@ -43,13 +43,13 @@ class Inference:
         trained = Trained.find(run_dir)
         trained.check(layout)
         trained.tokenizer()
-        place = find_place()
-        if place:
-            layout.require_world(place.world_size)
-        local_world_size = place.local_world_size if place else layout.world_size
+        launched = find_launched_rank()
+        if launched:
+            layout.require_world(launched.world_size)
+        local_world_size = launched.local_world_size if launched else layout.world_size
         return cls(trained, layout, dtype, choose_device(device, dtype, local_world_size))
 
-    def start(self, work: Work, *args: Any) -> None:
+    def start(self, work: RankFunction, *args: Any) -> None:
         """Load the model and call `work(model, *args)` on every rank: this process where it is the only one, processes
         of this host, or the rank a launcher started here. Waits for the end.
 
@@ -57,7 +57,7 @@ class Inference:
             UserError: a rank raised it.
             RankFailed: a rank failed; all have been ended.
         """
-        if self.layout.world_size == 1 and find_place() is None:
+        if self.layout.world_size == 1 and find_launched_rank() is None:
             from threefold.comm.mesh import Mesh
 
             model = self.trained.load(Mesh.alone(self.device), self.dtype)
@@ -67,11 +67,11 @@ class Inference:
             run(_work, (self, work, args), self.layout.world_size, device=self.device)
 
 
-def _work(info: RankInfo, inference: Inference, work: Work, args: tuple[Any, ...]) -> None:
+def _work(info: RankInfo, inference: InferenceRun, work: RankFunction, args: tuple[Any, ...]) -> None:
     work(load_rank(inference), *args)
 
 
-def load_rank(inference: Inference) -> Model:
+def load_rank(inference: InferenceRun) -> Model:
     """This rank's part of the model, in an initialised process group of as many ranks as the layout."""
     import torch
 

@@ -12,10 +12,10 @@ from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
 from threefold.parallel.parameter import axes_of, offset
 from threefold.train.engine import Engine
+from threefold.verify.batches import BatchSource
 from threefold.verify.compare import Comparison, Error, Held
-from threefold.verify.data import Rows
+from threefold.verify.model_source import ModelSource
 from threefold.verify.reference import Trace
-from threefold.verify.source import ModelSource
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RankReport:
     cut: frozenset[str] = frozenset()
 
 
-def run_rank(source: ModelSource, config: Config, rows: Rows, steps: int, folder: str) -> RankReport:
+def run_rank(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str) -> RankReport:
     """Train for `steps` steps as this rank of the config's layout, beside the trace of one process in `folder`."""
     mesh = Mesh(Layout.of(config.parallel))
     make_model, plan = source.load(config)

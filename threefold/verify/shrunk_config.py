@@ -9,7 +9,7 @@ from threefold.config.batch import batch_sizes
 from threefold.config.loading import config_of
 from threefold.config.model import ModelConfig
 from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED
-from threefold.verify.layout_spec import Variant
+from threefold.verify.layout_spec import LayoutSpec
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """What sizes are shrunk to, where nothing asks for more."""
@@ -42,8 +42,8 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     return resolve(config_of(settings), vocab_size=1)
 
 
-def shrink(config: Config, variants: Sequence[Variant]) -> Config:
-    """A prepared config with fewer layers, heads and tokens, wide enough for every variant.
+def shrink(config: Config, specs: Sequence[LayoutSpec]) -> Config:
+    """A prepared config with fewer layers, heads and tokens, wide enough for every spec.
 
     The widths keep their ratio, an odd vocabulary stays odd, weights are drawn so much wider that what a layer adds up
     keeps its size, and the batch is the smallest that every layout can share out. Nothing grows. The warm-up is
@@ -51,22 +51,22 @@ def shrink(config: Config, variants: Sequence[Variant]) -> Config:
     """
     settings = _settings(config)
     model = config.model
-    sequence = min(config.data.sequence_length, _multiple(_SEQUENCE, _sequence_unit(variants)))
-    sizes = {**_widths(model, variants), **_lengths(config, sequence)}
-    sizes["num_layers"] = min(model.num_layers, max(_LAYERS, *map(stages, variants)))
+    sequence = min(config.data.sequence_length, _multiple(_SEQUENCE, _sequence_unit(specs)))
+    sizes = {**_widths(model, specs), **_lengths(config, sequence)}
+    sizes["num_layers"] = min(model.num_layers, max(_LAYERS, *map(stages, specs)))
     settings["model"].update({name: size for name, size in sizes.items() if name not in set(model.meaningless())})
     settings["data"]["sequence_length"] = sequence
     if chunk := config.train.loss_chunk_size:  # as many chunks as before
         vocab = settings["model"]["vocab_size"]
         settings["train"]["loss_chunk_size"] = max(1, round(chunk * vocab / model.vocab_size))
-    settings["train"]["global_batch_size"] = 2 * lcm(*(variant.layout.dp * variant.layout.pp for variant in variants))
+    settings["train"]["global_batch_size"] = 2 * lcm(*(spec.layout.dp * spec.layout.pp for spec in specs))
     settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
     return resolve(config_of(settings), vocab_size=1)
 
 
-def _widths(model: ModelConfig, variants: Sequence[Variant]) -> dict[str, Any]:
+def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
     """Settings of the model that say how wide it is."""
-    tp = lcm(*(variant.layout.tp for variant in variants))
+    tp = lcm(*(spec.layout.tp for spec in specs))
     groups = min(model.num_key_value_heads, lcm(2, tp))
     if model.num_key_value_heads % groups or groups % tp:
         groups = model.num_key_value_heads
@@ -77,7 +77,7 @@ def _widths(model: ModelConfig, variants: Sequence[Variant]) -> dict[str, Any]:
     def inner(width: int) -> int:
         return min(width, max(1, round(hidden * width / model.hidden_size / tp)) * tp)
 
-    experts = min(model.num_experts, lcm(_EXPERTS, *(variant.layout.ep for variant in variants)))
+    experts = min(model.num_experts, lcm(_EXPERTS, *(spec.layout.ep for spec in specs)))
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
@@ -111,21 +111,21 @@ def _lengths(config: Config, sequence: int) -> dict[str, Any]:
     }
 
 
-def compose(base: Config, variant: Variant) -> Config:
-    """The resolved config of a variant of `base`.
+def compose(base: Config, spec: LayoutSpec) -> Config:
+    """The resolved config of a spec of `base`.
 
     Micro-batches are as many as the schedules like: two for each pipeline stage, two where there is none; fewer where
     the batch does not divide so.
 
     Raises:
-        UserError: the variant's settings do not go together.
+        UserError: the spec's settings do not go together.
     """
     settings = _settings(base)
-    layout = variant.layout
+    layout = spec.layout
     settings["parallel"].update(dp=layout.dp, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
     for key in ("stage_chunks", "zero_shards"):
         settings["parallel"].pop(key, None)
-    for key, value in variant.settings:
+    for key, value in spec.settings:
         section, name = key.split(".")
         settings[section][name] = value
     share = base.train.global_batch_size // layout.dp
@@ -135,13 +135,13 @@ def compose(base: Config, variant: Variant) -> Config:
     return resolve(config_of(settings), vocab_size=1)
 
 
-def stages(variant: Variant) -> int:
-    """Pipeline stages of a variant, over all ranks."""
-    schedule = variant.setting("parallel.schedule", "1f1b")
+def stages(spec: LayoutSpec) -> int:
+    """Pipeline stages of a spec, over all ranks."""
+    schedule = spec.setting("parallel.schedule", "1f1b")
     chunks = 1 if schedule in SINGLE else 2
     if schedule not in V_SHAPED:
-        chunks = variant.setting("parallel.stage_chunks", chunks)
-    return variant.layout.pp * (chunks if variant.layout.pp > 1 else 1)
+        chunks = spec.setting("parallel.stage_chunks", chunks)
+    return spec.layout.pp * (chunks if spec.layout.pp > 1 else 1)
 
 
 def changes(before: Config, after: Config) -> list[str]:
@@ -175,11 +175,11 @@ def _is_general(config: Config) -> bool:
     return isinstance(config.parallel.partition, str)
 
 
-def _sequence_unit(variants: Iterable[Variant]) -> int:
-    """What the sequence must be a multiple of for every variant to share it out."""
+def _sequence_unit(specs: Iterable[LayoutSpec]) -> int:
+    """What the sequence must be a multiple of for every spec to share it out."""
     units = [1]
-    for variant in variants:
-        layout = variant.layout
+    for spec in specs:
+        layout = spec.layout
         units.append(2 * layout.cp if layout.cp > 1 else 1)
         units.append(2 * layout.cp * layout.tp if layout.cp > 1 else layout.tp)
     return lcm(*units)

@@ -12,22 +12,22 @@ from threefold.config import Config
 from threefold.data.dataset import names_data
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.verify.batches import BatchSource, RandomBatches, TokenFileBatches
 from threefold.verify.compare import TOLERANCE, coverage
-from threefold.verify.data import FileRows, RandomRows, Rows
-from threefold.verify.layout_spec import Variant
-from threefold.verify.rank import run_rank
+from threefold.verify.layout_selection import Selection
+from threefold.verify.layout_spec import LayoutSpec
+from threefold.verify.model_source import ConfigSource, ModelSource, check_source
+from threefold.verify.rank_worker import run_rank
 from threefold.verify.reference import Trace, write_trace
-from threefold.verify.report import FAILED, Result, judge
-from threefold.verify.select import Selection
-from threefold.verify.shrink import compose
-from threefold.verify.source import ConfigSource, ModelSource, check_source
+from threefold.verify.report import FAILED, LayoutResult, judge
+from threefold.verify.shrunk_config import compose
 
 PATIENCE = {True: timedelta(minutes=30), False: timedelta(minutes=2)}
 """How long a rank waits for another, in full and shrunk, before that is an error."""
 
 
 @dataclass(frozen=True)
-class Task:
+class Verification:
     """What is verified.
 
     Attributes:
@@ -40,7 +40,7 @@ class Task:
 
     config: Config
     steps: int
-    rows: Rows
+    rows: BatchSource
     source: ModelSource = field(default_factory=ConfigSource)
     full: bool = False
 
@@ -49,9 +49,9 @@ class Task:
         return TOLERANCE[self.config.precision.dtype]
 
 
-def choose_rows(config: Config) -> Rows:
+def choose_batches(config: Config) -> BatchSource:
     """The rows of the config's data where it names any, else random ones."""
-    return FileRows(config) if names_data(config) else RandomRows()
+    return TokenFileBatches(config) if names_data(config) else RandomBatches()
 
 
 class Verifier:
@@ -63,7 +63,7 @@ class Verifier:
         folder: for the trace of one process.
     """
 
-    def __init__(self, task: Task, pool: WorkerPool, folder: Path) -> None:
+    def __init__(self, task: Verification, pool: WorkerPool, folder: Path) -> None:
         self.task, self.pool, self.folder = task, pool, folder
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -89,25 +89,25 @@ class Verifier:
         """Whole shape of each parameter, in model order."""
         return self._shapes
 
-    def verify(self, variant: Variant) -> Result:
+    def verify(self, spec: LayoutSpec) -> LayoutResult:
         """Run one layout and compare it."""
         task, started = self.task, time.perf_counter()
-        config = compose(task.config, variant)
+        config = compose(task.config, spec)
         try:
             reports = self.pool.run(
-                variant.world_size, run_rank, task.source, config, task.rows, task.steps, str(self.folder)
+                spec.world_size, run_rank, task.source, config, task.rows, task.steps, str(self.folder)
             )
         except WorkerError as error:
             seconds = time.perf_counter() - started
-            return Result(variant, FAILED, seconds, message=_told(error), details=str(error))
+            return LayoutResult(spec, FAILED, seconds, message=_told(error), details=str(error))
         missing = coverage([report.held for report in reports], self._shapes)
-        return judge(variant, reports, list(self._shapes), task.tolerance, time.perf_counter() - started, missing)
+        return judge(spec, reports, list(self._shapes), task.tolerance, time.perf_counter() - started, missing)
 
 
 @contextmanager
-def verifier(task: Task, selection: Selection) -> Iterator[Verifier]:
+def verifier(task: Verification, selection: Selection) -> Iterator[Verifier]:
     """A verifier with workers for a selection; they end with the block, however it ends."""
-    ranks = max((variant.world_size for variant in selection.variants), default=1)
+    ranks = max((spec.world_size for spec in selection.specs), default=1)
     with (
         WorkerPool(ranks, PATIENCE[task.full]) as pool,
         tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder,

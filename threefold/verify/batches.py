@@ -17,7 +17,7 @@ _DOCUMENT_BEGINS = 0.2
 """How likely a token of the random rows begins a document."""
 
 
-class Rows(ABC):
+class BatchSource(ABC):
     """Batches as a function of the config and the step."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class Rows(ABC):
 
 
 @dataclass(frozen=True)
-class RandomRows(Rows):
+class RandomBatches(BatchSource):
     """Tokens drawn uniformly, keyed by the seed and the step."""
 
     def read(self, config: Config, step: int, share: Share) -> Batch:
@@ -58,7 +58,7 @@ class RandomRows(Rows):
 
 
 @dataclass(frozen=True)
-class FileRows(Rows):
+class TokenFileBatches(BatchSource):
     """The training rows of the config's token files, through the loader of training.
 
     A model shrunk to a smaller vocabulary sees token numbers modulo it.

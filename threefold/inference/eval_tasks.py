@@ -12,11 +12,11 @@ from threefold.data.chat import Document
 from threefold.data.documents import DocumentEncoder, Tokens
 from threefold.data.text import TextEncoder
 from threefold.errors import UserError
-from threefold.inference.scoring import Scores, Window
+from threefold.inference.log_likelihood import Scores, Window
 
 
 @dataclass(frozen=True)
-class Work:
+class EncodedTexts:
     """Texts as the model reads them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """A number that a task gives.
 
     Attributes:
@@ -52,7 +52,7 @@ class Figure:
     unit: str = ""
 
 
-class Task(ABC):
+class EvalTask(ABC):
     """A way to measure a model on texts."""
 
     @property
@@ -61,7 +61,9 @@ class Task(ABC):
         return dict(vars(self))
 
     @abstractmethod
-    def prepare(self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]) -> Work:
+    def prepare(
+        self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]
+    ) -> EncodedTexts:
         """Which tokens count.
 
         Args:
@@ -74,12 +76,12 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def figures(self, work: Work, scores: Scores) -> list[Figure]:
+    def figures(self, work: EncodedTexts, scores: Scores) -> list[Metric]:
         """What came out."""
 
 
 @dataclass(frozen=True)
-class Perplexity(Task):
+class Perplexity(EvalTask):
     """Perplexity by strided windows: each token of a text but its first counts exactly once.
 
     Where each text begins with a token of its own (an imported Llama's), that is the one that does not count.
@@ -112,7 +114,9 @@ class Perplexity(Task):
                 f"windows would not count; use {nearest}."
             )
 
-    def prepare(self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]) -> Work:
+    def prepare(
+        self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]
+    ) -> EncodedTexts:
         encoded, masks = [], []
         for text in texts:
             ids, counted = self._read(documents, text)
@@ -123,8 +127,8 @@ class Perplexity(Task):
         if not windows:
             raise UserError("No text of --data has more than one token, so there is none to predict; give longer ones.")
         if all(isinstance(text, str) for text in texts):
-            return Work(encoded, windows)
-        return Work(encoded, [window for window in windows if window.mask(masks).any()], masks)
+            return EncodedTexts(encoded, windows)
+        return EncodedTexts(encoded, [window for window in windows if window.mask(masks).any()], masks)
 
     def _read(self, documents: DocumentEncoder, text: Document) -> Tokens:
         """Tokens of a text without the end of the document, or of a conversation, and which of them count."""
@@ -145,21 +149,21 @@ class Perplexity(Task):
             found.append(Window(text, begin, end, first))
         return found
 
-    def figures(self, work: Work, scores: Scores) -> list[Figure]:
+    def figures(self, work: EncodedTexts, scores: Scores) -> list[Metric]:
         count = sum(work.counted)
         loss = float(scores.losses.sum()) / count
         title = "texts" if work.masks is None else "conversations"
         return [
-            Figure("texts", title, len(work.texts)),
-            Figure("tokens", "tokens that count", count),
-            Figure("loss", "loss", loss, "nats per token"),
-            Figure("perplexity", "perplexity", _exp(loss), "per token"),
-            Figure("accuracy", "likeliest token is right", int(scores.hits.sum()) / count, "of tokens"),
+            Metric("texts", title, len(work.texts)),
+            Metric("tokens", "tokens that count", count),
+            Metric("loss", "loss", loss, "nats per token"),
+            Metric("perplexity", "perplexity", _exp(loss), "per token"),
+            Metric("accuracy", "likeliest token is right", int(scores.hits.sum()) / count, "of tokens"),
         ]
 
 
 @dataclass(frozen=True)
-class LastWord(Task):
+class LastWord(EvalTask):
     """Accuracy on the last word of each text (LAMBADA; Paperno et al., arXiv 1606.06031).
 
     The text without its last word is what the model is given; the word counts as known when each of its tokens is the
@@ -172,7 +176,9 @@ class LastWord(Task):
 
     context: int
 
-    def prepare(self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]) -> Work:
+    def prepare(
+        self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]
+    ) -> EncodedTexts:
         encoded, windows = [], []
         for number, text in enumerate(texts):
             if not isinstance(text, str):
@@ -183,7 +189,7 @@ class LastWord(Task):
             advance()
         if not windows:
             raise UserError("--data holds no text, so there is no last word to predict; give one text a line.")
-        return Work(encoded, windows)
+        return EncodedTexts(encoded, windows)
 
     def _split(self, words: TextEncoder, text: str, number: int) -> tuple[list[int], int]:
         """Tokens of the whole text, and the place of the first of its last word."""
@@ -198,16 +204,16 @@ class LastWord(Task):
             )
         return tokens, first
 
-    def figures(self, work: Work, scores: Scores) -> list[Figure]:
+    def figures(self, work: EncodedTexts, scores: Scores) -> list[Metric]:
         words = len(work.windows)
         known = sum(hits == window.counted for hits, window in zip(scores.hits.tolist(), work.windows, strict=True))
         loss = float(scores.losses.sum()) / words
         return [
-            Figure("texts", "texts", words),
-            Figure("tokens", "tokens of last words", sum(window.counted for window in work.windows)),
-            Figure("accuracy", "last word is right", known / words, "of texts"),
-            Figure("loss", "loss", loss, "nats per word"),
-            Figure("perplexity", "perplexity", _exp(loss), "per last word"),
+            Metric("texts", "texts", words),
+            Metric("tokens", "tokens of last words", sum(window.counted for window in work.windows)),
+            Metric("accuracy", "last word is right", known / words, "of texts"),
+            Metric("loss", "loss", loss, "nats per word"),
+            Metric("perplexity", "perplexity", _exp(loss), "per last word"),
         ]
 
 

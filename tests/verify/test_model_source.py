@@ -7,8 +7,8 @@ import pytest
 from tests.verify.support import task, verify
 from threefold.config import load_config
 from threefold.errors import UserError
+from threefold.verify.model_source import FileSource
 from threefold.verify.report import DEPARTS, EQUAL, UNSPLIT
-from threefold.verify.source import FileSource
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
 LAYOUTS = ("dp2", "tp2", "pp2 zbv", "cp2", "dp2·tp2·pp2 interleaved sp", "dp2·tp2 zero3 full")
@@ -21,7 +21,7 @@ def example(plan: str, *layouts: str):
 
 def test_example_is_equal_in_every_layout(pool, tmp_path: Path) -> None:
     for result in verify(pool, example("plan", *LAYOUTS), tmp_path, *LAYOUTS):
-        assert result.verdict == EQUAL, (str(result.variant), result.worst, result.message)
+        assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
 
 
 def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.device import choose_device, memory_per_rank, require_gpus
-from threefold.launch.environment import find_place
+from threefold.launch.environment import find_launched_rank
+from threefold.launch.launcher import run
 from threefold.launch.output import log_file
 from threefold.launch.process import require_room, signal_name
-from threefold.launch.run import run
 from threefold.launch.run_lock import FILE as LOCK_FILE
 from threefold.launch.run_lock import cannot_write, require_free, run_lock
 from threefold.launch.signals import StopSignals
@@ -76,10 +76,10 @@ class _Checked:
 
 def _checked(config: Config, progress: Progress) -> _Checked:
     check_settings(config)
-    layout, place = Layout.of(config.parallel), find_place()
-    if place:
-        layout.require_world(place.world_size)
-    local_world_size = place.local_world_size if place else layout.world_size
+    layout, launched = Layout.of(config.parallel), find_launched_rank()
+    if launched:
+        layout.require_world(launched.world_size)
+    local_world_size = launched.local_world_size if launched else layout.world_size
     if config.train.device == "cuda":
         require_gpus(local_world_size)
     dataset = open_dataset(config)
@@ -136,7 +136,7 @@ class TrainingRun:
         """
         if self.finished:
             return None
-        from threefold.train.run import check_division  # imported once, here, and not by every forked rank
+        from threefold.train.entry_point import check_division  # imported once, here, and not by every forked rank
 
         check_division(self.config)
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
@@ -151,7 +151,7 @@ class TrainingRun:
             signals=signals,
         )
         stopped = cast("Stopped | None", ended)
-        if stopped and signals and find_place() is None:
+        if stopped and signals and find_launched_rank() is None:
             # The ranks hear of every signal by the same one.
             stopped = replace(stopped, signal=signals.received or stopped.signal)
         return stopped
@@ -187,11 +187,11 @@ def prepare_training(
         UserError: what `resolve_run` raises, `run_dir` has checkpoints that would be lost, or none to continue from.
     """
     _require_folder(run_dir)
-    place = find_place()
-    if place is None or place.rank == 0:  # the other ranks would take rank 0 for another run
+    launched = find_launched_rank()
+    if launched is None or launched.rank == 0:  # the other ranks would take rank 0 for another run
         _require_no_foreign(run_dir)
         require_free(run_dir)
-    if place is None:
+    if launched is None:
         require_room(Layout.of(config.parallel).world_size)
     checked = _checked(config, progress)
     if resume == "auto" and has_all_steps(run_dir, checked.resolved.train.max_steps):
@@ -247,9 +247,9 @@ def _require_folder(run_dir: Path) -> None:
 
 def _require_no_foreign(run_dir: Path) -> None:
     """Check that the files which a run replaces are not somebody's own, in a folder that no run has used."""
-    from threefold.train.callbacks import log, metrics, plot
+    from threefold.train.callbacks import loss_curve, metrics, step_log
 
-    replaced = (CONFIG_FILE, metrics.FILE, log.FILE, plot.FILE)
+    replaced = (CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE)
     found = [name for name in replaced if os.path.lexists(run_dir / name)]
     used = (LOCK_FILE, FOLDER, log_file(run_dir, 0).parent.name)
     if found and not any(os.path.lexists(run_dir / name) for name in used):
@@ -265,6 +265,6 @@ def _require_no_checkpoints(run_dir: Path) -> None:
 
 
 def _train(info: RankInfo, config: Config, run_dir: Path, resume: Resume) -> "Stopped | None":
-    from threefold.train.run import train as train_rank
+    from threefold.train.entry_point import train as train_rank
 
     return train_rank(config, run_dir, resume, info.asked, reads=info.local_rank == 0)

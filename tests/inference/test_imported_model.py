@@ -14,11 +14,11 @@ from tests.checkpoint.support import Silent, write_llama
 from threefold.data.text import TextRule, beginning_of
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.inference.generate import Request, generate
+from threefold.inference.eval_tasks import LastWord, Perplexity
+from threefold.inference.generate import GenerationRequest, generate
+from threefold.inference.log_likelihood import score
 from threefold.inference.model import Trained
 from threefold.inference.sampling import Sampling
-from threefold.inference.scoring import score
-from threefold.inference.tasks import LastWord, Perplexity
 
 PROMPTS = ["If the file", "x", "The quick brown fox jumps over it", "a b c"]
 ENDS = list(range(2, 301, 5))
@@ -74,7 +74,7 @@ def test_greedy_text_is_theirs(trained: Trained, theirs: tuple[Any, Any]) -> Non
         expected.append(tokenizer.decode(whole[0, : -1 if ended else None], skip_special_tokens=True))
     assert 1 < max(lengths) > min(lengths) < 25
     run = trained.checkpoint.path.parent.parent
-    assert generate(run, PROMPTS, Request(25, Sampling(temperature=0))) == expected
+    assert generate(run, PROMPTS, GenerationRequest(25, Sampling(temperature=0))) == expected
 
 
 def test_perplexity_is_theirs(trained: Trained, theirs: tuple[Any, Any]) -> None:

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from threefold.train.callbacks.base import EvaluationRecord, Hook, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
 from threefold.train.callbacks.line_file import LineFile
 
 FILE = "train.log"
 
 
-class StepLog(Hook):
+class StepLog(Callback):
     """A line every so many steps, and one for each evaluation and checkpoint.
 
     The costs, speeds and tokens per second (those read, without padding) of a line are averages since the line before;

@@ -8,23 +8,23 @@ from typing import Any
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.verify.layout_spec import SCHEDULES, Variant
-from threefold.verify.shrink import compose
+from threefold.verify.layout_spec import SCHEDULES, LayoutSpec
+from threefold.verify.shrunk_config import compose
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A variant that the checks of the config refuse, and their sentence."""
+    """A spec that the checks of the config refuse, and their sentence."""
 
-    variant: Variant
+    spec: LayoutSpec
     reason: str
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The variants to verify, and those that do not compose."""
+    """The specs to verify, and those that do not compose."""
 
-    variants: tuple[Variant, ...]
+    specs: tuple[LayoutSpec, ...]
     refused: tuple[Refused, ...] = ()
 
 
@@ -34,7 +34,7 @@ def products(ranks: int) -> list[Layout]:
     return [Layout(dp, tp, pp, cp) for dp, tp, pp, cp in product(sizes, repeat=4) if dp * tp * pp * cp == ranks]
 
 
-def candidates(layout: Layout, experts: int) -> Iterator[Variant]:
+def candidates(layout: Layout, experts: int) -> Iterator[LayoutSpec]:
     """The layout with each schedule and ZeRO stage, with and without sequence parallelism, and each way to share the
     experts, where they mean anything.
 
@@ -49,23 +49,23 @@ def candidates(layout: Layout, experts: int) -> Iterator[Variant]:
     for ep, schedule, zero, sequence in product(shares, schedules, stages, shared):
         given = {"parallel.schedule": schedule, "parallel.zero": zero, "parallel.sequence_parallel": sequence}
         settings = tuple((key, value) for key, value in given.items() if value not in ("1f1b", 0, False))
-        yield Variant(replace(layout, ep=ep), settings)
+        yield LayoutSpec(replace(layout, ep=ep), settings)
 
 
-def possible(ranks: int, experts: int = 0) -> list[Variant]:
-    """Every variant of every product of `ranks`, for a model of `experts`, whether it composes or not."""
-    return [variant for layout in products(ranks) for variant in candidates(layout, experts)]
+def possible(ranks: int, experts: int = 0) -> list[LayoutSpec]:
+    """Every spec of every product of `ranks`, for a model of `experts`, whether it composes or not."""
+    return [spec for layout in products(ranks) for spec in candidates(layout, experts)]
 
 
 def every(base: Config, ranks: int) -> Selection:
-    """Every variant of every product of `ranks` that composes."""
+    """Every spec of every product of `ranks` that composes."""
     taken, refused = [], []
-    for variant in possible(ranks, base.model.num_experts):
-        reason = refusal(base, variant)
+    for spec in possible(ranks, base.model.num_experts):
+        reason = refusal(base, spec)
         if reason is None:
-            taken.append(variant)
+            taken.append(spec)
         else:
-            refused.append(Refused(variant, reason))
+            refused.append(Refused(spec, reason))
     return Selection(tuple(taken), tuple(refused))
 
 
@@ -75,62 +75,62 @@ def covering(base: Config, ranks: int) -> Selection:
     Layout by layout, the candidate is taken that brings most pairs of features (and single ones) that no layout before
     it had, so that each schedule, ZeRO stage, sequence parallelism and recomputation is there and most pairs are.
     """
-    taken: list[Variant] = []
+    taken: list[LayoutSpec] = []
     seen: set[frozenset[Any]] = set()
     for number, layout in enumerate(products(ranks)):
         tried = candidates(layout, base.model.num_experts)
-        found = [variant for variant in tried if refusal(base, variant) is None]
+        found = [spec for spec in tried if refusal(base, spec) is None]
         if not found:
             continue
-        best = max(found, key=lambda variant: _gain(variant, seen))
+        best = max(found, key=lambda spec: _gain(spec, seen))
         seen |= _meetings(best)
         taken.append(_with_extras(base, best, number))
     return Selection(tuple(taken))
 
 
-def asked_for(base: Config, variants: list[Variant]) -> Selection:
-    """The given variants.
+def asked_for(base: Config, specs: list[LayoutSpec]) -> Selection:
+    """The given specs.
 
     Raises:
         UserError: one does not compose.
     """
-    for variant in variants:
-        reason = refusal(base, variant)
+    for spec in specs:
+        reason = refusal(base, spec)
         if reason is not None:
-            raise UserError(f"The layout {variant} cannot be: {reason}")
-    return Selection(tuple(variants))
+            raise UserError(f"The layout {spec} cannot be: {reason}")
+    return Selection(tuple(specs))
 
 
-def refusal(base: Config, variant: Variant) -> str | None:
-    """Why a variant cannot be, in the words of the config's checks; None if it can."""
+def refusal(base: Config, spec: LayoutSpec) -> str | None:
+    """Why a spec cannot be, in the words of the config's checks; None if it can."""
     try:
-        compose(base, variant)
+        compose(base, spec)
     except UserError as error:
         return str(error)
     return None
 
 
-def _gain(variant: Variant, seen: set[frozenset[Any]]) -> float:
-    return sum(1.0 if len(meeting) == 2 else 10.0 for meeting in _meetings(variant) - seen)
+def _gain(spec: LayoutSpec, seen: set[frozenset[Any]]) -> float:
+    return sum(1.0 if len(meeting) == 2 else 10.0 for meeting in _meetings(spec) - seen)
 
 
-def _meetings(variant: Variant) -> set[frozenset[Any]]:
-    layout = variant.layout
-    chosen: list[Any] = [*variant.settings, *([("ep", layout.ep)] if layout.ep > 1 else [])]
+def _meetings(spec: LayoutSpec) -> set[frozenset[Any]]:
+    layout = spec.layout
+    chosen: list[Any] = [*spec.settings, *([("ep", layout.ep)] if layout.ep > 1 else [])]
     facts = [*chosen, *(axis for axis in ("dp", "tp", "pp", "cp") if layout.size(axis) > 1)]
     return {frozenset(pair) for pair in combinations(facts, 2)} | {frozenset([fact]) for fact in chosen}
 
 
-def _with_extras(base: Config, variant: Variant, number: int) -> Variant:
-    """The variant with what `candidates` leaves out, where it composes: in turns a ring and recomputation; hybrids."""
+def _with_extras(base: Config, spec: LayoutSpec, number: int) -> LayoutSpec:
+    """The spec with what `candidates` leaves out, where it composes: in turns a ring and recomputation; hybrids."""
     extras: list[tuple[str, Any]] = []
-    if variant.layout.cp > 1 and number % 2:
+    if spec.layout.cp > 1 and number % 2:
         extras.append(("parallel.cp_method", "ring"))
     if mode := (None, "selective", "full")[number % 3]:
         extras.append(("train.recompute", mode))
-    if variant.setting("parallel.zero") and variant.layout.dp > 2:
+    if spec.setting("parallel.zero") and spec.layout.dp > 2:
         extras.append(("parallel.zero_shards", 2))
     for extra in extras:
-        more = replace(variant, settings=(*variant.settings, extra))
-        variant = variant if refusal(base, more) else more
-    return variant
+        more = replace(spec, settings=(*spec.settings, extra))
+        spec = spec if refusal(base, more) else more
+    return spec

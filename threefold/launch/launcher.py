@@ -8,7 +8,7 @@ from typing import Any
 
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
-from threefold.launch.environment import Place, find_place
+from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import Failure, RankFailed, from_exception
 from threefold.launch.local import StartMethod, run_local, write_traceback
 from threefold.launch.process import require_room
@@ -53,8 +53,8 @@ def run(
         RankFailed: a rank failed; all have been ended.
         SystemExit: this is a launcher's rank and failed after another one, which says so.
     """
-    place = find_place()
-    if place is None:
+    launched = find_launched_rank()
+    if launched is None:
         return spawn(
             worker,
             args,
@@ -65,11 +65,11 @@ def run(
             own=own,
             signals=signals,
         )
-    if place.world_size != world_size:
+    if launched.world_size != world_size:
         raise UserError(
-            f"The launcher started {place.world_size} ranks but the layout needs {world_size}; start {world_size}."
+            f"The launcher started {launched.world_size} ranks but the layout needs {world_size}; start {world_size}."
         )
-    return _run_here(Job(worker, args, device, run_dir, console_ranks, signals is not None), place, own, signals)
+    return _run_here(Job(worker, args, device, run_dir, console_ranks, signals is not None), launched, own, signals)
 
 
 def spawn(
@@ -98,42 +98,44 @@ def spawn(
         return run_local(job, world_size, start_method or ("spawn" if device == "cuda" else "fork"), signals)
 
 
-def _run_here(job: Job, place: Place, own: Ownership, signals: StopSignals | None) -> object:
+def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSignals | None) -> object:
     """Be the rank that a launcher started."""
     if job.device == "cuda":
-        require_gpus(place.local_world_size)
+        require_gpus(launched.local_world_size)
     asked = (lambda: signals.received) if signals else never
-    info = RankInfo(place.rank, place.world_size, place.local_rank, place.local_world_size, job.device, asked)
+    info = RankInfo(
+        launched.rank, launched.world_size, launched.local_rank, launched.local_world_size, job.device, asked
+    )
     store = None
     try:
-        store = _meet(place)
+        store = _meet(launched)
         with ExitStack() as stack:
-            refusal = _enter(stack, own, place, store)
+            refusal = _enter(stack, own, launched, store)
             if not refusal:
-                stack.enter_context(job.output_of(place.rank))
+                stack.enter_context(job.output_of(launched.rank))
                 stack.enter_context(signals.noted() if signals else nullcontext())
                 return work(job, info, store)
     except Exception as error:
-        write_traceback(job, place.rank, error)
-        failure = from_exception(place.rank, error)
+        write_traceback(job, launched.rank, error)
+        failure = from_exception(launched.rank, error)
         if _is_first(store, failure):
             raise RankFailed(failure.message(job.run_dir)) from error
         sys.exit(1)
     raise UserError(refusal)
 
 
-def _meet(place: Place) -> Any:
+def _meet(launched: LaunchedRank) -> Any:
     """The store of this start of the ranks: a launcher that starts them again may keep the store behind it."""
     import torch.distributed as dist
 
-    store, _, _ = next(iter(dist.rendezvous(place.rendezvous)))
-    return dist.PrefixStore(f"threefold/{place.attempt}", store)
+    store, _, _ = next(iter(dist.rendezvous(launched.rendezvous)))
+    return dist.PrefixStore(f"threefold/{launched.attempt}", store)
 
 
-def _enter(stack: ExitStack, own: Ownership, place: Place, store: Any) -> str:
+def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any) -> str:
     """Enter `own` on rank 0. The sentence of the `UserError` that it raised, on every rank; empty if it did not."""
     refusal = ""
-    if place.rank == 0:
+    if launched.rank == 0:
         try:
             stack.enter_context(own())
         except UserError as error:

@@ -6,7 +6,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from threefold.train.callbacks.base import Hook
+from threefold.train.callbacks.base import Callback
 from threefold.train.callbacks.line_file import reason_of
 from threefold.train.callbacks.metrics import read_metrics
 
@@ -14,7 +14,7 @@ FILE = "loss.png"
 _TRAIN, _VALID, _GREY = "#3366aa", "#cc4422", "#777777"
 
 
-class LossCurve(Hook):
+class LossCurve(Callback):
     """Draws the curve of the whole run, also of the part before it was resumed, when all steps have been made.
 
     Args:

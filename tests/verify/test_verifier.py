@@ -9,7 +9,7 @@ from tests.parallel import test_mutations as mistakes
 from tests.verify.support import LAYOUTS, MistakenPool, config, task, verify
 from threefold.verify.compare import Comparison, Held, coverage
 from threefold.verify.reference import Trace
-from threefold.verify.report import DEPARTS, EQUAL, FAILED, Result
+from threefold.verify.report import DEPARTS, EQUAL, FAILED, LayoutResult
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
@@ -20,7 +20,7 @@ def test_layouts_are_equal(pool, tmp_path: Path, dtype: str, optimizer: str) -> 
     given = config(model=DROPOUT, optimizer={"name": optimizer})
     todo = task(*LAYOUTS, dtype=dtype, given=given)
     for result in verify(pool, todo, tmp_path, *LAYOUTS):
-        assert result.verdict == EQUAL, (str(result.variant), result.worst, result.message)
+        assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
         assert result.worst is not None
         assert 0 < result.worst.relative <= todo.tolerance  # different orders of summing: never all bits the same
 
@@ -55,7 +55,7 @@ def test_departure_names_parameter_stage_shard_and_the_layer_to_look_at(pool, tm
     [result] = verify(MistakenPool(pool, mistakes.column_input_gradient_not_summed), todo, tmp_path, "tp2·pp2")
     assert result.first is not None
     assert str(result.first) == "gradient of embed.tokens.weight, step 1"
-    assert result.first.where(result.variant.layout) == "stage 0, tp shard 0 of 2, rank 0"
+    assert result.first.where(result.spec.layout) == "stage 0, tp shard 0 of 2, rank 0"
     # The head's own weight is right, its input's gradient is not: the last norm is the first to get it.
     assert result.nearest_to_loss in ("head.norm.weight", "head.norm.bias")
     assert "blocks.0.mlp.up.weight" in result.departing
@@ -131,4 +131,4 @@ def test_result_as_json(pool, tmp_path: Path) -> None:
     assert document["layout"] == "dp2"
     assert document["verdict"] == "equal"
     assert document["bytes_per_step"]["dp"] > 0
-    assert isinstance(result, Result)
+    assert isinstance(result, LayoutResult)
