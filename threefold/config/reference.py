@@ -69,7 +69,7 @@ def _value(field: FieldInfo) -> str:
     if get_origin(kind) is dict:
         return "paths and numbers > 0"
     if get_origin(kind) is tuple:
-        return "list of two numbers"
+        return "list of names" if Ellipsis in get_args(kind) else "list of two numbers"
     signs = [(*_SIGNS[type(rule)], rule) for rule in field.metadata if type(rule) in _SIGNS]
     limits = ", ".join(f"{sign} {_limit(getattr(rule, name))}" for sign, name, rule in signs)
     return f"{_TYPES[kind]} {limits}".strip()

@@ -94,6 +94,9 @@ class TrainConfig(Section):
     compile: bool = False
     """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU and, in bf16, on a CPU; needs
     `parallel.tp` 1."""
+    callbacks: tuple[Annotated[str, Field(min_length=1)], ...] = derived(strict=False)
+    """Training callbacks of installed packages by name (docs/training.md), which the run gets beside the built-in ones,
+    in this order. Default: none."""
 
 
 class PrecisionConfig(Section):

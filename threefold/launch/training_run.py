@@ -75,7 +75,10 @@ class _Checked:
 
 
 def _checked(config: Config, progress: Progress) -> _Checked:
+    from threefold.train.callbacks.registry import check_names
+
     check_settings(config)
+    check_names(config.train.callbacks or ())
     layout, launched = Layout.of(config.parallel), find_launched_rank()
     if launched:
         layout.require_world(launched.world_size)

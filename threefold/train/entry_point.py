@@ -1,4 +1,4 @@
-"""A training run as one rank lives it."""
+"""Per-rank training entry point: opens the data, builds the engine, restores the start, runs the loop."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -18,9 +18,9 @@ from threefold.models.decoder import Decoder
 from threefold.models.registry import make_model, model_plan
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.split import ModelPlan
-from threefold.train.callbacks import loss_curve, metrics, step_log, tensorboard
-from threefold.train.callbacks.base import Callback
-from threefold.train.callbacks.console import LiveLine, Summary, on_terminal, say
+from threefold.train.callbacks.base import RunContext
+from threefold.train.callbacks.console import say
+from threefold.train.callbacks.registry import make_callbacks
 from threefold.train.data_check import DataCheck, agree_on_micro_batch
 from threefold.train.division import stage_map
 from threefold.train.engine import Engine
@@ -63,12 +63,11 @@ def train(
         checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents())
         step, lines = start.load(checkpoints)
         check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
-        callbacks: list[Callback] = [DataCheck(mesh, config.log.every), check]
         if mesh.rank == 0:
             _announce(config, mesh, loader)
             for line in lines:
                 say(line)
-            callbacks += reporting_callbacks(config, run_dir, mesh.layout.world_size)
+        callbacks = [DataCheck(mesh, config.log.every), check, *make_callbacks(RunContext(config, run_dir, mesh))]
         return Trainer(engine, loader, config, callbacks, checkpoints).fit(step)
 
 
@@ -90,22 +89,6 @@ def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
     heldout = dataset.samples("valid") if config.train.eval_every else None
     share = Share(config.train.global_batch_size, replicas.index, replicas.size)
     return Loader(dataset.samples("train"), heldout, share, config.train.seed, config.data.separate_documents)
-
-
-def reporting_callbacks(config: Config, run_dir: Path, ranks: int) -> list[Callback]:
-    """What the one rank that prints and writes has beside the callbacks of all."""
-    metrics_path, plot_path = run_dir / metrics.FILE, run_dir / loss_curve.FILE
-    live = on_terminal()
-    callbacks: list[Callback] = [
-        metrics.MetricsFile(metrics_path, say),
-        tensorboard.TensorBoard(run_dir / tensorboard.FOLDER, say),
-        step_log.StepLog(
-            run_dir / step_log.FILE, config.log.every, ranks, emit=(lambda _: None) if live else say, say=say
-        ),
-        loss_curve.LossCurve(plot_path, metrics_path, config.model.vocab_size, f"Loss of {run_dir.name}", say),
-        Summary({"loss curve": plot_path, "metrics": metrics_path, "TensorBoard": run_dir / tensorboard.FOLDER}),
-    ]
-    return [LiveLine(config.train.max_steps), *callbacks] if live else callbacks
 
 
 def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:

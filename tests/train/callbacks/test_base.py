@@ -15,10 +15,12 @@ from tests.train.test_evaluate import engine_of
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
-from threefold.train.callbacks.console import LiveLine, Summary, clock
+from threefold.train.callbacks.console import clock
+from threefold.train.callbacks.live_line import LiveLine
 from threefold.train.callbacks.loss_curve import smoothed
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics
 from threefold.train.callbacks.step_log import StepLog, step_line
+from threefold.train.callbacks.summary import Summary
 from threefold.train.entry_point import open_loader
 from threefold.train.loop import Trainer, is_due
 

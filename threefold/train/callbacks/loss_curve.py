@@ -6,8 +6,10 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from threefold.train.callbacks.base import Callback
+from threefold.train.callbacks.base import Callback, RunContext
+from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import reason_of
+from threefold.train.callbacks.metrics import FILE as METRICS_FILE
 from threefold.train.callbacks.metrics import read_metrics
 
 FILE = "loss.png"
@@ -24,6 +26,11 @@ class LossCurve(Callback):
         title: above the picture.
         say: gets a warning where it cannot be drawn.
     """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        vocab_size, title = run.config.model.vocab_size, f"Loss of {run.run_dir.name}"
+        return cls(run.run_dir / FILE, run.run_dir / METRICS_FILE, vocab_size, title, say)
 
     def __init__(self, path: Path, metrics: Path, vocab_size: int, title: str, say: Callable[[str], None]) -> None:
         self.path, self.metrics, self.vocab_size, self.title, self.say = path, metrics, vocab_size, title, say

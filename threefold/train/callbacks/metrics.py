@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from threefold.data.staging import sync
-from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
+from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import LineFile
 
 FILE = "metrics.jsonl"
@@ -27,6 +28,10 @@ class MetricsFile(Callback):
         path: of the file.
         say: gets the warnings.
     """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        return cls(run.run_dir / FILE, say)
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self.path, self.say = path, say

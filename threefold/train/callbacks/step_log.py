@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
+from threefold.train.callbacks.console import on_terminal, say
 from threefold.train.callbacks.line_file import LineFile
 
 FILE = "train.log"
@@ -18,15 +19,20 @@ class StepLog(Callback):
     Args:
         path: of the file; a resumed run appends.
         every: steps between lines.
-        ranks: of the run, for the tokens per second of each.
+        world_size: ranks of the run, for the tokens per second of each.
         emit: gets each line too.
         say: gets a warning where the file cannot be written.
     """
 
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        emit = (lambda _: None) if on_terminal() else say
+        return cls(run.run_dir / FILE, run.config.log.every, run.mesh.layout.world_size, emit, say)
+
     def __init__(
-        self, path: Path, every: int, ranks: int, emit: Callable[[str], None], say: Callable[[str], None]
+        self, path: Path, every: int, world_size: int, emit: Callable[[str], None], say: Callable[[str], None]
     ) -> None:
-        self.every, self.ranks, self.emit = every, ranks, emit
+        self.every, self.world_size, self.emit = every, world_size, emit
         self._file = LineFile(path, say)
         self._since: list[StepRecord] = []
 
@@ -40,7 +46,7 @@ class StepLog(Callback):
                 f"global step {record.step}, skipped: the gradient overflowed at loss scale {record.loss_scale:g}"
             )
         if record.step % self.every == 0 or record.step == 1:
-            self._write(step_line(self._since, self.ranks))
+            self._write(step_line(self._since, self.world_size))
             self._since = []
 
     def after_evaluation(self, record: EvaluationRecord) -> None:

@@ -9,7 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
+from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import reason_of
 
 FOLDER = "tensorboard"
@@ -26,6 +27,10 @@ class TensorBoard(Callback):
         folder: of the event files.
         say: gets the warning.
     """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        return cls(run.run_dir / FOLDER, say)
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say = folder, say

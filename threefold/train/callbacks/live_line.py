@@ -1,0 +1,89 @@
+"""The live line of a training run on a terminal: progress, losses, tokens per second and the time left."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
+from threefold.train.callbacks.console import clock, on_terminal
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_SPEED_OF = 20
+"""Steps that the shown speed is the average of, about."""
+_SECONDS_BETWEEN_PICTURES = 0.1
+
+
+class LiveLine(Callback):
+    """One line at the bottom of a terminal: step, losses, speed and the time that is left; above it, what has happened.
+
+    Args:
+        steps: of the whole run.
+    """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback | None:
+        """Only where there is a terminal."""
+        return cls(run.config.train.max_steps) if on_terminal() else None
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._last: StepRecord | None = None
+        self._speed, self._seconds, self._valid, self._drawn = 0.0, 0.0, "", 0.0
+
+    def before_fit(self, start: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[shown]}"),
+            console=Console(file=sys.stdout, highlight=False),
+            auto_refresh=False,  # a refreshing thread would hold up the step's
+        )
+        self._task = self._progress.add_task(
+            "", total=self.steps, completed=start, shown="the first step is the slowest"
+        )
+        self._progress.start()
+        self._progress.refresh()
+
+    def after_step(self, record: StepRecord) -> None:
+        weight = max(1 / record.step, 2 / (_SPEED_OF + 1))
+        self._speed += weight * (record.tokens_per_second - self._speed) if self._speed else record.tokens_per_second
+        self._seconds += weight * (record.seconds - self._seconds) if self._seconds else record.seconds
+        self._last = record
+        if time.monotonic() - self._drawn > _SECONDS_BETWEEN_PICTURES or record.step == self.steps:
+            self._draw()
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._valid = f" · validation {record.loss:.4f}"
+        self._print(f"step {record.step}: validation loss {record.loss:.4f}")
+        self._draw()
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self._print(f"step {step}: checkpoint {path}")
+
+    def after_fit(self) -> None:
+        self.close()  # what others say of the run goes below
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _draw(self) -> None:
+        if self._progress is None or self._task is None or self._last is None:
+            return
+        left = clock((self.steps - self._last.step) * self._seconds)
+        shown = f"loss {self._last.loss:.4f}{self._valid} · {self._speed:,.0f} tokens/s · {left} left"
+        self._progress.update(self._task, completed=self._last.step, shown=shown, refresh=True)
+        self._drawn = time.monotonic()
+
+    def _print(self, line: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,71 @@
+"""The table at the end of a training run: losses, tokens, time, speed and where the files are."""
+
+import time
+from pathlib import Path
+
+from threefold.train.callbacks import loss_curve, metrics, tensorboard
+from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
+from threefold.train.callbacks.console import clock, say
+
+
+class Summary(Callback):
+    """A table of what came out, when all steps have been made.
+
+    Args:
+        places: what lies where, shown when it is there.
+    """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": tensorboard.FOLDER}
+        return cls({name: run.run_dir / file for name, file in files.items()})
+
+    def __init__(self, places: dict[str, Path]) -> None:
+        self.places = places
+        self._last: StepRecord | None = None
+        self._valid: EvaluationRecord | None = None
+        self._steps, self._counted, self._read, self._padding = 0, 0, 0, 0
+        self._seconds, self._started = 0.0, 0.0
+
+    def before_fit(self, start: int) -> None:
+        self._started = time.perf_counter()
+
+    def after_step(self, record: StepRecord) -> None:
+        self._last = record
+        self._steps += 1
+        self._counted += 0 if record.skipped else record.tokens
+        self._read += record.tokens_read
+        self._padding += record.padding
+        self._seconds += record.seconds
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._valid = record
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self.places["checkpoint"] = path
+
+    def after_fit(self) -> None:
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        say("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line."""
+        if self._last is None:
+            return []
+        rows = [("training loss", f"{self._last.loss:.4f} at step {self._last.step}")]
+        if self._valid is not None:
+            rows.append(("validation loss", f"{self._valid.loss:.4f} at step {self._valid.step}"))
+            rows += [(f"  of {name}", f"{loss:.4f}") for name, loss in self._valid.corpus_losses.items()]
+        rows += [
+            ("tokens trained on", f"{self._counted:,} in {self._steps:,} steps, those counted for the loss"),
+            ("tokens read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
+            ("time", f"{clock(time.perf_counter() - self._started)}, of which {clock(self._seconds)} in steps"),
+            ("speed", f"{self._read / self._seconds:,.0f} tokens/s read" + self._padded_speed()),
+        ]
+        return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
+
+    def _padded_speed(self) -> str:
+        if not self._padding:
+            return ""
+        return f", {(self._read + self._padding) / self._seconds:,.0f} with padding"
