@@ -31,7 +31,7 @@ def check_names(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in CALLBACKS:
-            raise UserError(f"{CALLBACKS.setting} has {name!r} but must be of {one_of(name, CALLBACKS.names())}.")
+            raise UserError(f"{CALLBACKS.setting} has {name!r} but each must be {one_of(name, CALLBACKS.names())}.")
 
 
 def make_callbacks(run: RunContext) -> list[Callback]:
