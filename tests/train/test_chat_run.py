@@ -19,12 +19,11 @@ from threefold.config import Config, load_config
 from threefold.data.dataset import open_dataset
 from threefold.data.files import TokenFiles
 from threefold.data.loader import Loader, Share
-from threefold.data.prepare import GenerationRequest, prepare
+from threefold.data.prepare import Request, prepare
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.eval_tasks import Perplexity
-from threefold.inference.generate import GenerationRequest as Asked
-from threefold.inference.generate import generate_text
+from threefold.inference.generate import GenerationRequest, generate_text
 from threefold.inference.log_likelihood import score
 from threefold.inference.model import Trained
 from threefold.inference.prompt_files import read_prompts, read_texts
@@ -97,7 +96,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     chats = conversations(style)
     lines = folder / "chats.jsonl"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    prepare(GenerationRequest((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json"), Silent())
+    prepare(Request((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json"), Silent())
     return Tuned(theirs, tokenizer, folder / "base", lines, folder / "tokens", chats, LENGTHS[style])
 
 
@@ -188,7 +187,7 @@ def test_an_answer_is_theirs_and_ends_with_its_turn(tuned: Tuned, tmp_path: Path
     trained, prompts = Trained.find(tuned.base), tmp_path / "prompts.jsonl"
     asked = [chat[:-1] for chat in tuned.chats]
     prompts.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in asked))
-    request = Asked(12, Sampling(temperature=0))
+    request = GenerationRequest(12, Sampling(temperature=0))
     answers = [""] * len(asked)
     for number, piece in generate_text(trained.load(dtype="fp64"), read_prompts(prompts), request):
         answers[number] += piece or ""
