@@ -22,6 +22,7 @@ optimizer:
 # These may have no value in a resolved config either.
 _OPTIONAL = (
     "model.preset",
+    "train.callbacks",
     *(f"data.{key}" for key in ("mixture", "tokenizer", "eod", "special_tokens", "chat_template", "cache")),
 )
 
