@@ -1,0 +1,106 @@
+"""Runs and checkpoints of version 2 that an earlier commit wrote resume and generate as they did with that commit.
+
+The archive holds the runs after two steps; its expected.json holds the losses of the same runs continued to step five,
+and texts generated greedily from step two.
+"""
+
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.support import losses_of
+from threefold.config import Config, load_config, resolve
+from threefold.data.dataset import open_dataset
+from threefold.inference.generate import Request, generate
+from threefold.inference.sampling import Sampling
+from threefold.launch.worker_pool import WorkerPool
+from threefold.train.run import train
+
+ARCHIVE = Path(__file__).parent / "data" / "version2.tar.xz"
+STEP = Path("checkpoints/step_00000002")
+TOLERANCE = {"gpt": 1e-6, "llama": 1e-12, "mixture": 1e-2}
+"""By the dtype of the run: fp32 on tp 2 with sequence parallelism, fp64 on dp 2 with ZeRO 3, bf16 on dp 2 · pp 2 with
+ep 2, ZeRO 1 and two stages on each rank."""
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extracted archive; a test that writes there writes into a copy."""
+    folder = tmp_path_factory.mktemp("version2")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(old: Path) -> dict[str, Any]:
+    return dict(json.loads((old / "expected.json").read_text(encoding="utf-8")))
+
+
+def config_of(old: Path, kind: str, *overrides: str) -> Config:
+    given = load_config(old / kind / STEP / "config.yaml", [f"data.path={old / 'tokens'}", *overrides])
+    return resolve(given, open_dataset(given).vocab_size)
+
+
+def copy_of(run: Path, to: Path) -> Path:
+    """A copy in which a run may be resumed."""
+    for path in run.rglob("*"):
+        if path.is_file():
+            target = to / path.relative_to(run)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return to
+
+
+def processor() -> str:
+    text = Path("/proc/cpuinfo").read_text()
+    fields = ("model name", "cpu family", "model", "stepping")
+    found = [re.search(rf"^{field}\s*: (.*)$", text, re.MULTILINE) for field in fields]
+    return ", ".join(each[1] for each in found if each)
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_a_run_resumes_with_the_recorded_losses(
+    pool: WorkerPool, old: Path, recorded: dict[str, Any], tmp_path: Path, kind: str
+) -> None:
+    """To the bit on the processor that recorded them; others may add up in another order."""
+    config = config_of(old, kind, "train.max_steps=5")
+    ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
+    run = copy_of(old / kind, tmp_path / kind)
+    assert losses_of(run) == recorded[kind]["losses"][:2]
+    pool.run(ranks, train, config, run, True)
+    tolerance = 0.0 if recorded["processor"] == processor() else TOLERANCE[kind]
+    assert losses_of(run) == pytest.approx(recorded[kind]["losses"], rel=tolerance, abs=0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("gpt", ("parallel.tp=1", "parallel.sequence_parallel=false", "parallel.pp=2")),
+        ("llama", ("parallel.dp=1", "parallel.zero=0", "parallel.tp=2")),
+    ],
+)
+def test_a_run_resumes_in_another_layout(
+    pool: WorkerPool, old: Path, recorded: dict[str, Any], tmp_path: Path, kind: str, layout: tuple[str, ...]
+) -> None:
+    run = copy_of(old / kind, tmp_path / kind)
+    pool.run(2, train, config_of(old, kind, "train.max_steps=5", *layout), run, True)
+    assert losses_of(run) == pytest.approx(recorded[kind]["losses"], rel={"gpt": 1e-5, "llama": 1e-12}[kind])
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_it_generates_the_recorded_text(old: Path, recorded: dict[str, Any], kind: str) -> None:
+    greedy = Request(max_new_tokens=20, sampling=Sampling(temperature=0.0))
+    assert generate(old / kind, ["The function", "for"], greedy) == recorded[kind]["text"]
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_the_stored_config_is_written_as_it_was_read(old: Path, kind: str) -> None:
+    stored = (old / kind / STEP / "config.yaml").read_text(encoding="utf-8")
+    written = config_of(old, kind).to_yaml_as_given(resolved=("model", "data"))
+    path = re.compile(r"^  path: .*$", re.MULTILINE)
+    assert path.sub("", written) == path.sub("", stored)
