@@ -15,10 +15,10 @@ import pytest
 from tests.train.support import losses_of
 from threefold.config import Config, load_config, resolve
 from threefold.data.dataset import open_dataset
-from threefold.inference.generate import Request, generate
+from threefold.inference.generate import GenerationRequest, generate
 from threefold.inference.sampling import Sampling
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.run import train
+from threefold.train.entry_point import train
 
 ARCHIVE = Path(__file__).parent / "data" / "version2.tar.xz"
 STEP = Path("checkpoints/step_00000002")
@@ -94,7 +94,7 @@ def test_a_run_resumes_in_another_layout(
 
 @pytest.mark.parametrize("kind", TOLERANCE)
 def test_it_generates_the_recorded_text(old: Path, recorded: dict[str, Any], kind: str) -> None:
-    greedy = Request(max_new_tokens=20, sampling=Sampling(temperature=0.0))
+    greedy = GenerationRequest(max_new_tokens=20, sampling=Sampling(temperature=0.0))
     assert generate(old / kind, ["The function", "for"], greedy) == recorded[kind]["text"]
 
 
