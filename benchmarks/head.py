@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from threefold.host import keep_freed_memory
-from threefold.models.layers.basic import Linear, LinearCrossEntropy, chunk_loss_
+from threefold.models.layers.decoder import Linear, LinearCrossEntropy, chunk_loss_
 from threefold.ops.kernels import product
 
 COLUMNS, TOKENS = 8192, 256

@@ -27,11 +27,11 @@ from threefold.data.loader import Batch
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.sharding import Constant, ModelPlan, Replicated
 from threefold.ops.kernels import DEFERRED
 from threefold.parallel.pipeline.pipe import Action, Timed
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.parallel.split import Constant, ModelPlan, Replicated
 from threefold.plan.simulate import simulate
 from threefold.train.engine import Engine
 
@@ -71,13 +71,13 @@ class WaitingLayer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(WIDTH))
 
-    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         out: Tensor = _Wait.apply(x, self.weight)
         return out
 
 
 class First(nn.Embedding):
-    def forward(self, tokens: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, tokens: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         return super().forward(tokens)
 
 

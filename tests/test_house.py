@@ -101,3 +101,10 @@ def test_every_promise_names_a_test_that_exists() -> None:
         if not (ROOT / file).is_file() or f"def {name or 'test_'}" not in (ROOT / file).read_text()
     }
     assert lost == set()
+
+
+def test_models_import_nothing_distributed() -> None:
+    """Import-linter sees to `threefold.comm` and `threefold.parallel`; this to torch's own."""
+    files = sorted((ROOT / "threefold/models").rglob("*.py"))
+    assert len(files) > 10
+    assert [str(path) for path in files if re.search(r"torch\.distributed|import distributed", path.read_text())] == []

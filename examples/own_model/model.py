@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from threefold.config import ModelConfig
 from threefold.models.layers.attention import CausalAttention
-from threefold.models.layers.basic import CrossEntropy
-from threefold.models.layers.sample_info import NOTHING, Samples
-from threefold.parallel.split import (
+from threefold.models.layers.decoder import NOTHING, CrossEntropy, SampleInfo
+from threefold.models.sharding import (
     AttentionCore,
     Column,
     Constant,
@@ -30,7 +29,7 @@ class Embed(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
-    def forward(self, tokens: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, tokens: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         return self.tokens(tokens)
 
 
@@ -45,7 +44,7 @@ class Block(nn.Module):
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         y = self.norm["attention"](x)
         heads = (linear(y).unflatten(-1, (-1, self.head_dim)) for linear in (self.query, self.key, self.value))
         x = x + self.out(self.core(*heads, samples))
@@ -73,7 +72,7 @@ class Model(nn.Module):
         self.head = Head(config)
         self.head.output.weight = self.embed.tokens.weight
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
         x = self.embed(tokens, samples)
         for block in self.blocks:
             x = block(x, samples)

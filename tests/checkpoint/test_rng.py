@@ -15,8 +15,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import ModelConfig
 from threefold.models.gpt.model import GPT, Block
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.layers.sample_info import NOTHING, Samples
-from threefold.random.philox import name_sites
+from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.random.rng import STREAMS, RandomStreams
 from threefold.train import entry_point
 from threefold.train.engine import Engine
@@ -64,7 +63,7 @@ class NoisyBlock(Block):
 
     streams: RandomStreams | None = None
 
-    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         out = super().forward(x, samples)
         assert self.streams is not None
         with self.streams.fork("global"):
@@ -74,8 +73,7 @@ class NoisyBlock(Block):
 class NoisyGPT(GPT):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.blocks = nn.ModuleList(NoisyBlock(config) for _ in self.blocks)
-        name_sites(self)
+        self.blocks = nn.ModuleList(NoisyBlock(config, f"blocks.{layer}") for layer in range(config.num_layers))
 
 
 def losses_with(case: Case, evaluating: bool = False) -> list[float]:

@@ -7,7 +7,7 @@ from threefold.config import Config, resolve
 from threefold.labels import IGNORED
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.layers.sample_info import Samples
+from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.parallelize import draw_
 
 
@@ -77,6 +77,6 @@ def test_dropout_needs_keys_and_differs_by_layer() -> None:
     assert len(sites) == 1 + 2 * 3
     tokens, keys = torch.zeros(2, 16, dtype=torch.int64), torch.tensor([5, 6])
     assert torch.equal(model(tokens), model(tokens))
-    assert torch.equal(model(tokens, samples=Samples(keys)), model(tokens, samples=Samples(keys)))
-    dropped = model(tokens, samples=Samples(keys))
+    assert torch.equal(model(tokens, samples=SampleInfo(keys)), model(tokens, samples=SampleInfo(keys)))
+    dropped = model(tokens, samples=SampleInfo(keys))
     assert not torch.equal(dropped[0], dropped[1])

@@ -18,10 +18,11 @@ from threefold.comm import collectives
 from threefold.comm.mesh import Axis
 from threefold.data.loader import Batch
 from threefold.labels import IGNORED
+from threefold.models.sharding import AttentionCore, Split
 from threefold.parallel import parallelize as apply
+from threefold.parallel import shard_modules
 from threefold.parallel.data import grad_buckets as data
 from threefold.parallel.pipeline import runner, stage, tied
-from threefold.parallel.split import AttentionCore
 from threefold.parallel.tensor import layers as tensor
 from threefold.parallel.tensor import loss
 from threefold.train import engine, optimizer
@@ -31,6 +32,12 @@ Patch = tuple[Any, str, Any]
 
 def replace(owner: Any, name: str, new: Any) -> Patch:
     return owner, name, new
+
+
+def sharded_by(rule: type[Split], make: Callable[[Any, Any, Any], Any]) -> Patch:
+    """Modules of a rule are replaced by `make(rule, module, region)`."""
+    table = shard_modules.SHARDINGS
+    return replace(shard_modules, "SHARDINGS", {**table, rule: table[rule]._replace(make=make)})
 
 
 def column_input_gradient_not_summed() -> list[Patch]:
@@ -145,7 +152,7 @@ def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
 
 
 def same_mask_on_every_head_shard() -> list[Patch]:
-    return [replace(AttentionCore, "apply", lambda self, module, region: module)]
+    return [sharded_by(AttentionCore, lambda rule, module, region: module)]
 
 
 def different_masks_in_the_replicated_region() -> list[Patch]:

@@ -18,13 +18,9 @@ from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 from threefold.models.layers.attention import CausalAttention
-from threefold.models.layers.basic import CrossEntropy
+from threefold.models.layers.decoder import CrossEntropy
 from threefold.models.registry import make_model, model_plan
-from threefold.parallel.parallelize import Division, parallelize
-from threefold.parallel.parameter import local
-from threefold.parallel.pipeline.placement import StageMap
-from threefold.parallel.plan_check import check_plan
-from threefold.parallel.split import (
+from threefold.models.sharding import (
     AttentionCore,
     Column,
     Constant,
@@ -38,6 +34,10 @@ from threefold.parallel.split import (
     Vocab,
     VocabLoss,
 )
+from threefold.parallel.parallelize import Division, parallelize
+from threefold.parallel.parameter import local
+from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.plan_check import check_plan
 
 
 class Block(nn.Module):

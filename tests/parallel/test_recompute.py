@@ -13,11 +13,11 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.parameter import local
 from threefold.parallel.recompute import chosen_layers
 from threefold.plan.activations import Attention, BlockSizes, block_bytes, recording_saved
-from threefold.random.philox import sample_keys
+from threefold.random.dropout import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)
 MODES = [("selective", 1), ("full", 1), ("full", 2)]
@@ -98,7 +98,7 @@ def kept(case: Case, mode: str, every: int = 1) -> tuple[int, int]:
     def run() -> Tensor:
         out = x * 1  # a leaf is not an activation
         for number in range(case.layers):
-            out = stage.get_submodule(f"blocks.{number}")(out, NOTHING if keys is None else Samples(keys))
+            out = stage.get_submodule(f"blocks.{number}")(out, NOTHING if keys is None else SampleInfo(keys))
         return out
 
     parameters = [local(parameter) for parameter in stage.parameters()]

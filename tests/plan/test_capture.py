@@ -12,13 +12,13 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.layers.sample_info import Samples
+from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.context.sequence import sum_over_shares_
 from threefold.parallel.parallelize import Division, draw_, parallelize
 from threefold.parallel.parameter import is_split, local
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.plan.capture import capturable, capture_step
-from threefold.random.philox import sample_keys
+from threefold.random.dropout import sample_keys
 
 
 def losses_of(case: Case, captured: bool) -> tuple[list[float], float]:
@@ -43,7 +43,7 @@ def losses_of(case: Case, captured: bool) -> tuple[list[float], float]:
             weight.sub_(gradient, alpha=0.3)
 
     def loss_of(tokens: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
-        loss: Tensor = stage(tokens, labels, Samples(keys)) / labels.numel()
+        loss: Tensor = stage(tokens, labels, SampleInfo(keys)) / labels.numel()
         return loss
 
     batches = [(*global_batch(case, step), sample_keys(3, step, torch.arange(case.batch))) for step in range(3)]

@@ -16,12 +16,12 @@ from threefold.host import _group_limits, memory
 from threefold.launch.device import memory_per_rank
 from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerPool
-from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.parameter import local
 from threefold.plan.activations import block_bytes, head_bytes, recording_saved
 from threefold.plan.memory import _under_way, activation_bytes, block_sizes, largest_micro_batch, step_bytes
 from threefold.plan.model_size import ModelSize
-from threefold.random.philox import sample_keys
+from threefold.random.dropout import sample_keys
 
 LLAMA: tuple[tuple[str, Any], ...] = (("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4))
 NORMED = (*LLAMA, ("qk_norm", True), ("qkv_bias", True))
@@ -41,7 +41,7 @@ def kept(case: Case) -> tuple[int, int]:
     x = torch.randn(batch, positions, case.heads * case.head_dim, dtype=engine.division.dtype).requires_grad_()
     keys = sample_keys(1, 0, torch.arange(batch)) if case.dropout else None
     documents = torch.zeros(batch, case.sequence, dtype=torch.int64) if case.documents else None
-    samples = NOTHING if keys is None and documents is None else Samples(keys, documents)
+    samples = NOTHING if keys is None and documents is None else SampleInfo(keys, documents)
     labels = torch.zeros(batch, case.sequence // case.cp, dtype=torch.int64)
     parameters = [local(parameter) for parameter in stage.parameters()]
     found = []

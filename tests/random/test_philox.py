@@ -4,15 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from threefold.random.philox import (
-    Dropout,
-    Slice,
-    _philox2x32,
-    fill_normal_,
-    keep_mask,
-    sample_keys,
-    stream_key,
-)
+from threefold.random.dropout import Dropout, keep_mask, sample_keys
+from threefold.random.keys import stream_key
+from threefold.random.philox import _philox2x32, fill_normal_
+from threefold.random.positions import Slice
 
 
 def test_philox_gives_the_published_answers() -> None:

@@ -10,7 +10,7 @@ from tests.support.parity import Case, Trace
 from threefold.config import ModelConfig
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.parallel.split import ModelPlan
+from threefold.models.sharding import ModelPlan
 
 SHARED = ("blocks.1.mlp", "blocks.3.mlp", "blocks.5.mlp")
 

@@ -15,7 +15,7 @@ from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
-from threefold.models.layers.basic import CrossEntropy
+from threefold.models.layers.decoder import CrossEntropy
 from threefold.ops import kernels
 from threefold.train.engine import Engine, StepResult
 from threefold.train.loss_scale import LossScale

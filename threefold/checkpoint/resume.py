@@ -175,7 +175,7 @@ def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
 
     layout = Layout.of(config.parallel)
     stored = [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]
-    if stored and not any(name.startswith(stored_as(layout)) for name in stored):
+    if stored and not any(name.startswith(stored_as(layout.shape)) for name in stored):
         yield "The random streams that the model draws from belong to another layout; they start anew from here on."
 
 

@@ -1,7 +1,7 @@
 """Keys and values that are kept, so that a new token costs one token's work.
 
 The model stays as it is: for the time of a `caching` block, each of its `CausalAttention` modules is replaced by one
-that remembers, and its positions (learned or rotary) are those of a `Cursor`.
+that remembers, and its positions (learned or rotary) by one of a `Cursor`.
 
 The samples of a batch may be of different lengths. They are padded on the right, where causal attention sees nothing of
 it: a pad comes after every token of its sample, and the slots in which it left keys and values are overwritten before
@@ -15,15 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.models.layers.attention import CausalAttention
-from threefold.models.layers.rotary import Rotary
-from threefold.models.layers.sample_info import NOTHING, Samples
-from threefold.parallel.context.sequence import PositionEmbedding
-from threefold.random.philox import Part
+from threefold.models.layers.attention import CausalAttention, Rotary
+from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 
 
 class Cursor:
-    """Where the tokens that are being worked on stand in their samples; a `Part` of the sequence dim.
+    """Where the tokens that are being worked on stand in their samples; `Positions` of the sequence dim.
 
     Attributes:
         positions: int64 [B, S] (or [1, S], the same for all).
@@ -86,7 +83,7 @@ class CachedAttention(nn.Module):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """Keep `k`, `v` [B, S, kv heads, d] and attend from `q` [B, S, heads, d] → [B, S, heads · d]."""
         if self.keys is None or self.values is None:
             shape = (self.rows, k.shape[2], self.slots, k.shape[3])
@@ -137,26 +134,22 @@ def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
     """
     cursor = Cursor()
     cached: list[CachedAttention] = []
-    parts: list[tuple[Rotary | PositionEmbedding, Part]] = []
-    cores: list[tuple[nn.Module, str, CausalAttention]] = []
-    for module in list(model.modules()):
-        if isinstance(module, Rotary | PositionEmbedding):
-            parts.append((module, module.part))
-        cores += [
-            (module, name, child) for name, child in module.named_children() if isinstance(child, CausalAttention)
-        ]
-    for located, _ in parts:
-        located.part = cursor
-    for parent, name, core in cores:
-        cached.append(CachedAttention(core, cursor, rows, slots))
-        setattr(parent, name, cached[-1])
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, CausalAttention):
+                cached.append(CachedAttention(child, cursor, rows, slots))
+                setattr(parent, name, cached[-1])
+            elif isinstance(child, Rotary | PositionEmbedding):
+                setattr(parent, name, child.of_positions(cursor))
+            else:
+                continue
+            replaced.append((parent, name, child))
     try:
         yield Cache(cursor, cached)
     finally:
-        for parent, name, core in cores:
-            setattr(parent, name, core)
-        for located, part in parts:
-            located.part = part
+        for parent, name, child in replaced:
+            setattr(parent, name, child)
 
 
 def _take(x: Tensor, positions: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import UserError
-from threefold.random.philox import stream_key
+from threefold.random.keys import stream_key
 
 
 @dataclass(frozen=True)

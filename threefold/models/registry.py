@@ -1,12 +1,12 @@
 """Which model a config asks for."""
 
 from threefold.config import ModelConfig
-from threefold.models.decoder import Decoder
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
+from threefold.models.layers.decoder import Decoder
 from threefold.models.llama.model import Llama
 from threefold.models.llama.sharding import llama_plan
-from threefold.parallel.split import ModelPlan
+from threefold.models.sharding import ModelPlan
 
 _MODELS: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 _PLANS = {"gpt": gpt_plan, "llama": llama_plan}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from threefold.parallel.tensor.functional import Splitter
     from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from threefold.parallel.tensor.loss import ParallelCrossEntropy
-    from threefold.random.philox import Dropout, sample_keys
+    from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
 
 __all__ = [
@@ -65,8 +65,8 @@ _MODULES: Final = {
     "partition_by_class": "parallel.pipeline.partition",
     "partition_by_cost": "parallel.pipeline.partition",
     "partition_uniform": "parallel.pipeline.partition",
-    "Dropout": "random.philox",
-    "sample_keys": "random.philox",
+    "Dropout": "random.dropout",
+    "sample_keys": "random.dropout",
     "sum_over_shares_": "parallel.context.sequence",
     "RandomStreams": "random.rng",
     "ColumnParallelLinear": "parallel.tensor.layers",

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from threefold.comm.mesh import Mesh
+from threefold.models.sharding import ModelPlan, Normal
 from threefold.parallel.context.sequence import Region
 from threefold.parallel.data.zero import Sharing, share_out
 from threefold.parallel.parameter import like, local, offset, replace_parameters
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.plan_check import check_plan
-from threefold.parallel.split import ModelPlan, Normal, split_modules
-from threefold.random.philox import fill_normal_, stream_key
+from threefold.parallel.shard_modules import shard_modules
+from threefold.random.keys import stream_key
+from threefold.random.philox import fill_normal_
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: 
     check_plan(model, plan)
     numbers = division.stages.held_by(division.mesh.pp.index)
     stages = [Stage(model, plan, *division.stages.layers(number)) for number in numbers]
-    split_modules(stages, plan.split, division.region)
+    shard_modules(stages, plan.split, division.region)
     _tie(stages, plan)
     if division.sharing is None:
         _allocate(nn.ModuleList(stages), division.mesh.device, division.dtype)

@@ -9,34 +9,12 @@ from torch import Tensor, nn
 
 from threefold.errors import UserError
 from threefold.models.name_pattern import matches
+from threefold.models.sharding import Constant, ModelPlan, Normal, PerHead, Replicated, Split
+from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.shard_shapes import cuts_of
-from threefold.parallel.split import (
-    KINDS,
-    AttentionCore,
-    Column,
-    Constant,
-    ModelPlan,
-    Normal,
-    OverExperts,
-    PerHead,
-    Replicated,
-    Row,
-    Split,
-    Vocab,
-    VocabLoss,
-)
 
 _WITHIN = (Replicated, PerHead)
 """Splits of a module that leave what is inside it to other patterns."""
-_HELD: dict[type, tuple[str, ...]] = {
-    Column: ("weight", "bias"),
-    Row: ("weight", "bias"),
-    Vocab: ("weight",),
-    VocabLoss: (),
-    AttentionCore: (),
-    OverExperts: ("gate_up", "down"),
-}
-"""Split → the parameters that its module may have; the others' may have any."""
 
 
 def check_plan(model: nn.Module, plan: ModelPlan) -> None:
@@ -173,14 +151,14 @@ def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
 
 def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> None:
     kind, said = type(module).__name__, f"split has {type(split).__name__} at {pattern!r}"
-    wanted = KINDS.get(type(split), ())
+    wanted = tuple(each for each in SHARDINGS[type(split)].kinds if each is not nn.Module)
     if kind in {each.__name__ for each in wanted}:
         kind = f"{type(module).__module__}.{kind}"  # of the same name, and another class
     if wanted and not isinstance(module, wanted):
         kinds = " or a ".join(each.__name__ for each in wanted)
         raise UserError(f"{said}, which is for a {kinds}, but {name!r} is a {kind}; use Replicated() or another split.")
     held = [each for each, _ in module.named_parameters()]
-    foreign = [each for each in held if each not in _HELD.get(type(split), held)]
+    foreign = [each for each in held if each not in (held if split.parameters is None else split.parameters)]
     if foreign:
         raise UserError(
             f"{said} but {name!r} has the parameter {foreign[0]!r}, which it does not cut; use Replicated() or keep it "

@@ -1,4 +1,4 @@
-"""How much of a weight a rank holds: what `split.py` does to modules, as arithmetic on shapes, without a mesh."""
+"""How much of a weight a rank holds: what `shard_modules` does, as arithmetic on shapes, without a mesh."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,17 +7,8 @@ from typing import NamedTuple
 from threefold.comm.collectives import shard_bounds
 from threefold.comm.layout import Coordinates
 from threefold.config.schema import ParallelConfig
-from threefold.parallel.split import Column, OverExperts, Row, Split, Vocab
+from threefold.models.sharding import OverExperts, Split
 
-_CUTS: dict[tuple[type, str], tuple[tuple[str, int], ...]] = {
-    (Column, "weight"): (("tp", 0),),
-    (Column, "bias"): (("tp", 0),),
-    (Row, "weight"): (("tp", 1),),
-    (Vocab, "weight"): (("tp", 0),),
-    (OverExperts, "gate_up"): (("ep", 0), ("tp", 1)),
-    (OverExperts, "down"): (("ep", 0), ("tp", 2)),
-}
-"""Split and parameter of a module → the axes that cut it, and along which dim; others are whole everywhere."""
 _SHARED_EXPERTS = {"gate_up": 2, "down": 1}
 """Parameter of experts that replicas share → the dim along which ZeRO cuts it."""
 
@@ -72,7 +63,7 @@ def cuts_of(split: Split, parameter: str) -> tuple[tuple[str, int], ...]:
         split: of the module.
         parameter: its name in the module.
     """
-    return _CUTS.get((type(split), parameter), ())
+    return split.cuts(parameter)
 
 
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:

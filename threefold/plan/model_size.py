@@ -11,8 +11,8 @@ from torch import nn
 from threefold.comm.layout import Coordinates
 from threefold.config import Config
 from threefold.models.registry import make_model, model_plan
+from threefold.models.sharding import ModelPlan, OverExperts, Split
 from threefold.parallel.shard_shapes import Place, local_shape, place_of
-from threefold.parallel.split import ModelPlan, OverExperts, Split
 from threefold.train.division import stage_map
 from threefold.train.engine import DTYPES
 

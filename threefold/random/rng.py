@@ -1,19 +1,19 @@
 """Streams of random numbers for models that call torch's random operations themselves.
 
-Threefold's own layers draw by key and position (`threefold.random.philox`) and need none of this.
+Threefold's own layers draw by key and position (`threefold.random`) and need none of this.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.layout import Coordinates, Layout
-from threefold.random.philox import stream_key
+from threefold.random.keys import stream_key
 
 STREAMS = "random."
 """How the names of stored streams begin."""
+_AXES = ("dp", "pp", "cp", "tp")
 
 
 class RandomStreams:
@@ -24,14 +24,14 @@ class RandomStreams:
 
     Args:
         seed: the run's seed.
-        place: this rank's coordinates; `global` depends on all but tp, `local` on all.
-        device: whose default generator is lent to a stream.
+        place: this rank's coordinates (dp, pp, cp, tp); `global` depends on all but tp, `local` on all.
+        device: whose default generator a stream takes over.
 
     Attributes:
         used: whether anything was drawn.
     """
 
-    def __init__(self, seed: int, place: Coordinates, device: torch.device | str = "cpu") -> None:
+    def __init__(self, seed: int, place: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.seed, self.place, self.device = seed, place, torch.device(device)
         self.used = False
         self.reseed()
@@ -83,15 +83,19 @@ class RandomStreams:
         """What `torch.utils.checkpoint` runs the forward pass in, and its replay: that one draws the same."""
         return nullcontext(), self.preserved(self.state_dict())
 
-    def stored(self, layout: Layout) -> dict[str, Tensor]:
-        """The state of each stream, to be saved or filled in place, under a name of its own in the whole layout."""
+    def stored(self, sizes: Sequence[int]) -> dict[str, Tensor]:
+        """The state of each stream, to be saved or filled in place, under a name of its own in the whole layout.
+
+        Args:
+            sizes: of the axes (dp, pp, cp, tp).
+        """
         dp, pp, cp, tp = self.place
         places = {"global": f"{dp}.{pp}.{cp}", "local": f"{dp}.{pp}.{cp}.{tp}"}
-        return {stored_as(layout) + f"{name}.{places[name]}": state.clone() for name, state in self._states.items()}
+        return {stored_as(sizes) + f"{name}.{places[name]}": state.clone() for name, state in self._states.items()}
 
-    def load_stored(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
-        """Take over what `stored` gave, once it is filled."""
-        self.load_state_dict({name.removeprefix(stored_as(layout)).split(".")[0]: t for name, t in tensors.items()})
+    def load_stored(self, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> None:
+        """Continue from what `stored` gave, once it is filled."""
+        self.load_state_dict({name.removeprefix(stored_as(sizes)).split(".")[0]: t for name, t in tensors.items()})
         self.used = True
 
     def _default_state(self) -> Tensor:
@@ -104,10 +108,13 @@ class RandomStreams:
             torch.set_rng_state(state)
 
 
-def stored_as(layout: Layout) -> str:
-    """How the names begin under which a run of this layout stores its streams."""
-    sizes = (f"{axis}{size}" for axis, size in zip(Coordinates._fields, layout.shape, strict=True))
-    return STREAMS + "-".join(sizes) + "."
+def stored_as(sizes: Sequence[int]) -> str:
+    """How the names begin under which a run of this layout stores its streams.
+
+    Args:
+        sizes: of the axes (dp, pp, cp, tp).
+    """
+    return STREAMS + "-".join(f"{axis}{size}" for axis, size in zip(_AXES, sizes, strict=True)) + "."
 
 
 def lend(streams: RandomStreams, module: nn.Module) -> None:

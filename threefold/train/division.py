@@ -2,9 +2,10 @@
 
 from threefold.config import Config
 from threefold.errors import UserError
+from threefold.models.sharding import ModelPlan
+from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.pipeline.placement import StageMap, stage_ranks
 from threefold.parallel.pipeline.tied import between_stages_of_a_rank
-from threefold.parallel.split import ModelPlan
 
 
 def stage_map(plan: ModelPlan, config: Config) -> StageMap:
@@ -17,7 +18,7 @@ def stage_map(plan: ModelPlan, config: Config) -> StageMap:
     if parallel.pp == 1:
         return StageMap((0, len(plan.layers)), (0,))
     ranks = stage_ranks(parallel.schedule, parallel.pp, parallel.stage_chunks)
-    stages = StageMap(tuple(plan.stage_bounds(len(ranks), parallel.partition)), ranks)
+    stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), parallel.partition)), ranks)
     if parallel.zero and (found := between_stages_of_a_rank(plan, stages)):
         one, other, place = found
         raise UserError(

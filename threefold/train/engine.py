@@ -13,9 +13,9 @@ from threefold.config import Config
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.labels import IGNORED
-from threefold.models.layers.basic import chunk_loss_
+from threefold.models.layers.decoder import SampleInfo, chunk_loss_
 from threefold.models.layers.router import Routing
-from threefold.models.layers.sample_info import Samples
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.context.sequence import sum_over_shares_
 from threefold.parallel.data.compression import FORMATS
 from threefold.parallel.data.grad_buckets import GradientBuckets, Gradients, JoinedGradients
@@ -26,8 +26,7 @@ from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runne
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
 from threefold.parallel.recompute import recompute_
-from threefold.parallel.split import ModelPlan
-from threefold.random.philox import Dropout, sample_keys
+from threefold.random.dropout import Dropout, sample_keys
 from threefold.random.rng import RandomStreams, lend
 from threefold.train.divergence import DivergenceError
 from threefold.train.division import stage_map
@@ -293,7 +292,7 @@ class Engine:
         facts = (
             None if fact is None else fact.to(device) for fact in (keys, batch.documents, weights, batch.positions)
         )
-        return Work(tokens, labels, Samples(*facts))
+        return Work(tokens, labels, SampleInfo(*facts))
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:

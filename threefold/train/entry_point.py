@@ -14,10 +14,10 @@ from threefold.config import Config
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.host import keep_freed_memory
-from threefold.models.decoder import Decoder
+from threefold.models.layers.decoder import Decoder
 from threefold.models.registry import make_model, model_plan
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.placement import StageMap
-from threefold.parallel.split import ModelPlan
 from threefold.train.callbacks.base import RunContext
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.registry import make_callbacks

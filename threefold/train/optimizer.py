@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from threefold.config import OptimizerConfig
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.parallelize import draw_
 from threefold.parallel.parameter import like, local
-from threefold.parallel.split import ModelPlan
 
 
 @dataclass(frozen=True)

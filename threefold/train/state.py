@@ -77,7 +77,7 @@ class Checkpoints:
         """
         tensors = engine_tensors(self.engine)
         if self.engine.streams.used:
-            tensors |= self.engine.streams.stored(self.engine.mesh.layout)
+            tensors |= self.engine.streams.stored(self.engine.mesh.layout.shape)
         path = save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, self.engine.mesh.world)
         self._passed -= {path}  # it took the place of a damaged one
         return path
@@ -154,11 +154,11 @@ class Checkpoints:
         """Go on where this rank's streams were; in another layout anew, from the seed and the step."""
         streams, layout = self.engine.streams, self.engine.mesh.layout
         names = stored_names(checkpoint.path)
-        if any(name.startswith(stored_as(layout)) for name in names):
-            mine = {name: state for name, state in streams.stored(layout).items() if name in names}
+        if any(name.startswith(stored_as(layout.shape)) for name in names):
+            mine = {name: state for name, state in streams.stored(layout.shape).items() if name in names}
             load_tensors(mine, checkpoint.path)
             if mine:  # else this rank's stage never drew
-                streams.load_stored(mine, layout)
+                streams.load_stored(mine, layout.shape)
         elif any(name.startswith(STREAMS) for name in names):
             streams.reseed("after", checkpoint.step)
 

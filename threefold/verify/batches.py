@@ -11,7 +11,7 @@ from threefold.config import Config
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, Loader, Share
 from threefold.labels import IGNORED
-from threefold.random.philox import stream_key
+from threefold.random.keys import stream_key
 
 _DOCUMENT_BEGINS = 0.2
 """How likely a token of the random rows begins a document."""

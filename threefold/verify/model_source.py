@@ -15,8 +15,8 @@ from torch import nn
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.registry import make_model, model_plan
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.plan_check import check_plan
-from threefold.parallel.split import ModelPlan
 
 MakeModel = Callable[[], nn.Module]
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from threefold.config import Config
 from threefold.labels import IGNORED
-from threefold.models.layers.sample_info import Samples
+from threefold.models.layers.decoder import SampleInfo
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.parallelize import draw_
-from threefold.parallel.split import ModelPlan
-from threefold.random.philox import sample_keys
+from threefold.random.dropout import sample_keys
 from threefold.train.schedule import learning_rate
 from threefold.verify.batches import BatchSource
 from threefold.verify.model_source import ModelSource
@@ -75,7 +75,7 @@ def one_process(
         keys = sample_keys(config.train.seed, step, batch.rows)
         optimizer.zero_grad()
         counted = batch.labels != IGNORED
-        samples = Samples(keys, batch.documents, counted.double() / counted.sum())
+        samples = SampleInfo(keys, batch.documents, counted.double() / counted.sum())
         loss = model(batch.tokens, batch.labels, samples) / counted.sum()
         loss.backward()
         gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}

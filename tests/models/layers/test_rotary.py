@@ -6,8 +6,9 @@ from math import ceil, floor, log, pi
 import pytest
 import torch
 
-from threefold.models.layers.rotary import RopeScaling, Rotary, frequencies
-from threefold.random.philox import Slice
+from threefold.models.layers.attention import Rotary
+from threefold.models.layers.rope_scaling import RopeScaling, frequencies
+from threefold.random.positions import Slice
 
 SIZES = [(64, 10000.0), (128, 500000.0), (10, 100.0)]
 METHODS = [
@@ -106,8 +107,7 @@ def test_queries_and_keys_turn_by_their_positions(first: int) -> None:
     """Element i of the first half and element i of the second are one complex number, which turns."""
     head_dim, theta, length = 6, 50.0, 7
     scaling = RopeScaling("yarn", 4.0, 64, attention_factor=1.3)
-    rotary = Rotary(head_dim, theta, scaling)
-    rotary.part = Slice(first, first + length)
+    rotary = Rotary(head_dim, theta, scaling, Slice(first, first + length))
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, length, 3, head_dim, generator=generator, dtype=torch.float64)
     k = torch.randn(2, length, 1, head_dim, generator=generator, dtype=torch.float64)

@@ -13,9 +13,9 @@ from threefold.comm.mesh import Event
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.launch.worker_pool import WorkerPool
-from threefold.models.layers.mixture_of_experts import MixtureOfExperts
+from threefold.models.layers.decoder import SampleInfo
+from threefold.models.layers.experts import MixtureOfExperts
 from threefold.models.layers.router import Routing
-from threefold.models.layers.sample_info import Samples
 from threefold.ops.kernels import grouped_linear
 
 HIDDEN, EXPERTS, PER_TOKEN = 10, 5, 2
@@ -107,7 +107,7 @@ def test_a_mixture_is_its_dense_gate(settings: dict[str, object], capacity: int 
     weights = torch.rand(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     weights[0, 4:] = 0
     direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    out = moe(x, Samples(weights=weights))
+    out = moe(x, SampleInfo(weights=weights))
     expected, losses = dense_gate(moe, x, weights, capacity)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     got = gradients((out * direction).sum(), moe, x)

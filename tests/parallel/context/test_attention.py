@@ -11,8 +11,8 @@ from tests.support.parity import Case, in_layout, make_engine, shard_of
 from threefold.comm.axis import Event
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.layers.rotary import Rotary
-from threefold.models.layers.sample_info import Samples
+from threefold.models.layers.attention import Rotary
+from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.context.sequence import SequenceCut
 from threefold.parallel.parallelize import draw_
 
@@ -154,7 +154,7 @@ def test_separate_documents_are_computed_as_if_each_were_alone() -> None:
     tokens = torch.randint(0, 67, (3, 24), generator=torch.Generator().manual_seed(3))
     bounds = [[0, 24], [0, 1, 9, 10, 24], [0, 13, 23, 24]]
     documents = torch.stack([torch.bucketize(torch.arange(24), torch.tensor(row[1:]), right=True) for row in bounds])
-    logits = model(tokens, samples=Samples(documents=documents))
+    logits = model(tokens, samples=SampleInfo(documents=documents))
     for row, places in enumerate(bounds):
         for first, end in pairwise(places):
             torch.testing.assert_close(logits[row, first:end], model(tokens[row : row + 1, first:end])[0])

@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from tests.parallel.context.test_attention import case
-from tests.parallel.test_mutations import Patch, replace, with_mistake
+from tests.parallel.test_mutations import Patch, replace, sharded_by, with_mistake
 from tests.support.parity import departures
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.data.loader import Batch
 from threefold.labels import IGNORED
 from threefold.models.layers import attention
-from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
+from threefold.models.sharding import OverContext, OverSequence
 from threefold.ops import kernels
 from threefold.parallel.context import attention as context
 from threefold.parallel.context import ring_attention as ring
-from threefold.parallel.context.sequence import PositionEmbedding
 from threefold.parallel.pipeline.runner import Work
-from threefold.parallel.split import OverContext, OverSequence
-from threefold.random.philox import Dropout, Slice
+from threefold.parallel.shard_modules import SHARDINGS
+from threefold.random.dropout import Dropout
+from threefold.random.positions import Slice
 from threefold.train import engine
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
@@ -45,20 +46,19 @@ def labels_shifted_after_the_split() -> list[Patch]:
 
 
 def learned_positions_restart_on_each_rank() -> list[Patch]:
-    apply = OverSequence.apply
+    make = SHARDINGS[OverSequence].make
     return [
-        replace(
+        sharded_by(
             OverSequence,
-            "apply",
-            lambda self, module, region: (
-                module if isinstance(module, PositionEmbedding) else apply(self, module, region)
+            lambda rule, module, region: (
+                module if isinstance(module, PositionEmbedding) else make(rule, module, region)
             ),
         )
     ]
 
 
 def rotary_positions_restart_on_each_rank() -> list[Patch]:
-    return [replace(OverContext, "apply", lambda self, module, region: module)]
+    return [sharded_by(OverContext, lambda rule, module, region: module)]
 
 
 def plain_causal_mask_on_balanced_chunks() -> list[Patch]:
@@ -76,8 +76,8 @@ def causal_mask_aligned_with_the_first_key() -> list[Patch]:
 def documents_attend_across() -> list[Patch]:
     forward = context.ContextParallelAttention.forward
 
-    def across(self: Any, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
-        return forward(self, q, k, v, Samples(samples.keys))
+    def across(self: Any, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
+        return forward(self, q, k, v, SampleInfo(samples.keys))
 
     return [replace(context.ContextParallelAttention, "forward", across)]
 
@@ -140,15 +140,12 @@ def attention_mask_of_a_shorter_sequence() -> list[Patch]:
 
 
 def hidden_mask_by_local_position() -> list[Patch]:
-    apply = OverSequence.apply
+    make = SHARDINGS[OverSequence].make
 
-    def restart(self: OverSequence, module: Any, region: Any) -> Any:
-        module = apply(self, module, region)
-        if isinstance(module, Dropout):
-            module.parts = {1: Slice()}
-        return module
+    def restart(rule: OverSequence, module: Any, region: Any) -> Any:
+        return module.of_part({1: Slice()}) if isinstance(module, Dropout) else make(rule, module, region)
 
-    return [replace(OverSequence, "apply", restart)]
+    return [sharded_by(OverSequence, restart)]
 
 
 def attention_dropout_loses_its_stream() -> list[Patch]:
@@ -156,7 +153,7 @@ def attention_dropout_loses_its_stream() -> list[Patch]:
     of_chunk = context._of_chunk
 
     def unnamed(core: Any, heads: Any, queries: Any) -> Any:
-        with patch.object(core.dropout, "site", 0):
+        with patch.object(core.dropout, "name", ""):
             return of_chunk(core, heads, queries)
 
     return [replace(context, "_of_chunk", unnamed)]

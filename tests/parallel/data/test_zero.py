@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of, whole_tensors
-from threefold.models.layers.sample_info import Samples
-from threefold.parallel.context.sequence import PositionEmbedding
+from threefold.models.layers.decoder import SampleInfo
+from threefold.models.layers.decoder import PositionEmbedding
 from threefold.parallel.parameter import whole
 
 
@@ -122,7 +122,7 @@ def positions_unused_by_the_first(case: Case) -> Tensor:
     engine = make_engine(case)
     used = PositionEmbedding.forward
 
-    def forward(self: PositionEmbedding, x: Tensor, samples: Samples) -> Tensor:
+    def forward(self: PositionEmbedding, x: Tensor, samples: SampleInfo) -> Tensor:
         return x.new_zeros(x.shape[1:]) if engine.mesh.rank == 0 else used(self, x, samples)
 
     with patch.object(PositionEmbedding, "forward", forward):

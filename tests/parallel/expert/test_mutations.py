@@ -13,9 +13,10 @@ from tests.parallel.test_mutations import Patch, replace, with_mistake
 from tests.support.parity import Case, departures
 from threefold.comm import mesh
 from threefold.models.layers import router as routing
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import GradientBuckets, JoinedGradients
 from threefold.parallel.expert import experts
-from threefold.parallel.split import ModelPlan
+from threefold.parallel.expert.routing import ParallelRouting
 
 
 def experts_summed_over_all_replicas() -> list[Patch]:
@@ -55,20 +56,16 @@ def answers_sent_back_unsorted() -> list[Patch]:
 
 def capacity_of_a_ranks_own_positions() -> list[Patch]:
     """Each rank fills the experts with its own part of the sequence."""
-    taken = routing.Routing._taken
 
-    def own(self: routing.Routing, chosen: Tensor) -> Tensor:
-        region, self.region = self.region, None
-        try:
-            return taken(self, chosen)
-        finally:
-            self.region = region
+    def own(self: ParallelRouting, chosen: Tensor) -> Tensor:
+        settings = self.per_token, self.capacity_factor, self.normalize, self.aux_loss, self.z_loss
+        return routing.Routing(self.experts, *settings)._taken(chosen)
 
-    return [replace(routing.Routing, "_taken", own)]
+    return [replace(ParallelRouting, "_taken", own)]
 
 
 def balance_of_a_ranks_own_positions() -> list[Patch]:
-    return [replace(routing.Routing, "_sum_over_shares", lambda self, counts: counts)]
+    return [replace(ParallelRouting, "_sum_over_shares", lambda self, counts: counts)]
 
 
 def auxiliary_losses_once_a_tensor_rank() -> list[Patch]:

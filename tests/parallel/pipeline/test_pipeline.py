@@ -12,12 +12,13 @@ from tests.support.parity import Case, make_engine, shard_of
 from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.parallel.pipeline.partition import partition_by_class, partition_by_cost, partition_uniform
+from threefold.models.sharding import ModelPlan, Normal, Replicated
+from threefold.parallel.pipeline.partition import partition_by_class, partition_by_cost, partition_uniform, stage_bounds
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import shared_between
-from threefold.parallel.split import ModelPlan, Normal, Replicated, split_modules
+from threefold.parallel.shard_modules import shard_modules
 
 
 @pytest.mark.parametrize(
@@ -122,10 +123,10 @@ def test_the_plan_knows_the_class_of_each_layer() -> None:
 def test_partition(partition: str | tuple[int, ...], stages: int, bounds: list[int] | str) -> None:
     plan = gpt_plan(Case(layers=7).config.model, 11)
     if isinstance(bounds, list):
-        assert plan.stage_bounds(stages, partition) == bounds
+        assert stage_bounds(plan.costs, plan.kinds, stages, partition) == bounds
         return
     with pytest.raises(UserError) as caught:
-        plan.stage_bounds(stages, partition)
+        stage_bounds(plan.costs, plan.kinds, stages, partition)
     assert str(caught.value).endswith(f" {bounds}")
     assert "parallel.p" in str(caught.value)
 
@@ -148,7 +149,7 @@ def test_a_parameter_that_the_table_forgets_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     plan = ModelPlan({"0": Replicated()}, ("0", "1"), (1.0, 1.0), lambda name: Normal(1.0))
     with pytest.raises(ValueError, match=r"says nothing about the parameter '1\.weight'"):
-        split_modules([model], plan.split, region=None)  # type: ignore[arg-type]
+        shard_modules([model], plan.split, region=None)  # type: ignore[arg-type]
 
 
 def test_tied_weights_know_the_stages_that_share_them() -> None:

@@ -18,9 +18,9 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.labels import IGNORED
-from threefold.models.layers.basic import Linear, LinearCrossEntropy, chunk_loss_
+from threefold.models.layers.decoder import Linear, LinearCrossEntropy, chunk_loss_
+from threefold.ops import cross_entropy
 from threefold.parallel.parameter import local
-from threefold.parallel.tensor import chunked_loss
 from threefold.parallel.tensor.layers import ColumnParallelLinear
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
 from threefold.plan.activations import head_bytes, recording_saved
@@ -201,24 +201,24 @@ def test_single_precision_over_twenty_steps(pool, expected) -> None:
 
 
 def gradient_of_a_chunk_forgotten() -> list[Patch]:
-    backward = chunked_loss._LogitSums.backward
+    backward = cross_entropy._LogitSums.backward
 
     def without_second(ctx: Any, *gradients: Tensor) -> Any:
         of_x, of_weight, *rest = backward(ctx, *gradients)
         of_weight[ctx.chunk : 2 * ctx.chunk] = 0
         return of_x, of_weight, *rest
 
-    return [replace(chunked_loss._LogitSums, "backward", staticmethod(without_second))]
+    return [replace(cross_entropy._LogitSums, "backward", staticmethod(without_second))]
 
 
 def last_chunk_left_out_of_the_sums() -> list[Patch]:
-    chunks = chunked_loss._chunks
+    chunks = cross_entropy._chunks
 
     def all_but_last(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
         yield from list(chunks(weight, size))[:-1]
 
-    sums = chunked_loss._LogitSums
-    forward = partial(_with, [(chunked_loss, "_chunks", all_but_last)], sums.forward)
+    sums = cross_entropy._LogitSums
+    forward = partial(_with, [(cross_entropy, "_chunks", all_but_last)], sums.forward)
     return [replace(sums, "forward", staticmethod(forward))]
 
 

@@ -3,19 +3,22 @@
 from collections.abc import Callable
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.parallel.context.test_sequence import shared
-from tests.parallel.test_mutations import Patch, replace, with_mistake
+from tests.parallel.test_mutations import Patch, replace, sharded_by, with_mistake
 from tests.support.parity import Case, departures
 from threefold.comm import collectives
 from threefold.comm.axis import Axis
+from threefold.models.layers.decoder import PositionEmbedding
+from threefold.models.sharding import OverSequence
 from threefold.ops.kernels import linear
 from threefold.parallel.context.sequence import Region
 from threefold.parallel.parameter import local
-from threefold.parallel.split import OverSequence
+from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.tensor import layers as tensor
-from threefold.random.philox import Slice
+from threefold.random.dropout import Dropout
+from threefold.random.positions import Slice
 from threefold.train import engine
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
@@ -66,27 +69,21 @@ def row_bias_added_by_every_rank() -> list[Patch]:
 
 
 def dropout_mask_by_local_position() -> list[Patch]:
-    apply = OverSequence.apply
+    make = SHARDINGS[OverSequence].make
 
-    def local_place(self: OverSequence, module: object, region: Region) -> object:
-        changed = apply(self, module, region)  # type: ignore[arg-type]
-        if hasattr(changed, "parts"):
-            changed.parts = {1: Slice()}
-        return changed
+    def local_place(rule: OverSequence, module: nn.Module, region: Region) -> nn.Module:
+        return module.of_part({1: Slice()}) if isinstance(module, Dropout) else make(rule, module, region)
 
-    return [replace(OverSequence, "apply", local_place)]
+    return [sharded_by(OverSequence, local_place)]
 
 
 def positions_start_anew_on_every_rank() -> list[Patch]:
-    apply = OverSequence.apply
+    make = SHARDINGS[OverSequence].make
 
-    def anew(self: OverSequence, module: object, region: Region) -> object:
-        changed = apply(self, module, region)  # type: ignore[arg-type]
-        if hasattr(changed, "part"):
-            changed.part = Slice()
-        return changed
+    def anew(rule: OverSequence, module: nn.Module, region: Region) -> nn.Module:
+        return module if isinstance(module, PositionEmbedding) else make(rule, module, region)
 
-    return [replace(OverSequence, "apply", anew)]
+    return [sharded_by(OverSequence, anew)]
 
 
 def input_gradient_not_summed() -> list[Patch]:

@@ -1,8 +1,8 @@
 """How GPT's weights are cut, what its layers cost, and what its weights start from."""
 
 from threefold.config import ModelConfig
-from threefold.models.decoder import decoder_plan
-from threefold.parallel.split import (
+from threefold.models.decoder_plan import decoder_plan
+from threefold.models.sharding import (
     AttentionCore,
     Column,
     ModelPlan,

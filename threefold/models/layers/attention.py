@@ -1,11 +1,13 @@
-"""Causal self-attention on one device; `context.py` has the version whose sequence is spread over ranks."""
+"""Causal self-attention with its attention mask, and rotary positions."""
 
 import torch
 from torch import Tensor, nn
 
-from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.layers.rope_scaling import RopeScaling, frequencies
 from threefold.ops.kernels import causal_attention, later, serve_heads
-from threefold.random.philox import Dropout
+from threefold.random.dropout import Dropout
+from threefold.random.positions import Positions, Slice
 
 
 class CausalAttention(nn.Module):
@@ -14,14 +16,15 @@ class CausalAttention(nn.Module):
     Args:
         dropout: probability of dropping an attention weight.
         window: how many positions back, its own among them, a token attends to; 0 for all.
+        name: of this layer in the whole model, which decides its dropout masks.
     """
 
-    def __init__(self, dropout: float = 0.0, window: int = 0) -> None:
+    def __init__(self, dropout: float = 0.0, window: int = 0, name: str = "") -> None:
         super().__init__()
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(dropout, name and f"{name}.dropout")
         self.window = window
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """Attend from the last Q positions of the first K, Q being all K where a sequence is whole.
 
         Args:
@@ -43,7 +46,7 @@ class CausalAttention(nn.Module):
         weights = (q * q.shape[-1] ** -0.5 @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1)
         return (self.dropout(weights, samples.keys) @ v).transpose(1, 2).flatten(2)
 
-    def _apart(self, queries: int, keys: int, samples: Samples, device: torch.device) -> Tensor | None:
+    def _apart(self, queries: int, keys: int, samples: SampleInfo, device: torch.device) -> Tensor | None:
         """bool [B or 1, queries, keys]: what is hidden though it comes before; None where nothing is."""
         apart = None if samples.documents is None else _apart(samples.documents[:, :keys], queries)
         if not 0 < self.window < keys:
@@ -60,3 +63,46 @@ def _apart(documents: Tensor, queries: int) -> Tensor:
 def out_of_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """bool [queries, keys]: which keys lie `window` positions or more before each of the last `queries` positions."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries - window)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864): turns queries and keys by their position.
+
+    Element i of a head's first half and element i of its second half are one pair, as in Hugging Face's Llama.
+
+    Args:
+        head_dim: d, even.
+        theta: base of the angles; pair i of d/2 turns by position · theta^(−2i/d).
+        scaling: how they are changed for long sequences.
+        held: which positions the queries and keys cover; by default all, from the first on.
+    """
+
+    def __init__(
+        self, head_dim: int, theta: float, scaling: RopeScaling | None = None, held: Positions | None = None
+    ) -> None:
+        super().__init__()
+        self.held = held or Slice()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling or RopeScaling()
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """`q`, `k` [B, S, heads, d], each turned; worked out in fp32 at least."""
+        # Exact angles of far positions need fp64; a table of them would be a buffer that every rank has to fill.
+        size = q.shape[1]
+        turns = frequencies(self.head_dim, self.theta, self.scaling, self.held.whole(size)).to(q.device)
+        angles = self.held.indices(size, q.device).double().unsqueeze(-1) * turns
+        wide = torch.promote_types(q.dtype, torch.float32)
+        factor = self.scaling.attention_factor
+        cos, sin = ((each * factor).to(wide).unsqueeze(-2) for each in (angles.cos(), angles.sin()))  # [S, 1, d/2]
+        return _turn(q, cos, sin), _turn(k, cos, sin)
+
+    def of_positions(self, held: Positions) -> "Rotary":
+        """The same, for queries and keys that cover other positions."""
+        return Rotary(self.head_dim, self.theta, self.scaling, held)
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, theta={self.theta:g}, scaling={self.scaling.method}"
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.models.layers.sample_info import NOTHING, Samples
-from threefold.parallel.context.attention import whole_sequence
-from threefold.parallel.context.sequence import Region
+from threefold.models.layers.decoder import NOTHING, SampleInfo
 
 
 class Choice(NamedTuple):
@@ -41,12 +39,7 @@ class Routing(nn.Module):
         aux_loss: weight of the load-balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961,
             section 2.2), worked out sequence by sequence.
         z_loss: weight of the squared log-sum-exp of each token's logits (Zoph et al., ST-MoE, arXiv 2202.08906).
-
-    Attributes:
-        region: how the sequence is spread over ranks (set when a model is split).
     """
-
-    region: Region | None = None
 
     def __init__(
         self, experts: int, per_token: int, capacity_factor: float, normalize: bool, aux_loss: float, z_loss: float
@@ -59,7 +52,7 @@ class Routing(nn.Module):
     def adds_losses(self) -> bool:
         return self.aux_loss > 0 or self.z_loss > 0
 
-    def forward(self, logits: Tensor, samples: Samples = NOTHING) -> Choice:
+    def forward(self, logits: Tensor, samples: SampleInfo = NOTHING) -> Choice:
         """Choose by `logits` [B, S, E]; worked out in fp32 at least.
 
         Args:
@@ -95,26 +88,25 @@ class Routing(nn.Module):
         return (own * (self.aux_loss * balance + self.z_loss * stray)).sum()
 
     def _taken(self, experts: Tensor) -> Tensor:
-        """bool [B, S, k]: which of this rank's tokens their experts have room for."""
-        whole = experts if self.region is None else whole_sequence(experts, self.region)
+        """bool [B, S, k]: which of the tokens their experts have room for."""
+        whole = self._whole(experts)
         capacity = ceil(self.capacity_factor * whole.shape[1] * self.per_token / self.experts)
         places = F.one_hot(whole.flatten(1), self.experts).cumsum(1).gather(2, whole.flatten(1).unsqueeze(-1))
         return self._own((places.squeeze(-1) <= capacity).view(whole.shape))
 
+    # Where a sequence is spread over ranks, `parallel.expert.routing` has its own versions of the three below.
+
+    def _whole(self, own: Tensor) -> Tensor:
+        """[B, S, …] of the whole sequence, from that of the positions at hand; no gradient passes."""
+        return own
+
     def _own(self, whole: Tensor) -> Tensor:
-        """This rank's positions of [B, S, …]."""
-        if self.region is None or self.region.cut.shares == 1:
-            return whole
-        cut = self.region.cut
-        return whole[:, cut.indices(whole.shape[1] // cut.shares, whole.device)]
+        """The positions at hand of [B, S, …]."""
+        return whole
 
     def _sum_over_shares(self, counts: Tensor) -> Tensor:
-        """The sum over the ranks that share a sequence."""
-        if self.region is None:
-            return counts
-        if self.region.sequence_parallel:
-            counts = self.region.tp.all_reduce(counts)
-        return self.region.cp.all_reduce(counts)
+        """The sum over all positions of the sequence, from that over those at hand."""
+        return counts
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, per_token={self.per_token}, capacity_factor={self.capacity_factor:g}"

@@ -1,20 +1,19 @@
-"""Llama (Touvron et al., arXiv 2302.13971) and its kin Mistral, Mixtral and Qwen, written for one device.
+"""Llama (Touvron et al., arXiv 2302.13971), and Mistral, Mixtral and Qwen, written for one device.
 
-Nothing here knows of ranks. `llama_split.py` beside this file says how each weight is cut when the model is spread over
-a mesh. The `samples` that the layers pass along hold one 64-bit number per sample, from which dropout masks follow, and
-the documents whose bounds attention keeps.
+`sharding.py` beside this file says how each weight is cut when the model is spread over a mesh. The `samples` that the
+layers pass along hold one 64-bit number per sample, from which dropout masks follow, and the documents that the
+attention mask keeps apart. Every module with dropout is given its name in the model, which decides its masks.
 """
 
 from torch import Tensor, nn
 
 from threefold.config import ModelConfig
-from threefold.models.decoder import Decoder, Head
-from threefold.models.layers.attention import CausalAttention
-from threefold.models.layers.basic import Embedding, Linear, SwiGLU
-from threefold.models.layers.mixture_of_experts import MixtureOfExperts
-from threefold.models.layers.rope import rotary
-from threefold.models.layers.sample_info import NOTHING, Samples
-from threefold.random.philox import Dropout
+from threefold.models.layers.attention import CausalAttention, Rotary
+from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear, SampleInfo
+from threefold.models.layers.experts import MixtureOfExperts
+from threefold.models.layers.rope_scaling import rope_scaling
+from threefold.models.layers.swiglu import SwiGLU
+from threefold.random.dropout import Dropout
 
 
 class Input(nn.Module):
@@ -23,22 +22,22 @@ class Input(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.dropout = Dropout(config.hidden_dropout)
+        self.dropout = Dropout(config.hidden_dropout, "embed.dropout")
 
-    def forward(self, tokens: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, tokens: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """int64 [B, S] → [B, S, H]."""
         return self.dropout(self.tokens(tokens), samples.keys)
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which several heads of queries share one of keys and values (Ainslie et al., arXiv
-    2305.13245).
+    """Causal self-attention with GQA: several heads of queries share one of keys and values (Ainslie et al., arXiv
+    2305.13245); where asked for with QK-norm, a norm of each head's queries and keys.
 
     The rows of `qkv` are ordered by key-value head: the queries that it serves, its keys, its values; so a contiguous
     cut is a cut between such groups.
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, name: str) -> None:
         super().__init__()
         self.head_dim, groups = config.head_dim, config.num_key_value_heads
         self.served = config.num_attention_heads // groups
@@ -46,11 +45,11 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias)
         self.q_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
-        self.rotary = rotary(config)
-        self.core = CausalAttention(config.attention_dropout, config.window(layer))
+        self.rotary = Rotary(config.head_dim, config.rope_theta, rope_scaling(config))
+        self.core = CausalAttention(config.attention_dropout, config.window(layer), f"{name}.core")
         self.proj = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
         groups = self.qkv(x).unflatten(-1, (-1, self.served + 2, self.head_dim))  # [B, S, groups, served + 2, d]
         q, k, v = groups.split((self.served, 1, 1), 3)
@@ -62,16 +61,18 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer layer, normalised before each half."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, name: str) -> None:
         super().__init__()
         self.attn_norm = _norm(config.hidden_size, config)
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config, layer, f"{name}.attn")
         self.mlp_norm = _norm(config.hidden_size, config)
         dense = not config.has_experts(layer)
         self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size) if dense else MixtureOfExperts(config)
-        self.dropout = nn.ModuleDict({name: Dropout(config.hidden_dropout) for name in ("attn", "mlp")})
+        self.dropout = nn.ModuleDict(
+            {half: Dropout(config.hidden_dropout, f"{name}.dropout.{half}") for half in ("attn", "mlp")}
+        )
 
-    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
         x = x + self.dropout["attn"](self.attn(self.attn_norm(x), samples), samples.keys)
         return x + self.dropout["mlp"](self.mlp(self.mlp_norm(x), samples), samples.keys)
@@ -85,8 +86,8 @@ class Llama(Decoder):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        head = Head(_norm(config.hidden_size, config), config)
-        blocks = (Block(config, layer) for layer in range(config.num_layers))
+        head = Head(_norm(config.hidden_size, config), config.hidden_size, config.vocab_size)
+        blocks = (Block(config, layer, f"blocks.{layer}") for layer in range(config.num_layers))
         super().__init__(Input(config), blocks, head, config.tie_embeddings)
 
 

@@ -1,8 +1,8 @@
 """How Llama's weights are cut, and what its layers cost."""
 
 from threefold.config import ModelConfig
-from threefold.models.decoder import decoder_plan
-from threefold.parallel.split import (
+from threefold.models.decoder_plan import decoder_plan
+from threefold.models.sharding import (
     AttentionCore,
     Column,
     ModelPlan,

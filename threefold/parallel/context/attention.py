@@ -14,14 +14,14 @@ from torch.autograd.function import FunctionCtx
 
 from threefold.comm.axis import Axis
 from threefold.models.layers.attention import CausalAttention
-from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.context.sequence import Region, SequenceCut
-from threefold.random.philox import Slice
+from threefold.random.positions import Slice
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One of `count` equal chunks of a dim, as a `Part` of it."""
+    """One of `count` equal chunks of a dim, as `Positions` of it."""
 
     number: int
     count: int
@@ -48,7 +48,7 @@ class ContextParallelAttention(nn.Module):
         self.numbers = SequenceCut(axis.size, axis.index).chunks
         self.chunks = nn.ModuleList(_of_chunk(core, heads, Chunk(number, 2 * axis.size)) for number in self.numbers)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
 
         Args:
@@ -71,10 +71,9 @@ class ContextParallelAttention(nn.Module):
 
 def _of_chunk(core: CausalAttention, heads: Slice, queries: Chunk) -> CausalAttention:
     """`core` for some queries, its dropout the same as in the whole."""
-    attention = CausalAttention(core.dropout.p, core.window)
-    attention.dropout.site = core.dropout.site
-    # Of the weights [B, heads, queries, keys]; the keys are taken from the first on, so their places are right.
-    attention.dropout.parts = {1: heads, 2: queries}
+    attention = CausalAttention(window=core.window)
+    # Of the weights [B, heads, queries, keys]; the keys are taken from the first on, so all of their dim is at hand.
+    attention.dropout = core.dropout.of_part({1: heads, 2: queries})
     return attention
 
 

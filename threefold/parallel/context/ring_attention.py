@@ -15,11 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from threefold.comm.axis import Axis
 from threefold.models.layers.attention import CausalAttention, out_of_window
-from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.kernels import later, serve_heads
 from threefold.parallel.context.attention import Chunk
 from threefold.parallel.context.sequence import SequenceCut
-from threefold.random.philox import Part, Slice, drop
+from threefold.random.dropout import drop
+from threefold.random.positions import Positions, Slice
 
 
 class RingAttention(nn.Module):
@@ -37,7 +38,7 @@ class RingAttention(nn.Module):
         super().__init__()
         self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
 
         Args:
@@ -70,7 +71,7 @@ class _Ring:
     heads: Slice
     p: float
     site: int
-    samples: Samples
+    samples: SampleInfo
     window: int
 
     @property
@@ -131,7 +132,7 @@ class _Pair:
         if keys is None or p == 0:
             return weights
         count = 2 * self.ring.axis.size
-        parts: dict[int, Part] = {1: self.ring.heads, 2: Chunk(self.query, count), 3: Chunk(self.key, count)}
+        parts: dict[int, Positions] = {1: self.ring.heads, 2: Chunk(self.query, count), 3: Chunk(self.key, count)}
         return drop(weights, keys, self.ring.site, p, parts)
 
 

@@ -1,20 +1,17 @@
-"""Which positions of a sequence a rank works on, and the layers that have to know."""
+"""Which positions of a sequence a rank works on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from threefold.comm.mesh import Axis
-from threefold.models.layers.sample_info import NOTHING, Samples
-from threefold.ops.kernels import embedding
-from threefold.random.philox import Part, Slice
 
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """The positions that one rank holds of every sequence; a `Part` of the sequence dim.
+    """The positions that one rank holds of every sequence; `Positions` of the sequence dim.
 
     Context parallelism cuts the sequence into 2·cp chunks of which rank i takes the i-th and the i-th from the end, so
     that causal attention is the same work for all (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts
@@ -97,31 +94,6 @@ class Region:
     def divides(self) -> bool:
         """Whether any layer has to be changed at all."""
         return self.tp.size > 1 or self.cp.size > 1 or self.ep.size > 1
-
-
-class PositionEmbedding(nn.Embedding):
-    """A learned vector for each position.
-
-    Attributes:
-        part: the positions that this rank's activations cover (set when a model is split).
-    """
-
-    part: Part = Slice()
-
-    def forward(self, x: Tensor, samples: Samples = NOTHING) -> Tensor:
-        """Vectors of the positions of `x` [B, S, H]: [S, H], or [B, S, H] where they differ by sample.
-
-        Args:
-            x: activations.
-            samples: its `positions`, where documents count theirs from 0.
-        """
-        size = x.shape[1]
-        if samples.positions is not None:
-            held = self.part.indices(size, x.device)
-            return embedding(samples.positions[:, held], self.weight)
-        if isinstance(self.part, Slice):
-            return self.weight[self.part.start : self.part.start + size]
-        return embedding(self.part.indices(size, x.device), self.weight)
 
 
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from threefold.comm.mesh import Mesh
-from threefold.models.layers.sample_info import Samples
+from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
 
@@ -49,7 +49,7 @@ class _Chunk(nn.Module):
         self.stage = stage
 
     def forward(self, x: Tensor, labels: Tensor | None = None, **facts: Tensor) -> Tensor:
-        out: Tensor = self.stage(x, labels, Samples(**facts))
+        out: Tensor = self.stage(x, labels, SampleInfo(**facts))
         return out
 
 

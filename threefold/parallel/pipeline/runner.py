@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.parallelize import Division
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.deferred import DeferredGradients
@@ -30,7 +30,7 @@ class Work:
 
     tokens: Tensor
     labels: Tensor
-    samples: Samples = NOTHING
+    samples: SampleInfo = NOTHING
 
     def split(self, parts: int) -> list["Work"]:
         """Micro-batches of equal size.
@@ -41,7 +41,7 @@ class Work:
         if len(self.tokens) % parts:
             raise ValueError(f"{len(self.tokens)} samples do not divide into {parts} micro-batches")
         facts = [[None] * parts if fact is None else fact.chunk(parts) for fact in self.samples]
-        samples = [Samples(*each) for each in zip(*facts, strict=True)]
+        samples = [SampleInfo(*each) for each in zip(*facts, strict=True)]
         return [Work(*each) for each in zip(self.tokens.chunk(parts), self.labels.chunk(parts), samples, strict=True)]
 
 

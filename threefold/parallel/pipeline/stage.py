@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from threefold.models.layers.sample_info import NOTHING, Samples
+from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.parameter import stored
-from threefold.parallel.split import ModelPlan
 
 
 class Stage(nn.Module):
@@ -30,7 +30,7 @@ class Stage(nn.Module):
         for name in plan.layers[first:end]:
             _place(self, name, model.get_submodule(name))
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, samples: Samples = NOTHING) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
         """Run the stage's layers.
 
         Args:

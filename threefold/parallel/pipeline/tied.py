@@ -9,8 +9,8 @@ from torch import Tensor
 from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.placement import StageMap
-from threefold.parallel.split import ModelPlan
 
 
 class TiedWeights:

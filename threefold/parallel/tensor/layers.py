@@ -28,7 +28,8 @@ from threefold.comm.collectives import (
 from threefold.comm.mesh import Axis
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
-from threefold.random.philox import fill_normal_, stream_key
+from threefold.random.keys import stream_key
+from threefold.random.philox import fill_normal_
 
 
 class _SplitLayer(nn.Module):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from threefold.comm.collectives import shard_bounds
 from threefold.comm.mesh import Axis
 from threefold.labels import IGNORED
-from threefold.parallel.tensor.chunked_loss import chunked_cross_entropy
+from threefold.ops.cross_entropy import check_labels
+from threefold.parallel.tensor.chunked_loss import parallel_chunked_cross_entropy
 
 
 class ParallelCrossEntropy(nn.Module):
@@ -57,17 +58,7 @@ class ParallelCrossEntropy(nn.Module):
             RuntimeError: as `forward` does.
         """
         check_labels(labels, self.vocab_size)
-        return chunked_cross_entropy(x, weight, labels, chunk, self.start, self.axis)
-
-
-def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Check that each label is in the vocabulary or -100.
-
-    Raises:
-        RuntimeError: one is not (on a GPU as a device-side assertion).
-    """
-    known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORED)
-    torch._assert_async(known.all(), f"a label is neither in the vocabulary of {vocab_size} nor {IGNORED}")
+        return parallel_chunked_cross_entropy(x, weight, labels, chunk, self.start, self.axis)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

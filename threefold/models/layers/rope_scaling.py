@@ -1,13 +1,13 @@
-"""Rotary position embedding, and the ways to stretch it to longer sequences."""
+"""How rotary positions are stretched to sequences longer than a model was first trained on."""
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from threefold.random.philox import Part, Slice
+from threefold.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -34,39 +34,18 @@ class RopeScaling:
     attention_factor: float = 1.0
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864): turns queries and keys by their position.
-
-    Element i of a head's first half and element i of its second half are one pair, as in Hugging Face's Llama.
-
-    Args:
-        head_dim: d, even.
-        theta: base of the angles; pair i of d/2 turns by position · theta^(−2i/d).
-        scaling: how they are changed for long sequences.
-
-    Attributes:
-        part: the positions that this rank's queries and keys cover (set when a model is split).
-    """
-
-    part: Part = Slice()
-
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
-        super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling or RopeScaling()
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """`q`, `k` [B, S, heads, d], each turned; worked out in fp32 at least."""
-        # Exact angles of far positions need fp64; a table of them would be a buffer that every rank has to fill.
-        size = q.shape[1]
-        turns = frequencies(self.head_dim, self.theta, self.scaling, self.part.whole(size)).to(q.device)
-        angles = self.part.indices(size, q.device).double().unsqueeze(-1) * turns
-        wide = torch.promote_types(q.dtype, torch.float32)
-        factor = self.scaling.attention_factor
-        cos, sin = ((each * factor).to(wide).unsqueeze(-2) for each in (angles.cos(), angles.sin()))  # [S, 1, d/2]
-        return _turn(q, cos, sin), _turn(k, cos, sin)
-
-    def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, theta={self.theta:g}, scaling={self.scaling.method}"
+def rope_scaling(config: ModelConfig) -> RopeScaling:
+    """The scaling that a config asks for."""
+    return RopeScaling(
+        config.rope_scaling,
+        config.rope_factor,
+        config.rope_original_positions,
+        config.rope_low_frequency_factor,
+        config.rope_high_frequency_factor,
+        config.rope_beta_fast,
+        config.rope_beta_slow,
+        config.rope_attention_factor,
+    )
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling, length: int) -> Tensor:
@@ -110,8 +89,3 @@ def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     width = last - first if last != first else 0.001
     ramp = (torch.arange(head_dim // 2, dtype=torch.float64) - first) / width
     return 1 - ramp.clamp(0, 1)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -1,0 +1,192 @@
+"""What every decoder is made of beside attention and feed-forward: linear layers, embeddings, head, loss, the whole.
+
+All of it is for one device; `threefold.parallel` puts its own layers in the place of these.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from threefold.labels import IGNORED
+from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy
+from threefold.ops.kernels import embedding, linear
+from threefold.random.positions import Positions, Slice
+
+
+class SampleInfo(NamedTuple):
+    """What layers are given of a micro-batch's samples beside their activations.
+
+    Attributes:
+        keys: int64 [B], from which dropout masks follow; None to drop nothing.
+        documents: int64 [B, S], the document of each token of the whole sequence, for an attention mask that keeps
+            documents apart; None for plain causal attention.
+        weights: float [B, S], the weight in the gradient of the losses that layers add for each token of the whole
+            sequence; None for no such losses.
+        positions: int64 [B, S], the position of each token of the whole sequence in its document, where learned
+            positions count by document; None where they count from the start of the sample.
+    """
+
+    keys: Tensor | None = None
+    documents: Tensor | None = None
+    weights: Tensor | None = None
+    positions: Tensor | None = None
+
+
+NOTHING = SampleInfo()
+"""No dropout, and attention across the bounds of documents."""
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, computed by `ops.kernels`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        return linear(input, self.weight, self.bias)
+
+    def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+        """`compute(x, weight)` in the place of this layer's product."""
+        return compute(x, self.weight)
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding`, computed by `ops.kernels`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """int64 [...] → [..., H]."""
+        return embedding(input, self.weight)
+
+
+class PositionEmbedding(nn.Embedding):
+    """A learned vector for each position.
+
+    Args:
+        num_embeddings: positions.
+        embedding_dim: H.
+        held: which positions the activations cover; by default all, from the first on.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, held: Positions | None = None) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.held = held or Slice()
+
+    def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
+        """Vectors of the positions of `x` [B, S, H]: [S, H], or [B, S, H] where they differ by sample."""
+        size = x.shape[1]
+        if samples.positions is not None:
+            return embedding(samples.positions[:, self.held.indices(size, x.device)], self.weight)
+        if isinstance(self.held, Slice):
+            return self.weight[self.held.start : self.held.start + size]
+        return embedding(self.held.indices(size, x.device), self.weight)
+
+    def of_positions(self, held: Positions) -> "PositionEmbedding":
+        """The same table, for activations that cover other positions."""
+        with torch.device("meta"):
+            other = PositionEmbedding(self.num_embeddings, self.embedding_dim, held)
+        other.weight = self.weight
+        return other
+
+
+class CrossEntropy(nn.Module):
+    """The loss of each token, computed in fp32 at least."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """`logits` [..., V], `labels` int64 [...] → [...]; zero for ignored labels."""
+        logits = logits if logits.itemsize >= 4 else logits.float()
+        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return losses.view(labels.shape)
+
+    def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        """The same of the logits `x` [..., H] times `weight` [V, H], of which `chunk` columns are in memory at once."""
+        check_labels(labels, len(weight))
+        return chunked_cross_entropy(x, weight, labels, chunk)
+
+
+class LinearCrossEntropy(nn.Module):
+    """The head's product and the loss of each token together, so that the logits need not be in memory all at once.
+
+    Attributes:
+        chunk_size: columns of the logits that are (set by `chunk_loss_`); 0 for all.
+    """
+
+    chunk_size = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross_entropy = CrossEntropy()
+
+    def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:
+        """`x` [..., H], the layer `output` that makes logits [..., V] of it, `labels` int64 [...] → [...].
+
+        Raises:
+            ValueError: the layer has a bias and the logits are not computed all at once.
+        """
+        if self.chunk_size == 0:
+            return self.cross_entropy(output(x), labels)
+        if output.bias is not None:
+            raise ValueError(f"chunk_size is {self.chunk_size} but the output layer has a bias; use 0 or bias=False")
+        return output.with_weight(lambda x, weight: self.cross_entropy.chunked(x, weight, labels, self.chunk_size), x)
+
+
+def chunk_loss_(modules: Iterable[nn.Module], size: int) -> None:
+    """Have every `LinearCrossEntropy` among these modules and inside them compute so many columns of logits at once.
+
+    Args:
+        modules: a model, or a rank's stages of one.
+        size: at least 1, or 0 for all.
+    """
+    for module in modules:
+        for child in module.modules():
+            if isinstance(child, LinearCrossEntropy):
+                child.chunk_size = size
+
+
+class Head(nn.Module):
+    """Final norm, projection to the vocabulary and loss.
+
+    Args:
+        norm: of the family.
+        hidden: H.
+        vocab: V.
+    """
+
+    def __init__(self, norm: nn.Module, hidden: int, vocab: int) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output = Linear(hidden, vocab, bias=False)
+        self.loss = LinearCrossEntropy()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses of the labels not ignored."""
+        x = self.norm(x)
+        return self.output(x) if labels is None else self.loss(x, self.output, labels).sum()
+
+
+class Decoder(nn.Module):
+    """A whole model.
+
+    Args:
+        embed: int64 [B, S] → [B, S, H]; has the table `tokens`.
+        blocks: [B, S, H] → [B, S, H] each.
+        head: to logits or the loss.
+        tied: whether the head shares the table's weight (tied embeddings).
+    """
+
+    def __init__(self, embed: nn.Module, blocks: Iterable[nn.Module], head: Head, tied: bool) -> None:
+        super().__init__()
+        self.embed = embed
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+        if tied:
+            self.head.output.weight = self.embed.get_submodule("tokens").weight  # type: ignore[assignment]
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
+        """`tokens` int64 [B, S] → logits [B, S, V], or with `labels` int64 [B, S] a scalar: the sum of the losses of
+        the labels not ignored (-100)."""
+        x = self.embed(tokens, samples)
+        for block in self.blocks:
+            x = block(x, samples)
+        out: Tensor = self.head(x, labels)
+        return out

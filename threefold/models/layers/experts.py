@@ -1,0 +1,98 @@
+"""Experts: feed-forward networks of which each token passes a few, as in Mixtral (arXiv 2401.04088) and Qwen's MoE."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from threefold.config import ModelConfig
+from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
+from threefold.models.layers.router import Choice, Routing
+from threefold.models.layers.swiglu import SwiGLU
+from threefold.ops.kernels import grouped_linear
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes through the few experts that the router finds, and through the shared one where there is one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.router = Linear(config.hidden_size, config.num_experts, bias=False)
+        self.routing = Routing(
+            config.num_experts,
+            config.experts_per_token,
+            config.expert_capacity_factor,
+            config.normalize_expert_weights,
+            config.router_aux_loss,
+            config.router_z_loss,
+        )
+        self.experts = Experts(config.num_experts, config.hidden_size, config.expert_ffn_hidden_size)
+        shared = config.shared_expert_ffn_hidden_size
+        self.shared = SwiGLU(config.hidden_size, shared) if shared else None
+        self.shared_gate = Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
+
+    def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
+        """[B, S, H] → [B, S, H]."""
+        out = self.experts(x, self.routing(self.router(x), samples))
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
+
+
+class Experts(nn.Module):
+    """SwiGLU networks without biases.
+
+    The rows of each expert's `gate_up` alternate, a gate's before that of what it gates.
+
+    Args:
+        experts: E.
+        hidden: H.
+        inner: F, the inner features of each.
+    """
+
+    def __init__(self, experts: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, inner))
+
+    def forward(self, x: Tensor, choice: Choice) -> Tensor:
+        """[B, S, H] → [B, S, H]: the weighted sum of what each token's experts answer."""
+        return through(x, choice, len(self.gate_up), lambda rows, counts: swiglu(rows, self.gate_up, self.down, counts))
+
+
+def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Sort tokens by expert, have them answered, and add each token's answers up by their weights.
+
+    Args:
+        x: [B, S, H].
+        choice: of each token.
+        experts: how many there are.
+        run: (rows [n, H] sorted by expert, int64 [experts] rows of each) → their answers [n, H].
+
+    Returns:
+        [B, S, H]; zero for a token that no expert had room for.
+    """
+    hidden, per_token = x.shape[-1], choice.experts.shape[-1]
+    chosen = choice.experts.flatten()
+    counts = torch.bincount(chosen, minlength=experts + 1)[:experts]
+    order = chosen.argsort(stable=True)[: int(counts.sum())]  # without those that found no room, who come last
+    # One row for each token and expert: both ways through are then copies, whose gradients are the same every time.
+    rows = x.reshape(-1, 1, hidden).expand(-1, per_token, -1).reshape(-1, hidden)[order]
+    answers = run(rows, counts)
+    slots = answers.new_zeros(chosen.numel(), hidden).index_copy(0, order, answers)
+    weighted = slots.view(*choice.experts.shape, hidden) * choice.weights.unsqueeze(-1)
+    return weighted.sum(-2)
+
+
+def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+    """Each expert's answers to its rows.
+
+    Args:
+        rows: [n, H], sorted by expert.
+        gate_up, down: [experts, 2F, H], [experts, H, F].
+        counts: int64 [experts], rows of each.
+    """
+    gate, up = grouped_linear(rows, gate_up, counts).unflatten(-1, (-1, 2)).unbind(-1)
+    return grouped_linear(F.silu(gate) * up, down, counts)

@@ -1,0 +1,207 @@
+"""How a model is cut, in the model's own words: sharding rules and the plan of a model, as data.
+
+A model stays a single-device module. Its `ModelPlan` has a table from module names to the rules below, its layers in
+order, its tied weights and its initial values. `parallel.shard_modules` puts parallel layers in the place of the
+modules that the table names. Needs no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+from threefold.models.name_pattern import Patterns
+
+
+class Cut(NamedTuple):
+    """One cut of a parameter.
+
+    Attributes:
+        axis: of the mesh, `tp` or `ep`.
+        dim: of the parameter, which the ranks of that axis divide among them.
+    """
+
+    axis: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a module is cut; the base of all rules.
+
+    Attributes:
+        parameters: the parameters that the module may have, and how each is cut; None where it may have any, which are
+            whole on every rank.
+        needs_tensor_axis: whether the rule changes nothing where the tensor axis has one rank.
+    """
+
+    parameters: ClassVar[Mapping[str, tuple[Cut, ...]] | None] = None
+    needs_tensor_axis: ClassVar[bool] = False
+
+    def cuts(self, parameter: str) -> tuple[Cut, ...]:
+        """The cuts of one of the module's parameters, the mesh's outer axis first; empty for one that is whole.
+
+        Args:
+            parameter: its name in the module.
+        """
+        return (self.parameters or {}).get(parameter, ())
+
+
+@dataclass(frozen=True)
+class Column(Split):
+    """A linear layer whose output features are split; the next layer takes its part."""
+
+    parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
+    needs_tensor_axis = True
+
+
+@dataclass(frozen=True)
+class Row(Split):
+    """A linear layer whose input features are split, and arrive split; its output is whole."""
+
+    parameters = {"weight": (Cut("tp", 1),), "bias": ()}  # noqa: RUF012
+    needs_tensor_axis = True
+
+
+@dataclass(frozen=True)
+class Vocab(Split):
+    """An embedding table whose rows are split."""
+
+    parameters = {"weight": (Cut("tp", 0),)}  # noqa: RUF012
+    needs_tensor_axis = True
+
+
+@dataclass(frozen=True)
+class VocabLoss(Split):
+    """A cross-entropy whose logits are split over a vocabulary of `vocab_size`."""
+
+    parameters = {}  # noqa: RUF012
+    needs_tensor_axis = True
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class AttentionCore(Split):
+    """A `CausalAttention` of `heads` heads in all: each rank of the tensor axis has some, for all that a context
+    rank holds of the sequence."""
+
+    parameters = {}  # noqa: RUF012
+    heads: int
+
+
+@dataclass(frozen=True)
+class OverContext(Split):
+    """A `Rotary` on queries and keys, of which the tensor axis holds the sequence together."""
+
+
+@dataclass(frozen=True)
+class OverSequence(Split):
+    """A `Dropout` or `PositionEmbedding` on activations [B, S, …] that may be cut along the sequence."""
+
+
+@dataclass(frozen=True)
+class Replicated(Split):
+    """Every rank holds the whole module and computes the same with it, or with its own part of the sequence."""
+
+
+@dataclass(frozen=True)
+class PerHead(Split):
+    """A module that every rank of the tensor axis holds whole and applies to its own heads alone (as QK-norm), so that
+    each rank has a part of the gradients of its weights: the engine adds them up."""
+
+
+@dataclass(frozen=True)
+class OverRegion(Split):
+    """A `Routing`, whose capacity and load balancing loss need the other positions of a sequence."""
+
+
+@dataclass(frozen=True)
+class OverExperts(Split):
+    """`Experts`, of which the expert axis has some on each rank, and the tensor axis a part of each."""
+
+    parameters = {"gate_up": (Cut("ep", 0), Cut("tp", 1)), "down": (Cut("ep", 0), Cut("tp", 2))}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values from N(0, std²)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One initial value for all elements."""
+
+    value: float
+
+
+Initial = Normal | Constant
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What parallelism needs to know of a model.
+
+    Attributes:
+        split: pattern of module names (`models.name_pattern`: `*` for one part, `**` for several) → how they are cut.
+            It decides for the modules that it matches and all inside them, but where a more specific pattern does, in
+            whatever order they stand. Each matches a module, and each parameter is decided.
+        layers: names of the modules that the model runs through, in order; every parameter lies in one of them. All
+            but the last are called as `layer(x, samples)`, the last as `layer(x, labels)`.
+        costs: what each of them costs to run, in any unit; the pipeline's stages are balanced by it.
+        initial: parameter name → its initial values.
+        ties: parameter name → the name of the parameter whose weight it shares (tied embeddings), and under which it
+            is stored.
+        recompute: mode of `train.recompute` → patterns (without `**`) of the modules that it computes again in the
+            backward pass; each lies in one of the layers.
+        shared: groups of modules that share all their parameters, stored under the name of a group's first.
+        kinds: the class of each layer, for stages with equally many layers of one class; may be left out.
+
+    Raises:
+        ValueError: a name shares the weights of one that itself shares another's.
+    """
+
+    split: Mapping[str, Split]
+    layers: tuple[str, ...]
+    costs: tuple[float, ...]
+    initial: Callable[[str], Initial]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shared: tuple[tuple[str, ...], ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        borrowed = {user: owner for owner, *users in self.tied_groups() for user in users}
+        for user, owner in borrowed.items():
+            if owner in borrowed:
+                raise ValueError(f"{user!r} shares the weights of {owner!r}, which shares those of {borrowed[owner]!r}")
+
+    @cached_property
+    def patterns(self) -> Patterns:
+        """The patterns of `split`."""
+        return Patterns(self.split)
+
+    def split_of(self, parameter: str) -> Split | None:
+        """How the module of a parameter is cut; None where `split` says nothing of it."""
+        found = self.patterns.deciding(parameter.rpartition(".")[0])
+        return None if found is None else self.split[found]
+
+    def has_partial_gradient(self, name: str) -> bool:
+        """Whether each tensor rank has a part only of the gradient of a parameter that it holds whole."""
+        return isinstance(self.split_of(name), PerHead)
+
+    def tied_groups(self) -> list[tuple[str, ...]]:
+        """Groups of parameters or modules that share their weights, the one that stores them first."""
+        users: dict[str, list[str]] = {}
+        for user, owner in self.ties.items():
+            users.setdefault(owner, [owner]).append(user)
+        return [*map(tuple, users.values()), *self.shared]
+
+    def whole_name(self, name: str) -> str:
+        """The one name that a parameter has everywhere."""
+        for owner, *users in self.shared:
+            for user in users:
+                if name.startswith(user + "."):
+                    return owner + name.removeprefix(user)
+        return self.ties.get(name, name)

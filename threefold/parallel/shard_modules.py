@@ -1,0 +1,158 @@
+"""Which parallel layer takes the place of a module, by the rule that a model's plan has for it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from threefold.comm.collectives import shard_bounds
+from threefold.models.layers.attention import CausalAttention, Rotary
+from threefold.models.layers.decoder import PositionEmbedding
+from threefold.models.layers.experts import Experts
+from threefold.models.layers.router import Routing
+from threefold.models.name_pattern import Patterns
+from threefold.models.sharding import (
+    AttentionCore,
+    Column,
+    OverContext,
+    OverExperts,
+    OverRegion,
+    OverSequence,
+    PerHead,
+    Replicated,
+    Row,
+    Split,
+    Vocab,
+    VocabLoss,
+)
+from threefold.parallel.context.attention import ContextParallelAttention
+from threefold.parallel.context.ring_attention import RingAttention
+from threefold.parallel.context.sequence import Region
+from threefold.parallel.expert.experts import ParallelExperts
+from threefold.parallel.expert.routing import ParallelRouting
+from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from threefold.parallel.tensor.loss import ParallelCrossEntropy
+from threefold.random.dropout import Dropout
+from threefold.random.positions import Slice
+
+_CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttention}
+
+
+class Sharding(NamedTuple):
+    """What a rule does.
+
+    Attributes:
+        kinds: the modules that it is for.
+        make: (rule, module, region) → the module's version for this rank, or the module itself.
+    """
+
+    kinds: tuple[type[nn.Module], ...]
+    make: Callable[[Any, Any, Region], nn.Module]
+
+
+def _column(rule: Column, module: nn.Linear, region: Region) -> nn.Module:
+    return ColumnParallelLinear.from_linear(module, region.tp, gather_output=False, sequence_dim=region.sequence_dim)
+
+
+def _row(rule: Row, module: nn.Linear, region: Region) -> nn.Module:
+    return RowParallelLinear.from_linear(module, region.tp, input_is_parallel=True, sequence_dim=region.sequence_dim)
+
+
+def _vocab(rule: Vocab, module: nn.Embedding, region: Region) -> nn.Module:
+    return VocabParallelEmbedding.from_embedding(module, region.tp, sequence_dim=region.sequence_dim)
+
+
+def _vocab_loss(rule: VocabLoss, module: nn.Module, region: Region) -> nn.Module:
+    return ParallelCrossEntropy(rule.vocab_size, region.tp)
+
+
+def _attention_core(rule: AttentionCore, module: CausalAttention, region: Region) -> nn.Module:
+    start, _ = shard_bounds(rule.heads, region.tp.size, region.tp.index)
+    heads = Slice(start, rule.heads)
+    if region.cp.size > 1:
+        return _CONTEXT_ATTENTION[region.cp_method](module, region.cp, heads)
+    module.dropout = module.dropout.of_part({1: heads})  # of the weights [B, heads, queries, keys]
+    return module
+
+
+def _over_context(rule: OverContext, module: Rotary, region: Region) -> nn.Module:
+    cut = region.cut.across_context
+    return module.of_positions(cut) if cut.shares > 1 else module
+
+
+def _over_sequence(rule: OverSequence, module: Dropout | PositionEmbedding, region: Region) -> nn.Module:
+    if isinstance(module, Dropout):
+        return module.of_part({1: region.cut})
+    return module.of_positions(region.cut) if region.cut.shares > 1 else module
+
+
+def _over_region(rule: OverRegion, module: Routing, region: Region) -> nn.Module:
+    return ParallelRouting(module, region)
+
+
+def _over_experts(rule: OverExperts, module: Experts, region: Region) -> nn.Module:
+    return ParallelExperts(module, region) if region.ep.size * region.tp.size > 1 else module
+
+
+def _unchanged(rule: Split, module: nn.Module, region: Region) -> nn.Module:
+    return module
+
+
+SHARDINGS: dict[type[Split], Sharding] = {
+    Column: Sharding((nn.Linear,), _column),
+    Row: Sharding((nn.Linear,), _row),
+    Vocab: Sharding((nn.Embedding,), _vocab),
+    VocabLoss: Sharding((nn.Module,), _vocab_loss),
+    AttentionCore: Sharding((CausalAttention,), _attention_core),
+    OverContext: Sharding((Rotary,), _over_context),
+    OverSequence: Sharding((Dropout, PositionEmbedding), _over_sequence),
+    OverRegion: Sharding((Routing,), _over_region),
+    OverExperts: Sharding((Experts,), _over_experts),
+    Replicated: Sharding((nn.Module,), _unchanged),
+    PerHead: Sharding((nn.Module,), _unchanged),
+}
+"""Rule → what it does."""
+
+
+def shard_modules(stages: Sequence[nn.Module], table: Mapping[str, Split], region: Region) -> None:
+    """Replace each module that the table names by its version for `region`, in place.
+
+    Args:
+        stages: all that a rank has of a model, as they may have modules in common.
+        table: of the whole model.
+        region: what the versions are for.
+
+    Raises:
+        ValueError: a parameter lies in no module of the table.
+    """
+    named = [(stage, *each) for stage in stages for each in _named(stage, table)]
+    if not region.divides:
+        return
+    made: dict[nn.Module, nn.Module] = {}  # a module that appears in several places is split once
+    for stage, name, module, rule in named:
+        if rule.needs_tensor_axis and region.tp.size == 1:
+            continue
+        if module not in made:
+            made[module] = _shard(rule, module, region)
+        parent, _, attribute = name.rpartition(".")
+        setattr(stage.get_submodule(parent), attribute, made[module])
+
+
+def _shard(rule: Split, module: nn.Module, region: Region) -> nn.Module:
+    kinds, make = SHARDINGS[type(rule)]
+    if not isinstance(module, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{type(rule).__name__} is for {names}, not {type(module).__name__}")
+    return make(rule, module, region)
+
+
+def _named(model: nn.Module, table: Mapping[str, Split]) -> list[tuple[str, nn.Module, Split]]:
+    """The modules inside that the table names, and how each is split."""
+    patterns = Patterns(table)
+    for name, _ in model.named_parameters():
+        if patterns.deciding(name.rpartition(".")[0]) is None:
+            raise ValueError(
+                f"the split table says nothing about the parameter {name!r}; give it Replicated() at least"
+            )
+    named = ((name, module, patterns.naming(name)) for name, module in model.named_modules(remove_duplicate=False))
+    return [(name, module, table[pattern]) for name, module, pattern in named if pattern is not None]

@@ -1,0 +1,123 @@
+"""Dropout whose masks do not depend on the layout.
+
+A mask is a pure function of the seed, the step, the sample, the layer and each element's position in the *whole*
+activation, so a rank drops exactly what one process would drop in its part, and recomputed activations are the same.
+
+Sources: SplitMix64's finaliser, Steele et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014); the
+32-bit mixer, Wellons, "lowbias32" (2018).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from threefold.random.keys import signed, stream_key
+from threefold.random.positions import ALL, Positions, row_major
+
+_MASK32 = 0xFFFFFFFF
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask depends on the sample and the position, never on the rank or on what was drawn before.
+
+    Args:
+        p: probability of dropping an element.
+        name: of this layer in the whole model; layers of different names have unrelated masks.
+        parts: dim → which part of the whole activation is at hand; dims that are not named are whole.
+
+    Attributes:
+        site: the stream of this layer.
+    """
+
+    def __init__(self, p: float, name: str = "", parts: Mapping[int, Positions] | None = None) -> None:
+        super().__init__()
+        self.p, self.name, self.parts = p, name, parts or {}
+        self.site = stream_key("site", name) if name else 0
+
+    def draws(self, keys: Tensor | None) -> bool:
+        """Whether anything is dropped: only in training, with keys and a positive probability."""
+        return self.training and keys is not None and self.p > 0
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """Drop elements of `x` [B, …] by the samples' keys [B]; returns `x` itself where nothing is dropped."""
+        if keys is None or not self.draws(keys):
+            return x
+        return drop(x, keys, self.site, self.p, self.parts)
+
+    def of_part(self, parts: Mapping[int, Positions]) -> "Dropout":
+        """The same, for other parts of the activation."""
+        return Dropout(self.p, self.name, parts)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def sample_keys(seed: int, step: int, rows: Tensor) -> Tensor:
+    """One 64-bit key for each sample of a step, from which its dropout masks follow.
+
+    Args:
+        seed: the run's seed.
+        step: the optimizer step.
+        rows: int64 [B], each sample's row in the global batch.
+
+    Returns:
+        int64 [B].
+    """
+    return _mix64(rows.to(torch.int64) * signed(0x9E3779B97F4A7C15, 64) + stream_key("dropout", seed, step))
+
+
+def keep_mask(
+    keys: Tensor, site: int, shape: torch.Size, p: float, parts: Mapping[int, Positions] | None = None
+) -> Tensor:
+    """Which elements of an activation survive dropout.
+
+    A function of each sample's key, of the site and of the element's position in the whole activation of that sample.
+
+    Args:
+        keys: int64 [B], from `sample_keys`.
+        site: the layer's stream, from `stream_key`.
+        shape: the local activation's shape [B, …, n].
+        p: probability of dropping an element.
+        parts: dim → which part of it this is; dims that are not named are whole.
+
+    Returns:
+        bool, of `shape`.
+    """
+    held = [(parts or {}).get(dim, ALL) for dim in range(len(shape))]
+    row = row_major(shape[1:-1], held[1:-1], keys.device)
+    row_keys = _mix64(keys.unsqueeze(-1) + site + row * signed(0x9E3779B97F4A7C15, 64)).view(shape[:-1])
+    # Strong mixing once per row, then a cheap 32-bit mix per element: this runs on every activation.
+    column = held[-1].indices(shape[-1], keys.device).to(torch.int32)
+    return _mix32(column, row_keys.unsqueeze(-1)) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
+
+
+def drop(x: Tensor, keys: Tensor, site: int, p: float, parts: Mapping[int, Positions]) -> Tensor:
+    """`x` without the elements that `keep_mask` drops, the others scaled so that the mean stays."""
+    return x * keep_mask(keys, site, x.shape, p, parts).to(x.dtype).mul_(1 / (1 - p))
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64: a bijection whose every output bit depends on every input bit."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * signed(0x94D049BB133111EB, 64)
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _mix32(column: Tensor, row_key: Tensor) -> Tensor:
+    """Uniform int32 for each element, from its column and its row's 64-bit key."""
+    low = _low_word(row_key)
+    high = _low_word(row_key >> 32)
+    x = (column ^ low).mul_(signed(0x7FEB352D, 32))
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x += high
+    x *= signed(0x846CA68B, 32)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= signed(0x9E3779B1, 32)
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    return x
+
+
+def _low_word(x: Tensor) -> Tensor:
+    """The low 32 bits as int32, wrapping (a plain cast of an out-of-range value is undefined on some devices)."""
+    return (((x + 2**31) & _MASK32) - 2**31).to(torch.int32)
