@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of, whole_tensors
-from threefold.models.layers.decoder import SampleInfo
-from threefold.models.layers.decoder import PositionEmbedding
+from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
 from threefold.parallel.parameter import whole
 
 

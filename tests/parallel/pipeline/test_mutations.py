@@ -11,8 +11,8 @@ from tests.parallel.test_mutations import Patch, patched, replace
 from tests.support import tied_model
 from tests.support.parity import Case, Trace, departures, in_layout
 from threefold.launch.worker_pool import WorkerError
+from threefold.models.sharding import ModelPlan
 from threefold.parallel import parallelize as apply
-from threefold.parallel import split
 from threefold.parallel.data import grad_buckets as data
 from threefold.parallel.pipeline import deferred, pipe, placement, runner
 from threefold.train import division
@@ -93,8 +93,8 @@ def tied_weight_of_a_rank_in_two_copies() -> list[Patch]:
 
 
 def third_use_forgotten() -> list[Patch]:
-    groups = split.ModelPlan.tied_groups
-    return [replace(split.ModelPlan, "tied_groups", lambda self: [group[:2] for group in groups(self)])]
+    groups = ModelPlan.tied_groups
+    return [replace(ModelPlan, "tied_groups", lambda self: [group[:2] for group in groups(self)])]
 
 
 def ties_of_borrowers_alone_forgotten() -> list[Patch]:
