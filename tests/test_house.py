@@ -108,3 +108,32 @@ def test_models_import_nothing_distributed() -> None:
     files = sorted((ROOT / "threefold/models").rglob("*.py"))
     assert len(files) > 10
     assert [str(path) for path in files if re.search(r"torch\.distributed|import distributed", path.read_text())] == []
+
+
+SAME_AS_TORCH = ("threefold.ops", "threefold.random")
+"""What a reader of a model need not open: faster or layout-independent ways to compute what torch's own `linear`,
+`scaled_dot_product_attention`, `cross_entropy` and `dropout` compute."""
+NOT_PART_OF_GPT = {
+    "threefold.models.layers.rope_scaling": "stretches rotary positions to longer sequences: an option, off by default"
+}
+
+
+def test_gpts_forward_pass_is_read_in_three_files_and_400_lines() -> None:
+    """From the model down, everything of `threefold.models` that it is made of; config classes are no code to follow,
+    and sharding tables are not imported by models."""
+    lines: dict[str, int] = {}
+    beside: set[str] = set()
+    ahead = ["threefold.models.gpt.model"]
+    while ahead:
+        module = ahead.pop()
+        if module in lines or module in NOT_PART_OF_GPT or module.endswith(".config"):
+            continue
+        text = (ROOT / (module.replace(".", "/") + ".py")).read_text()
+        lines[module] = len(text.splitlines())
+        imported = set(re.findall(r"^from (threefold[\w.]*) import", text, re.MULTILINE))
+        assert not re.search(r"^import threefold", text, re.MULTILINE), "the imports above are not all"
+        ahead += [name for name in imported if name.startswith("threefold.models")]
+        beside |= {name for name in imported if not name.startswith(("threefold.models", *SAME_AS_TORCH))}
+    assert len(lines) <= 3, lines
+    assert sum(lines.values()) <= 400, lines
+    assert beside <= {"threefold.config", "threefold.config.model", "threefold.labels"}

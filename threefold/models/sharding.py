@@ -26,6 +26,27 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Unit:
+    """What a cut keeps together: a dim is so many units one after another, and each is on one rank as a whole.
+
+    Attributes:
+        setting: of the config, which counts the units; the axis that cuts the dim has to divide it.
+        count: its value.
+        parts: what follows one another inside a unit, as (name, indices of the dim): the queries, keys and values of a
+            GQA group, a gate and the feature that it gates.
+    """
+
+    setting: str
+    count: int
+    parts: tuple[tuple[str, int], ...] = (("", 1),)
+
+    @property
+    def size(self) -> int:
+        """Indices of the dim that one unit has."""
+        return sum(size for _, size in self.parts)
+
+
+@dataclass(frozen=True)
 class Split:
     """How a module is cut; the base of all rules.
 
@@ -46,26 +67,57 @@ class Split:
         """
         return (self.parameters or {}).get(parameter, ())
 
+    def cut_dim(self, parameter: str, axis: str) -> int | None:
+        """The dim of a parameter that an axis cuts; None where its ranks have the whole of it.
+
+        Args:
+            parameter: its name in the module.
+            axis: `tp` or `ep`.
+        """
+        return next((cut.dim for cut in self.cuts(parameter) if cut.axis == axis), None)
+
+    def units(self, parameter: str) -> Mapping[str, Unit]:
+        """What the cuts of a parameter keep together, by axis; nothing for an axis that may cut anywhere."""
+        return {}
+
 
 @dataclass(frozen=True)
 class Column(Split):
-    """A linear layer whose output features are split; the next layer takes its part."""
+    """A linear layer whose output features are split; the next layer takes its part.
+
+    Args:
+        unit: of the output features; None where they may be cut anywhere.
+    """
+
+    unit: Unit | None = None
 
     parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
     needs_tensor_axis = True
 
+    def units(self, parameter: str) -> Mapping[str, Unit]:
+        return {} if self.unit is None else {"tp": self.unit}
+
 
 @dataclass(frozen=True)
 class Row(Split):
-    """A linear layer whose input features are split, and arrive split; its output is whole."""
+    """A linear layer whose input features are split, and arrive split; its output is whole.
+
+    Args:
+        unit: of the input features; None where they may be cut anywhere.
+    """
+
+    unit: Unit | None = None
 
     parameters = {"weight": (Cut("tp", 1),), "bias": ()}  # noqa: RUF012
     needs_tensor_axis = True
 
+    def units(self, parameter: str) -> Mapping[str, Unit]:
+        return {} if self.unit is None or parameter == "bias" else {"tp": self.unit}
+
 
 @dataclass(frozen=True)
 class Vocab(Split):
-    """An embedding table whose rows are split."""
+    """An embedding table whose rows are split, anywhere."""
 
     parameters = {"weight": (Cut("tp", 0),)}  # noqa: RUF012
     needs_tensor_axis = True
@@ -117,9 +169,22 @@ class OverRegion(Split):
 
 @dataclass(frozen=True)
 class OverExperts(Split):
-    """`Experts`, of which the expert axis has some on each rank, and the tensor axis a part of each."""
+    """`Experts`, of which the expert axis has some on each rank, and the tensor axis a part of each.
+
+    Args:
+        experts: how many there are, as a unit; None where that may be any number.
+        inner: the features inside each, as a unit of `gate_up`; None where they may be cut anywhere.
+    """
 
     parameters = {"gate_up": (Cut("ep", 0), Cut("tp", 1)), "down": (Cut("ep", 0), Cut("tp", 2))}  # noqa: RUF012
+    experts: Unit | None = None
+    inner: Unit | None = None
+
+    def units(self, parameter: str) -> Mapping[str, Unit]:
+        inner = self.inner
+        if inner is not None and parameter == "down":
+            inner = Unit(inner.setting, inner.count)
+        return {axis: unit for axis, unit in (("ep", self.experts), ("tp", inner)) if unit is not None}
 
 
 @dataclass(frozen=True)
@@ -186,6 +251,20 @@ class ModelPlan:
         """How the module of a parameter is cut; None where `split` says nothing of it."""
         found = self.patterns.deciding(parameter.rpartition(".")[0])
         return None if found is None else self.split[found]
+
+    def divided_settings(self, axis: str) -> dict[str, int]:
+        """The settings of the model's config that the size of an axis has to divide, and their values.
+
+        Args:
+            axis: `tp` or `ep`.
+        """
+        found: dict[str, int] = {}
+        for rule in self.split.values():
+            for parameter in rule.parameters or ():
+                unit = rule.units(parameter).get(axis)
+                if unit is not None:
+                    found[unit.setting] = unit.count
+        return found
 
     def has_partial_gradient(self, name: str) -> bool:
         """Whether each tensor rank has a part only of the gradient of a parameter that it holds whole."""

@@ -11,6 +11,7 @@ from threefold.models.sharding import (
     Replicated,
     Row,
     Split,
+    Unit,
     Vocab,
     VocabLoss,
 )
@@ -23,6 +24,8 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         config: the model's sizes.
         sequence_length: tokens per sample, for what attention costs.
     """
+    heads, d = config.num_attention_heads, config.head_dim
+    inner = Unit("ffn_hidden_size", config.ffn_hidden_size)
     learned = config.position_embedding == "learned"
     positions: dict[str, Split] = (
         {"embed.positions": OverSequence()} if learned else {"blocks.*.attn.rotary": OverContext()}
@@ -32,12 +35,12 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         "embed.tokens": Vocab(),
         "embed.dropout": OverSequence(),
         "blocks.*.attn_norm": Replicated(),
-        "blocks.*.attn.qkv": Column(),
-        "blocks.*.attn.core": AttentionCore(config.num_attention_heads),
-        "blocks.*.attn.proj": Row(),
+        "blocks.*.attn.qkv": Column(Unit("num_attention_heads", heads, (("query", d), ("key", d), ("value", d)))),
+        "blocks.*.attn.core": AttentionCore(heads),
+        "blocks.*.attn.proj": Row(Unit("num_attention_heads", heads, (("head", d),))),
         "blocks.*.mlp_norm": Replicated(),
-        "blocks.*.mlp.up": Column(),
-        "blocks.*.mlp.down": Row(),
+        "blocks.*.mlp.up": Column(inner),
+        "blocks.*.mlp.down": Row(inner),
         "blocks.*.dropout.*": OverSequence(),
         "head.norm": Replicated(),
         "head.output": Column(),

@@ -14,9 +14,12 @@ from threefold.models.sharding import (
     Replicated,
     Row,
     Split,
+    Unit,
     Vocab,
     VocabLoss,
 )
+
+_GATED = (("gate", 1), ("up", 1))
 
 
 def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
@@ -26,16 +29,18 @@ def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
         config: the model's sizes.
         sequence_length: tokens per sample, for what attention costs.
     """
+    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    group = (("query", heads // groups * d), ("key", d), ("value", d))  # the rows of a GQA group
     split: dict[str, Split] = {
         "embed.tokens": Vocab(),
         "embed.dropout": OverSequence(),
         "blocks.*.attn_norm": Replicated(),
-        "blocks.*.attn.qkv": Column(),
+        "blocks.*.attn.proj": Row(Unit("num_attention_heads", heads, (("head", d),))),
+        "blocks.*.attn.qkv": Column(Unit("num_key_value_heads", groups, group)),
         "blocks.*.attn.q_norm": PerHead(),
         "blocks.*.attn.k_norm": PerHead(),
         "blocks.*.attn.rotary": OverContext(),
-        "blocks.*.attn.core": AttentionCore(config.num_attention_heads),
-        "blocks.*.attn.proj": Row(),
+        "blocks.*.attn.core": AttentionCore(heads),
         "blocks.*.mlp_norm": Replicated(),
         **_mlp_split(config),
         "blocks.*.dropout.*": OverSequence(),
@@ -53,18 +58,26 @@ def _mlp_split(config: ModelConfig) -> dict[str, Split]:
     split: dict[str, Split] = {}
     mixtures = [config.has_experts(layer) for layer in range(config.num_layers)]
     if not all(mixtures):
-        split |= {"blocks.*.mlp.gate_up": Column(), "blocks.*.mlp.down": Row()}
+        split |= _gated("blocks.*.mlp", "ffn_hidden_size", config.ffn_hidden_size)
     if any(mixtures):
         split |= {
             "blocks.*.mlp.router": Replicated(),
             "blocks.*.mlp.routing": OverRegion(),
-            "blocks.*.mlp.experts": OverExperts(),
+            "blocks.*.mlp.experts": OverExperts(
+                Unit("num_experts", config.num_experts),
+                Unit("expert_ffn_hidden_size", config.expert_ffn_hidden_size, _GATED),
+            ),
         }
-        if config.shared_expert_ffn_hidden_size:
-            split |= {"blocks.*.mlp.shared.gate_up": Column(), "blocks.*.mlp.shared.down": Row()}
+        if shared := config.shared_expert_ffn_hidden_size:
+            split |= _gated("blocks.*.mlp.shared", "shared_expert_ffn_hidden_size", shared)
         if config.shared_expert_gate:
             split |= {"blocks.*.mlp.shared_gate": Replicated()}
     return split
+
+
+def _gated(name: str, setting: str, inner: int) -> dict[str, Split]:
+    """How a `SwiGLU` is cut: gates stay with what they gate."""
+    return {f"{name}.gate_up": Column(Unit(setting, inner, _GATED)), f"{name}.down": Row(Unit(setting, inner))}
 
 
 def _attention_cost(config: ModelConfig, layer: int, sequence_length: int) -> int:
