@@ -2,5 +2,5 @@
 
 from typing import Final
 
-IGNORED: Final = -100
-"""The label of a token that does not count for the loss, as in torch's own losses."""
+IGNORE_INDEX: Final = -100
+"""The ignored label: its token adds nothing to the loss. As `ignore_index` of torch's own losses."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from threefold.config import Config, resolve
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
@@ -54,9 +54,9 @@ def test_loss_is_the_sum_over_the_tokens_that_count() -> None:
     model, _ = small()
     tokens = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1, 1)
-    labels[0, 4:] = IGNORED
+    labels[0, 4:] = IGNORE_INDEX
     losses = -model(tokens).log_softmax(-1).gather(-1, labels.clamp(0).unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(model(tokens, labels), losses[labels != IGNORED].sum())
+    torch.testing.assert_close(model(tokens, labels), losses[labels != IGNORE_INDEX].sum())
 
 
 def test_initial_weights_are_gpt2s() -> None:

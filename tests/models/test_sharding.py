@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from math import prod
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def test_units_fill_the_dim_that_is_cut(case: Case) -> None:
             checked += 1
         if isinstance(rule, Column | Row | OverExperts) and not name.startswith("head."):
             assert rule.units(own) or not rule.cuts(own), name
-        assert all(cut.dim < parameter.dim() for cut in rule.cuts(own)) and prod(parameter.shape) > 0
+        assert all(cut.dim < parameter.dim() for cut in rule.cuts(own))
     assert checked >= 4 * case.layers
 
 

@@ -17,7 +17,7 @@ from tests.support.parity import Case, Trace, departures, in_layout
 from threefold.comm import collectives
 from threefold.comm.mesh import Axis
 from threefold.data.loader import Batch
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.models.sharding import AttentionCore, Split
 from threefold.parallel import parallelize as apply
 from threefold.parallel import shard_modules
@@ -71,7 +71,7 @@ def weights_seeded_by_rank() -> list[Patch]:
 
 def mean_of_means() -> list[Patch]:
     def count(self: engine.Engine, batch: Batch) -> tuple[int, int]:
-        return int((batch.labels != IGNORED).sum()) * self.mesh.dp.size, 0
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.mesh.dp.size, 0
 
     return [replace(engine.Engine, "_count", count)]
 

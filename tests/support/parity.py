@@ -12,7 +12,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.data.loader import Batch, Share
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.models.registry import make_model, model_plan
 from threefold.parallel.parameter import offset
 from threefold.train.engine import Engine
@@ -127,10 +127,10 @@ def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     labels = torch.randint(0, case.vocab, (case.batch, case.sequence), generator=generator)
     if case.uneven:
         share = torch.linspace(-0.1, 1.05, case.batch).unsqueeze(1)
-        labels[torch.rand(labels.shape, generator=generator) < share] = IGNORED
+        labels[torch.rand(labels.shape, generator=generator) < share] = IGNORE_INDEX
     if case.counted:
         first, end = case.counted
-        labels[:, :first] = labels[:, end:] = IGNORED
+        labels[:, :first] = labels[:, end:] = IGNORE_INDEX
     return tokens, labels
 
 

@@ -109,14 +109,14 @@ def print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], docum
     from rich.console import Console
     from rich.text import Text
 
-    from threefold.labels import IGNORED
+    from threefold.labels import IGNORE_INDEX
 
     whole = [*tokens, labels[-1]]
-    counted = [False, *(label != IGNORED for label in labels)]
+    counted = [False, *(label != IGNORE_INDEX for label in labels)]
     console = Console(highlight=False)
     for number in sorted(set(documents)):
         places = [place for place, document in enumerate(documents) if document == number]
-        if number == documents[-1] and labels[-1] != IGNORED:
+        if number == documents[-1] and labels[-1] != IGNORE_INDEX:
             places.append(len(documents))
         if not any(counted[place] for place in places):
             continue  # the fill

@@ -10,7 +10,7 @@ from threefold.data.corpus import Corpus
 from threefold.data.interface import Part
 from threefold.data.split import document_runs
 from threefold.errors import UserError
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.random.permutation import Int64Array, samples_at
 
 
@@ -120,7 +120,7 @@ class PackedConversations:
                 counted[row, here] = self._counted(start, length)
                 counted[row, end] = False  # what is before it is another document, or nothing
                 end += length
-        return windows[:, :-1], np.where(counted[:, 1:], windows[:, 1:], IGNORED)
+        return windows[:, :-1], np.where(counted[:, 1:], windows[:, 1:], IGNORE_INDEX)
 
     def documents(self, indices: Int64Array) -> Int64Array:
         """The number of the piece in its sample that each input token belongs to; the fill is one more."""

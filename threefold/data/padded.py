@@ -26,7 +26,7 @@ from threefold.data.tokenizer import find_end, id_count, load_tokenizer
 from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.host import usable_cores
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.random.permutation import Int64Array, samples_at
 
 LINES_FILE: Final = "lines.bin"
@@ -331,7 +331,7 @@ class PaddedSamples:
                 f"{self.name} split), outside the vocabulary of {vocab_size:,} tokens; delete that folder, which is a "
                 "cache."
             )
-        return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORED)
+        return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORE_INDEX)
 
     def documents(self, indices: Int64Array) -> Int64Array:
         return np.repeat(self._lines(indices)[:, None], self.sequence_length, axis=1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.ops.kernels import product
 
 
@@ -39,7 +39,7 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, chunk: int)
     flat = labels.flatten()
     top, total, target = logit_sums(x.flatten(0, -2), weight, flat, chunk)
     losses = total.log() - (target - top)
-    return losses.masked_fill(flat == IGNORED, 0).view(labels.shape)
+    return losses.masked_fill(flat == IGNORE_INDEX, 0).view(labels.shape)
 
 
 def logit_sums(x: Tensor, weight: Tensor, column: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,8 +64,8 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
     Raises:
         RuntimeError: one is not (on a GPU as a device-side assertion).
     """
-    known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORED)
-    torch._assert_async(known.all(), f"a label is neither in the vocabulary of {vocab_size} nor {IGNORED}")
+    known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORE_INDEX)
+    torch._assert_async(known.all(), f"a label is neither in the vocabulary of {vocab_size} nor {IGNORE_INDEX}")
 
 
 class _LogitSums(torch.autograd.Function):

@@ -12,7 +12,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.data.loader import Batch
 from threefold.errors import UserError
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.models.layers.decoder import SampleInfo, chunk_loss_
 from threefold.models.layers.router import Routing
 from threefold.models.sharding import ModelPlan
@@ -207,7 +207,7 @@ class Engine:
         keys = sample_keys(self.config.train.seed, step, batch.rows) if self._drops else None
         self.gradients.begin(self.runner.arrivals)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        weights = (batch.labels != IGNORED).double() * (scale / tokens) if self._adds_losses else None
+        weights = (batch.labels != IGNORE_INDEX).double() * (scale / tokens) if self._adds_losses else None
         loss = self.runner.forward_backward(self._work(batch, keys, weights), scale / tokens)
         self.gradients.finish()
         self._sum_over_tensor_ranks()
@@ -238,7 +238,7 @@ class Engine:
         work = self._work(batch)
         with self.streams.preserved(), _in_evaluation_mode(self.stages):
             loss = self.runner.evaluate(work).double()
-        totals = torch.stack([loss, (work.labels != IGNORED).sum().to(loss), torch.zeros_like(loss)])
+        totals = torch.stack([loss, (work.labels != IGNORE_INDEX).sum().to(loss), torch.zeros_like(loss)])
         if not (self.runner.has_loss and self.mesh.tp.is_first):
             totals.zero_()
         totals[2] = self.stop.request()
@@ -276,7 +276,7 @@ class Engine:
 
     def _count(self, batch: Batch) -> tuple[int, int]:
         """Tokens of the global batch that count, and that are padding, from this replica's rows."""
-        counted = (batch.labels != IGNORED).sum()
+        counted = (batch.labels != IGNORE_INDEX).sum()
         counts = torch.stack([counted, torch.zeros_like(counted) if batch.padding is None else batch.padding.sum()])
         counted, padding = self.mesh.dp.all_reduce_(counts).tolist()
         return counted, padding

@@ -10,7 +10,7 @@ from torch import Tensor
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, Loader, Share
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.random.keys import stream_key
 
 _DOCUMENT_BEGINS = 0.2
@@ -35,7 +35,7 @@ class BatchSource(ABC):
         generator = torch.Generator().manual_seed(stream_key("label masks", config.train.seed, step))
         chance = torch.rand((size, batch.labels.shape[1]), generator=generator)[batch.rows]
         masked = chance < torch.linspace(-0.1, 1.05, size)[batch.rows].unsqueeze(1)
-        return replace(batch, labels=batch.labels.masked_fill(masked, IGNORED))
+        return replace(batch, labels=batch.labels.masked_fill(masked, IGNORE_INDEX))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TokenFileBatches(BatchSource):
 
     @staticmethod
     def _fold(tokens: Tensor, config: Config) -> Tensor:
-        return torch.where(tokens == IGNORED, tokens, tokens % config.model.vocab_size)
+        return torch.where(tokens == IGNORE_INDEX, tokens, tokens % config.model.vocab_size)
 
     def __str__(self) -> str:
         return f"the rows of {', '.join(self.given.data.corpora)}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.config import Config
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.parallelize import draw_
@@ -74,7 +74,7 @@ def one_process(
         batch = rows.batch(config, step)
         keys = sample_keys(config.train.seed, step, batch.rows)
         optimizer.zero_grad()
-        counted = batch.labels != IGNORED
+        counted = batch.labels != IGNORE_INDEX
         samples = SampleInfo(keys, batch.documents, counted.double() / counted.sum())
         loss = model(batch.tokens, batch.labels, samples) / counted.sum()
         loss.backward()

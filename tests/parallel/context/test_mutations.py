@@ -15,7 +15,7 @@ from tests.support.parity import departures
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.data.loader import Batch
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.models.layers import attention
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import OverContext, OverSequence
@@ -38,7 +38,7 @@ def labels_shifted_after_the_split() -> list[Patch]:
     def shifted(self: engine.Engine, batch: Batch, *facts: Tensor | None) -> Work:
         cut = self.division.region.cut.across_context
         held = cut.indices(batch.tokens.shape[1] // cut.shares, torch.device("cpu"))
-        follow = torch.cat([batch.labels[:, held[1:] - 1], torch.full((len(batch.labels), 1), IGNORED)], 1)
+        follow = torch.cat([batch.labels[:, held[1:] - 1], torch.full((len(batch.labels), 1), IGNORE_INDEX)], 1)
         right = work(self, batch, *facts)
         return Work(right.tokens, follow, right.samples)
 

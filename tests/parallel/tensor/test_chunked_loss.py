@@ -17,7 +17,7 @@ from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.models.layers.decoder import Linear, LinearCrossEntropy, chunk_loss_
 from threefold.ops import cross_entropy
 from threefold.parallel.parameter import local
@@ -37,12 +37,12 @@ class Problem:
         draw = partial(torch.randn, generator=generator, dtype=torch.float64)
         self.x, self.weight = draw(3, 5, HIDDEN).to(dtype), (draw(vocab, HIDDEN) * scale).to(dtype)
         self.labels = torch.randint(0, vocab, (3, 5), generator=generator)
-        self.labels[0] = IGNORED  # a sample without a token that counts
-        self.labels[2, 3] = IGNORED
+        self.labels[0] = IGNORE_INDEX  # a sample without a token that counts
+        self.labels[2, 3] = IGNORE_INDEX
         self.weights = torch.rand(3, 5, generator=generator)  # of the tokens' losses
         x, weight = (each.double().clone().requires_grad_() for each in (self.x, self.weight))
         logits = F.linear(x, weight).flatten(0, 1)
-        losses = F.cross_entropy(logits, self.labels.flatten(), ignore_index=IGNORED, reduction="none").view(3, 5)
+        losses = F.cross_entropy(logits, self.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(3, 5)
         (losses * self.weights).sum().backward()
         self.expected = [losses.detach(), x.grad, weight.grad]
 

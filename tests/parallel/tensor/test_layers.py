@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.parallel.parameter import gradient, local, whole
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
@@ -166,10 +166,10 @@ def against_cross_entropy(vocab: int, scale: float, dtype: torch.dtype) -> dict[
     mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
     whole_logits = (seeded(3, 8, vocab) * scale).to(dtype)
     labels = torch.randint(0, vocab, (3, 8), generator=torch.Generator().manual_seed(1))
-    labels[0, 2:5] = IGNORED
+    labels[0, 2:5] = IGNORE_INDEX
     grad = seeded(3, 8, seed=4).to(dtype)
     expected_logits = whole_logits.clone().requires_grad_()
-    expected = F.cross_entropy(expected_logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    expected = F.cross_entropy(expected_logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
     expected.backward(grad)
     loss = ParallelCrossEntropy(vocab, mesh.tp)
     logits = whole_logits[..., loss.start : loss.end].clone().requires_grad_()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy
 from threefold.ops.kernels import embedding, linear
 from threefold.random.positions import Positions, Slice
@@ -95,7 +95,7 @@ class CrossEntropy(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """`logits` [..., V], `labels` int64 [...] → [...]; zero for ignored labels."""
         logits = logits if logits.itemsize >= 4 else logits.float()
-        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return losses.view(labels.shape)
 
     def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo
 
 from threefold.comm.axis import Axis
 from threefold.comm.collectives import reduce_from
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.ops.cross_entropy import logit_sums
 
 
@@ -41,4 +41,4 @@ def parallel_chunked_cross_entropy(
     parts = [total * (top - highest).exp(), (target - highest).masked_fill(~mine, 0)]
     whole, shifted = reduce_from(torch.stack(parts), axis)
     losses = whole.log() - shifted
-    return losses.masked_fill(flat == IGNORED, 0).view(labels.shape)
+    return losses.masked_fill(flat == IGNORE_INDEX, 0).view(labels.shape)

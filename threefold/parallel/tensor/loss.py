@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from threefold.comm.collectives import shard_bounds
 from threefold.comm.mesh import Axis
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.ops.cross_entropy import check_labels
 from threefold.parallel.tensor.chunked_loss import parallel_chunked_cross_entropy
 
@@ -76,7 +76,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         weights = shifted.exp_()
         sums = torch.stack([weights.sum(-1), target.masked_fill(~mine, 0)])
         axis.all_reduce_(sums)
-        counted = labels != IGNORED
+        counted = labels != IGNORE_INDEX
         ctx.save_for_backward(weights.div_(sums[0].unsqueeze(-1)), column, mine, counted)
         ctx.dtype = logits.dtype
         return (sums[0].log() - sums[1]).masked_fill_(~counted, 0)
