@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from threefold.errors import UserError
 from threefold.files import shown
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _LONGEST_NAME = 100
 """Characters of a wrong name that are compared with the registered ones."""
@@ -71,7 +73,9 @@ class Registry:
                 f"cannot be imported ({error}); correct that entry point."
             ) from error
 
-    def _added(self) -> dict[str, list[EntryPoint]]:
+    def _added(self) -> "dict[str, list[EntryPoint]]":
+        from importlib.metadata import entry_points  # slow to import, and needed for names of other packages alone
+
         added: dict[str, list[EntryPoint]] = {}
         for point in entry_points(group=self.group):
             added.setdefault(point.name, []).append(point)
@@ -84,5 +88,5 @@ def one_of(given: object, names: list[str]) -> str:
     return f"one of {', '.join(names)}; the nearest is {close[0]}"
 
 
-def _origin(point: EntryPoint) -> str:
+def _origin(point: "EntryPoint") -> str:
     return f"the package {point.dist.name}" if point.dist else "an installed package"

@@ -26,6 +26,7 @@ from threefold.parallel.pipeline import runner, stage, tied
 from threefold.parallel.tensor import layers as tensor
 from threefold.parallel.tensor import loss
 from threefold.train import engine, optimizer
+from threefold.train.optimizers import base
 
 Patch = tuple[Any, str, Any]
 
@@ -178,15 +179,7 @@ def loss_summed_over_gathered_logits_twice() -> list[Patch]:
 
 
 def biases_decayed() -> list[Patch]:
-    make = optimizer._make
-
-    def decay_all(entries: Any, config: Any) -> torch.optim.Optimizer:
-        made = make(entries, config)
-        for group in made.param_groups:
-            group["weight_decay"] = config.weight_decay
-        return made
-
-    return [replace(optimizer, "_make", decay_all)]
+    return [replace(base.Entry, "decays", True)]
 
 
 def _with(patches: list[Patch], call: Callable[..., Any], *args: Any) -> Any:

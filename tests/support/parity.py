@@ -47,6 +47,7 @@ class Case:
     counted: tuple[int, int] | None = None  # the positions whose labels count, if not all
     tie: bool = True
     optimizer: str = "adamw"
+    update: tuple[tuple[str, Any], ...] = ()  # further settings of the optimizer, ("optimizer.key", value)
     steps: int = 3
     clip: float = 0.5
     compile: bool = False
@@ -96,14 +97,16 @@ class Case:
             "precision": {"dtype": self.dtype},
             "optimizer": {
                 "name": self.optimizer,
-                "lr": 3e-3 if self.optimizer == "adamw" else 0.3,
-                "eps": 1e-5,  # with 1e-8 Adam's first steps follow the sign of gradients that are rounding noise
+                "lr": 0.3 if self.optimizer == "sgd" else 3e-3,
                 "warmup_steps": 2,
                 "weight_decay": 0.1,
                 "clip_grad_norm": self.clip,
             },
         }
-        for key, value in self.settings:
+        if self.optimizer != "lion":
+            # With 1e-8 Adam's first steps follow the sign of gradients that are rounding noise.
+            given["optimizer"]["eps"] = 1e-5
+        for key, value in (*self.update, *self.settings):
             section, name = key.split(".")
             given[section][name] = value
         return resolve(Config.model_validate(given), self.vocab)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from threefold.config import Config
+from threefold.config.optimizer import hyper_parameters
 from threefold.verify.layout_selection import Selection
 from threefold.verify.layout_spec import LayoutSpec
 from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT, LayoutResult
@@ -294,7 +295,8 @@ def explanation(result: LayoutResult, parameters: int) -> list[str]:
 
 def _optimizer(config: Config) -> str:
     optimizer = config.optimizer
-    return f"{optimizer.name}, eps {optimizer.eps:g}" if optimizer.name == "adamw" else optimizer.name
+    reads_eps = "eps" in hyper_parameters(optimizer.name)
+    return f"{optimizer.name}, eps {optimizer.eps:g}" if reads_eps else optimizer.name
 
 
 def _count(parameters: int) -> Text:

@@ -5,6 +5,7 @@ from math import lcm, log2
 from threefold.config.compatibility import check_together
 from threefold.config.config_error import nearest_divisor, nearest_multiple, problem
 from threefold.config.model_checks import check_division, check_model
+from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, hyper_parameters
 from threefold.config.pipeline_checks import check_pipeline
 from threefold.config.schema import Config
 
@@ -103,6 +104,7 @@ def _check_optimizer(config: Config) -> None:
     for beta in optimizer.betas:
         if not 0 <= beta < 1:
             raise problem(config, "optimizer.betas", "each must be at least 0 and below 1; use [0.9, 0.95]")
+    _check_hyper_parameters(config)
     if optimizer.min_lr > optimizer.lr:
         rule = f"must be at most optimizer.lr {optimizer.lr:g}; use {optimizer.lr / 10:g}"
         raise problem(config, "optimizer.min_lr", rule)
@@ -115,3 +117,22 @@ def _check_optimizer(config: Config) -> None:
     room = optimizer.decay_steps - optimizer.warmup_steps
     if optimizer.stable_steps > room:
         raise problem(config, "optimizer.stable_steps", f"warm-up and decay_steps leave room for {room}; use {room}")
+
+
+def _check_hyper_parameters(config: Config) -> None:
+    optimizer = config.optimizer
+    read = hyper_parameters(optimizer.name)
+    for key in HYPER_PARAMETERS:
+        default = type(optimizer).model_fields[key].default
+        if key in read or getattr(optimizer, key) == default or (optimizer.name, key) in _ACCEPTED:
+            continue
+        rule = f"optimizer.name is {optimizer.name}, which does not read it; leave it out"
+        users = [name for name, row in BUILT_IN.items() if key in row.reads]
+        raise problem(config, f"optimizer.{key}", f"{rule} or use optimizer.name {users[0]}")
+    if optimizer.nesterov and not optimizer.momentum:
+        rule = "optimizer.momentum is 0, and Nesterov's needs one; use false or momentum 0.9"
+        raise problem(config, "optimizer.nesterov", rule)
+
+
+_ACCEPTED = {("sgd", "betas"), ("sgd", "eps")}
+"""Optimizer and setting that it does not read, which configs of earlier versions may give together."""

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from threefold.config.presets import FAMILIES
 from threefold.config.schema import section_types
+from threefold.config.section import NameIn
 
 _INTRODUCTION = """\
 # The settings of a run
@@ -64,6 +65,9 @@ def _value(field: FieldInfo) -> str:
     kind = field.annotation
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    named = [rule.registry for rule in field.metadata if isinstance(rule, NameIn)]
+    if named:
+        return ", ".join(f"`{choice}`" for choice in named[0].built_in)
     if get_origin(kind) in (Union, UnionType):
         return "text, or list of whole numbers"
     if get_origin(kind) is dict:

@@ -5,6 +5,7 @@ from typing import Any
 from threefold.config.batch import batch_sizes
 from threefold.config.checks import check
 from threefold.config.loading import config_of
+from threefold.config.optimizer import hyper_parameters
 from threefold.config.schema import Config
 
 DEFAULT_SEQUENCE_LENGTH = 256
@@ -127,4 +128,5 @@ def _derived(config: Config, vocab_size: int) -> dict[str, Any]:
         "optimizer.warmup_steps": warmup,
         "optimizer.decay_steps": decay_steps,
         "optimizer.stable_steps": stable,
+        **{f"optimizer.{key}": value for key, value in hyper_parameters(optimizer.name).items() if value is not None},
     }

@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr
 
 from threefold.config.data import DataConfig
 from threefold.config.model import MOST_LAYERS, ModelConfig
+from threefold.config.optimizer import OptimizerConfig
 from threefold.config.section import MOST_IDS, MOST_RANKS, MOST_SEQUENCES, MOST_STEPS, PathText, Section, derived
 
 Schedule = Literal["1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
@@ -113,34 +114,6 @@ class PrecisionConfig(Section):
     master_weights: bool = True
     """Whether weights, gradients and optimizer states are fp32 where `dtype` is narrower. With false, which needs
     `bf16`, they are bf16 too: less memory, but an update below a 256th of its weight is lost."""
-
-
-class OptimizerConfig(Section):
-    """The optimizer and its learning rate: linear warm-up to `lr`, then decay to `min_lr`."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer; `sgd` has no momentum."""
-    lr: float = Field(default=6e-4, gt=0)
-    """Highest learning rate."""
-    min_lr: float = derived(ge=0)
-    """Learning rate at the end of the decay; at most `lr`. Default: a tenth of `lr`."""
-    warmup_steps: int = derived(ge=0, le=MOST_STEPS)
-    """Steps of linear warm-up from 0. Default: a tenth of `decay_steps`, at most 100."""
-    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the decay after the warm-up; `wsd` (warm-up, stable, decay) holds `lr` for `stable_steps` and then
-    decays linearly."""
-    decay_steps: int = derived(ge=1, le=MOST_STEPS)
-    """Step at which `min_lr` is reached, warm-up included. Default: `train.max_steps`."""
-    stable_steps: int = derived(ge=0, le=MOST_STEPS)
-    """Steps at `lr` between warm-up and decay, for `wsd` only. Default: up to four fifths of `decay_steps`."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
-    """Adam's decay rates of the first and second moment, each in [0, 1)."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Adam's guard against division by zero."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of the weight matrices, decoupled for `adamw`; biases and norms have none."""
-    clip_grad_norm: float = Field(default=1.0, ge=0)
-    """Largest global norm of the gradient; 0 for no limit."""
 
 
 class CheckpointConfig(Section):

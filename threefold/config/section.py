@@ -1,9 +1,12 @@
 """What every section of a config has in common."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from threefold.plugins import Registry, one_of
 
 MOST_RANKS: Final = 10**6
 """Of an axis of the mesh."""
@@ -27,6 +30,21 @@ def _require_path(text: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_require_path)]
 """Text that may be the path of a file."""
+
+
+@dataclass(frozen=True)
+class NameIn:
+    """Marks text as one of the names of a registry: `Annotated[str, NameIn(registry)]`."""
+
+    registry: Registry
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._require, handler(source))
+
+    def _require(self, given: Any) -> Any:
+        if not isinstance(given, str) or given not in self.registry:
+            raise PydanticCustomError("name", "{rule}", {"rule": one_of(given, self.registry.names())})
+        return given
 
 
 def derived(**limits: Any) -> Any:

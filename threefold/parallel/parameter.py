@@ -104,7 +104,7 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     joined = tensor.to_local()
-    for axis, dim in enumerate(_dims(tensor)):  # the last cut is the first to be undone
+    for axis, dim in enumerate(cut_dims(tensor)):  # the last cut is the first to be undone
         if dim is not None:
             joined = _join(joined, tensor.device_mesh.get_group(axis), dim)
     return joined
@@ -115,7 +115,7 @@ def offset(parameter: Tensor) -> tuple[int, ...]:
     starts, sizes = [0] * parameter.dim(), list(parameter.shape)
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        for axis, dim in reversed(list(enumerate(_dims(parameter)))):
+        for axis, dim in reversed(list(enumerate(cut_dims(parameter)))):
             if dim is not None:
                 start, end = shard_bounds(sizes[dim], mesh.size(axis), mesh.get_local_rank(axis))
                 starts[dim], sizes[dim] = starts[dim] + start, end - start
@@ -150,7 +150,7 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Para
                 setattr(child, name, made[parameter])
 
 
-def _dims(tensor: DTensor) -> list[int | None]:
+def cut_dims(tensor: DTensor) -> list[int | None]:
     """The dim that each axis of the tensor's mesh cuts. The last axis cuts first, the others cut what it leaves."""
     return [getattr(placement, "dim", None) for placement in tensor.placements]
 

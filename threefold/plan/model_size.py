@@ -10,13 +10,15 @@ from torch import nn
 
 from threefold.comm.layout import Coordinates
 from threefold.config import Config
+from threefold.config.optimizer import OPTIMIZERS
 from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import ModelPlan, OverExperts, Split
 from threefold.parallel.shard_shapes import Place, local_shape, place_of
 from threefold.train.division import stage_map
 from threefold.train.engine import DTYPES
+from threefold.train.optimizer import is_hidden_matrix
+from threefold.train.optimizers.base import UpdateRule
 
-_ADAM_STATES = 2
 _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 
 
@@ -89,7 +91,8 @@ class ModelSize:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        plan = model_plan(config.model, config.data.sequence_length)
+        self._plan = plan = model_plan(config.model, config.data.sequence_length)
+        self._rule: type[UpdateRule] = OPTIMIZERS.load(config.optimizer.name)
         self._map = stage_map(plan, config)
         with torch.device("meta"):
             model = make_model(config.model)
@@ -123,7 +126,7 @@ class ModelSize:
         narrow = dtype.itemsize
         wide = torch.promote_types(dtype, torch.float32).itemsize if precision.master_weights else narrow
         held = sum(weight.held(place) for weight in self._of_rank(pp_rank))
-        states = held * wide * (_ADAM_STATES if self._config.optimizer.name == "adamw" else 0)
+        states = sum(weight.held(place) * self._states(weight) for weight in self._of_rank(pp_rank)) * wide
         if not zero:
             copies = held * narrow if narrow < wide else 0
             return RankSize(held, held * wide + copies, held * wide, states)
@@ -141,6 +144,11 @@ class ModelSize:
     def largest_rank(self, pp_rank: int) -> RankSize:
         """Of the ranks at a place of the pp axis, the one that holds the most: the first, as none has longer parts."""
         return self.rank(pp_rank, place_of(self._config.parallel, Coordinates(0, pp_rank, 0, 0)))
+
+    def _states(self, weight: Weight) -> int:
+        """Tensors of its shape that the optimizer keeps for a weight."""
+        hidden = is_hidden_matrix(weight.name, len(weight.shape), self._plan)
+        return self._rule.states_per_element(self._config.optimizer, hidden)
 
     def _names(self, stage: int) -> tuple[str, ...]:
         first, end = self._map.layers(stage)

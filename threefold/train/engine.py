@@ -111,7 +111,8 @@ class Engine:
             self.gradients = self._buckets([parameter for _, parameter in parameters])
         else:
             self.gradients = ShardedGradients(self.stages, sharing)
-        self.optimizer = Optimizer(parameters, self.gradients, self.division.master_dtype, config.optimizer)
+        axes = (mesh.tp, mesh.ep, mesh.expert_replicas, *([sharing.shards] if sharing else []))
+        self.optimizer = Optimizer(parameters, self.gradients, self.division.master_dtype, config.optimizer, plan, axes)
         self.optimizer.initialise(plan, config.train.seed)
         precision = config.precision
         scaled = precision.dtype == "fp16"

@@ -1,56 +1,35 @@
-"""The update: torch's fused optimizers over plain local tensors, with wide master weights where the model is narrow."""
+"""The update of a rank's weights: the configured rule over local shards, with wide master weights where the model is
+narrow."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from threefold.comm.axis import Axis
 from threefold.config import OptimizerConfig
+from threefold.config.optimizer import OPTIMIZERS
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import Gradients
+from threefold.parallel.matrices import ShardedMatrix
 from threefold.parallel.parallelize import draw_
-from threefold.parallel.parameter import like, local
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter as the optimizer sees it.
-
-    Attributes:
-        name: its name in the whole model.
-        parameter: as the stage stores it.
-        leaf: what the model computes with (the local shard).
-        master: what is updated, of the leaf's shape; the leaf itself where the model is wide enough.
-        gradients: where its gradient is.
-    """
-
-    name: str
-    parameter: Tensor
-    leaf: Tensor
-    master: Tensor
-    gradients: Gradients
-
-    @property
-    def gradient(self) -> Tensor:
-        """In the master's dtype, of its shape."""
-        return self.gradients[self.leaf]
-
-    def stored(self, shard: Tensor) -> Tensor:
-        """A tensor of the local shape as a global one, the way the parameter is stored."""
-        return like(self.parameter, shard)
+from threefold.parallel.parameter import local
+from threefold.train.optimizers.base import Entry, UpdateRule
 
 
 class Optimizer:
     """Updates a rank's parameters.
-
-    Weights of two dims or more decay; biases and norms do not (by kind, never by name).
 
     Args:
         parameters: each with its name in the whole model.
         gradients: theirs.
         dtype: what weights are updated in, and their gradients are.
         config: which optimizer, and its constants.
+        plan: the model's layers; the weights between the first and the last are hidden.
+        axes: those that may cut a parameter.
+
+    Raises:
+        UserError: the optimizer is another package's and cannot be imported.
     """
 
     def __init__(
@@ -59,20 +38,23 @@ class Optimizer:
         gradients: Gradients,
         dtype: torch.dtype,
         config: OptimizerConfig,
+        plan: ModelPlan,
+        axes: Iterable[Axis],
     ) -> None:
-        self.entries = [_entry(name, parameter, gradients, dtype) for name, parameter in parameters]
-        self._gradients = gradients
+        axes, self._gradients = tuple(axes), gradients
+        self.entries: list[Entry] = []
+        for name, parameter in parameters:
+            leaf = local(parameter)
+            master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_()
+            matrix = ShardedMatrix(parameter, axes) if is_hidden_matrix(name, parameter.dim(), plan) else None
+            self.entries.append(Entry(name, parameter, leaf, master, gradients, matrix))
         self._narrow = [entry for entry in self.entries if entry.master is not entry.leaf]
-        self._torch = _make(self.entries, config)
+        self.rule: UpdateRule = OPTIMIZERS.load(config.name)(self.entries, config)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One update with learning rate `lr`."""
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        for entry in self.entries:
-            entry.master.grad = entry.gradient
-        self._torch.step()
+        self.rule.step(lr)
         self.publish()
 
     @torch.no_grad()
@@ -89,34 +71,18 @@ class Optimizer:
         self.publish()
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The optimizer's memory: parameter name, state name, local tensor (scalars are the same on every rank)."""
+        """The optimizer state: parameter name, state name, local tensor (scalars are the same on every rank)."""
         for entry in self.entries:
-            for state, value in self._torch.state[entry.master].items():
+            for state, value in self.rule.state(entry).items():
                 yield entry.name, state, value
 
 
-def _entry(name: str, parameter: Tensor, gradients: Gradients, dtype: torch.dtype) -> Entry:
-    leaf = local(parameter)
-    master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_()
-    return Entry(name, parameter, leaf, master, gradients)
+def is_hidden_matrix(name: str, dims: int, plan: ModelPlan) -> bool:
+    """Whether a parameter is a weight of two dims or more of a layer between the model's first and its last.
 
-
-def _make(entries: list[Entry], config: OptimizerConfig) -> torch.optim.Optimizer:
-    decayed = [entry.master for entry in entries if entry.parameter.dim() >= 2]
-    plain = [entry.master for entry in entries if entry.parameter.dim() < 2]
-    groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((decayed, config.weight_decay), (plain, 0.0))
-        if params
-    ]
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, fused=True)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    for entry in entries:
-        # Made now instead of at the first step, so that a checkpoint finds the same states before and after it.
-        optimizer.state[entry.master] = {
-            "step": torch.zeros((), dtype=torch.float32, device=entry.master.device),
-            "exp_avg": torch.zeros_like(entry.master, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(entry.master, requires_grad=False),
-        }
-    return optimizer
+    Args:
+        name: in the whole model; a tied weight's is that of its first use.
+        dims: how many it has.
+        plan: the model's layers.
+    """
+    return dims >= 2 and any(name.startswith(f"{layer}.") for layer in plan.layers[1:-1])

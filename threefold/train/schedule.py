@@ -1,26 +1,32 @@
-"""The learning rate of each update."""
+"""The learning rate of each update: a linear warm-up, then the configured schedule."""
 
-from math import cos, pi
+from collections.abc import Callable
+from functools import cache
 
 from threefold.config import OptimizerConfig
+from threefold.config.optimizer import LR_SCHEDULES
+
+AfterWarmup = Callable[[int, OptimizerConfig], float]
+"""A learning-rate schedule: the rate of an update (1 for the first) that is not in the warm-up, from the resolved
+config."""
 
 
 def learning_rate(update: int, config: OptimizerConfig) -> float:
-    """The rate of an update: linear warm-up from 0 to `lr`, then the decay to `min_lr`, then `min_lr`.
+    """The rate of an update: linear warm-up from 0 to `lr`, then what `decay` names.
 
     Args:
         update: 1 for the first update; at 0 the rate is where the warm-up starts from.
         config: resolved, so no field is None.
+
+    Raises:
+        UserError: the schedule is another package's and cannot be imported.
     """
     if update < config.warmup_steps:
         return config.lr * update / config.warmup_steps
-    if config.decay == "constant":
-        return config.lr
-    start = config.warmup_steps + (config.stable_steps if config.decay == "wsd" else 0)
-    if update >= config.decay_steps:
-        return config.min_lr
-    if update <= start:
-        return config.lr
-    done = (update - start) / (config.decay_steps - start)
-    left = (1 + cos(pi * done)) / 2 if config.decay == "cosine" else 1 - done
-    return config.min_lr + (config.lr - config.min_lr) * left
+    return _schedule(config.decay)(update, config)
+
+
+@cache  # another package's takes a search of all that are installed
+def _schedule(name: str) -> AfterWarmup:
+    found: AfterWarmup = LR_SCHEDULES.load(name)
+    return found

@@ -19,6 +19,7 @@ from threefold.random.dropout import sample_keys
 from threefold.train.schedule import learning_rate
 from threefold.verify.batches import BatchSource
 from threefold.verify.model_source import ModelSource
+from threefold.verify.reference_optimizers import reference_optimizer
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 FILE = "one-process.pt"
@@ -67,13 +68,13 @@ def one_process(
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         draw_(parameter, parameter, name, plan, config.train.seed)
-    optimizer = _optimizer(list(parameters.values()), config)
+    optimizer = reference_optimizer(parameters, config.optimizer, plan)
     trace = Trace(initial=_copies(parameters))
     trace.leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     for step in range(steps):
         batch = rows.batch(config, step)
         keys = sample_keys(config.train.seed, step, batch.rows)
-        optimizer.zero_grad()
+        model.zero_grad()
         counted = batch.labels != IGNORE_INDEX
         samples = SampleInfo(keys, batch.documents, counted.double() / counted.sum())
         loss = model(batch.tokens, batch.labels, samples) / counted.sum()
@@ -84,11 +85,9 @@ def one_process(
         trace.norms.append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
         torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad_norm or float("inf"))
         lr = learning_rate(step + 1, config.optimizer)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        for name, parameter in parameters.items():
-            trace.leverage[name] += lr * _leverage(optimizer, parameter, config)
+        optimizer.step(lr)
+        for name in parameters:
+            trace.leverage[name] += lr * optimizer.leverage(name)
         trace.weights.append(_copies(parameters))
     return trace
 
@@ -99,33 +98,6 @@ def write_trace(source: ModelSource, config: Config, rows: BatchSource, steps: i
     trace = one_process(make_model, plan, config, rows, steps)
     trace.save(Path(folder))
     return trace.losses
-
-
-def _optimizer(parameters: list[nn.Parameter], config: Config) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups)
-    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
-
-
-def _leverage(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, config: Config) -> Tensor | float:
-    """How far an update of learning rate 1 moves each weight, per relative error in the parameter's gradient.
-
-    An error of δ times the gradient's largest magnitude G moves SGD's update by δ·G. Adam divides by √v + ε (bias
-    corrected), so by δ·G / (√v + ε): for gradients that are rounding noise alone (a key bias, which softmax ignores)
-    that is far more than δ, and no mistake. The bound falls to that of SGD's kind where the gradient is a gradient.
-    """
-    assert parameter.grad is not None
-    largest = parameter.grad.abs().max()
-    if config.optimizer.name == "sgd":
-        return float(largest)
-    state = optimizer.state[parameter]
-    variance = state["exp_avg_sq"] / (1 - config.optimizer.betas[1] ** float(state["step"]))
-    return largest / (variance.sqrt() + config.optimizer.eps)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

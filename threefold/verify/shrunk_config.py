@@ -8,6 +8,7 @@ from threefold.config import Config, resolve
 from threefold.config.batch import batch_sizes
 from threefold.config.loading import config_of
 from threefold.config.model import ModelConfig
+from threefold.config.optimizer import hyper_parameters
 from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED
 from threefold.verify.layout_spec import LayoutSpec
 
@@ -23,7 +24,7 @@ Settings = dict[str, dict[str, Any]]
 def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     """The config as one process runs it for a comparison: resolved, on the CPU, in `dtype`, nothing compiled.
 
-    Adam's eps is `LEAST_EPS` at least.
+    The eps of Adam and Muon is `LEAST_EPS` at least.
 
     Args:
         vocab_size: of the data, for a config that names none.
@@ -37,7 +38,8 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     settings["train"].update(
         device="cpu", compile=False, global_batch_size=batch_sizes(config, largest=1).global_batch_size
     )
-    settings["optimizer"]["eps"] = max(config.optimizer.eps, LEAST_EPS)
+    if "eps" in hyper_parameters(config.optimizer.name):
+        settings["optimizer"]["eps"] = max(config.optimizer.eps, LEAST_EPS)
     settings["model"].setdefault("vocab_size", vocab_size)
     return resolve(config_of(settings), vocab_size=1)
 

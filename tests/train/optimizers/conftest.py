@@ -1,0 +1,5 @@
+"""The small corpus of the command-line tests."""
+
+from tests.cli.conftest import tokens
+
+__all__ = ["tokens"]

@@ -1,0 +1,105 @@
+"""The `optimizer` section, and the tables of the optimizers and learning-rate schedules that it can name.
+
+An optimizer is one file of `train/optimizers/` and one row of `BUILT_IN`; a learning-rate schedule one file of
+`train/lr_schedules/` and one row of `LR_SCHEDULES`. Other packages add theirs through entry points.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import Field
+
+from threefold.config.section import MOST_STEPS, NameIn, Section, derived
+from threefold.plugins import Registry
+
+
+class Row(NamedTuple):
+    """An optimizer of the package.
+
+    Attributes:
+        implementation: `module:attribute` of its `UpdateRule`.
+        reads: which of `HYPER_PARAMETERS` it reads, and their defaults (None: as the section says).
+    """
+
+    implementation: str
+    reads: Mapping[str, Any]
+
+
+_ADAM: Final = {"betas": None, "eps": None}
+
+BUILT_IN: Final = {
+    "adamw": Row("threefold.train.optimizers.adamw:AdamW", _ADAM),
+    "adam": Row("threefold.train.optimizers.adam:Adam", _ADAM),
+    "sgd": Row("threefold.train.optimizers.sgd:SGD", {"momentum": 0.0, "nesterov": False}),
+    "lion": Row("threefold.train.optimizers.lion:Lion", {"betas": None}),
+    "muon": Row(
+        "threefold.train.optimizers.muon:Muon",
+        {**_ADAM, "momentum": 0.95, "nesterov": True, "newton_schulz_steps": 5, "lr_scaling": "match_rms_adamw"},
+    ),
+}
+HYPER_PARAMETERS: Final = ("betas", "eps", "momentum", "nesterov", "newton_schulz_steps", "lr_scaling")
+"""Settings that only some optimizers read; every other setting of the section is for all of them."""
+
+OPTIMIZERS: Final = Registry(
+    "optimizer.name", "threefold.optimizers", {name: row.implementation for name, row in BUILT_IN.items()}
+)
+LR_SCHEDULES: Final = Registry(
+    "optimizer.decay",
+    "threefold.lr_schedules",
+    {
+        "cosine": "threefold.train.lr_schedules.cosine:cosine",
+        "linear": "threefold.train.lr_schedules.linear:linear",
+        "constant": "threefold.train.lr_schedules.constant:constant",
+        "wsd": "threefold.train.lr_schedules.wsd:wsd",
+    },
+)
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate: linear warm-up to `lr`, then decay to `min_lr`."""
+
+    name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
+    """Optimizer; `adam` adds weight decay to the gradient, `adamw`, `lion` and `muon` decay the weights themselves.
+    `muon` orthogonalises the momentum of the weight matrices between the first and the last layer, and updates all
+    other weights as `adamw` does."""
+    lr: float = Field(default=6e-4, gt=0)
+    """Highest learning rate."""
+    min_lr: float = derived(ge=0)
+    """Learning rate at the end of the decay; at most `lr`. Default: a tenth of `lr`."""
+    warmup_steps: int = derived(ge=0, le=MOST_STEPS)
+    """Steps of linear warm-up from 0. Default: a tenth of `decay_steps`, at most 100."""
+    decay: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
+    """Shape of the decay after the warm-up; `wsd` (warm-up, stable, decay) holds `lr` for `stable_steps` and then
+    decays linearly."""
+    decay_steps: int = derived(ge=1, le=MOST_STEPS)
+    """Step at which `min_lr` is reached, warm-up included. Default: `train.max_steps`."""
+    stable_steps: int = derived(ge=0, le=MOST_STEPS)
+    """Steps at `lr` between warm-up and decay, for `wsd` only. Default: up to four fifths of `decay_steps`."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """Decay rates of the first and second moment for `adamw`, `adam` and `muon`; for `lion` the weight of the momentum
+    in the update and its decay rate. Each in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Guard against division by zero of `adamw`, `adam` and `muon`."""
+    momentum: float = derived(ge=0, lt=1)
+    """Decay rate of the momentum, for `sgd` and `muon` only. Default: 0 for `sgd`, 0.95 for `muon`."""
+    nesterov: bool = derived()
+    """Whether the momentum is Nesterov's, for `sgd` and `muon` only. Default: false for `sgd`, true for `muon`."""
+    newton_schulz_steps: int = derived(ge=1, le=99)
+    """Newton–Schulz iterations of an update, for `muon` only. Default: 5."""
+    lr_scaling: Literal["match_rms_adamw", "original"] = derived()
+    """What `muon` multiplies `lr` by for a weight matrix of A × B: `match_rms_adamw` 0.2 · √max(A, B), so that one
+    `lr` suits all weights, `original` √max(1, A / B). Default: `match_rms_adamw`."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decay of the weight matrices, decoupled from the gradient but for `adam` and `sgd`; biases and norms have
+    none."""
+    clip_grad_norm: float = Field(default=1.0, ge=0)
+    """Largest global norm of the gradient; 0 for no limit."""
+
+
+def hyper_parameters(name: str) -> Mapping[str, Any]:
+    """Which of `HYPER_PARAMETERS` an optimizer reads, and their defaults (None: as the section says).
+
+    Raises:
+        UserError: it is another package's and cannot be imported.
+    """
+    return BUILT_IN[name].reads if name in BUILT_IN else OPTIMIZERS.load(name).reads

@@ -1,0 +1,1 @@
+"""Optimizers, one file each; `config.optimizer.BUILT_IN` has a row for every one of them."""

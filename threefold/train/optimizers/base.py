@@ -1,0 +1,134 @@
+"""What an optimizer is here: the parameters as it sees them, and the interface of its update rule."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from threefold.config import OptimizerConfig
+from threefold.parallel.data.grad_buckets import Gradients
+from threefold.parallel.matrices import ShardedMatrix
+from threefold.parallel.parameter import like
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter as the optimizer sees it.
+
+    Attributes:
+        name: its name in the whole model.
+        parameter: as the stage stores it.
+        leaf: what the model computes with (the local shard).
+        master: what is updated, of the leaf's shape; the leaf itself where the model is wide enough.
+        gradients: where its gradient is.
+        hidden_matrix: gathers the whole matrix or matrices (the last two dims of the parameter) where it is a weight of
+            two dims or more of a layer between the model's first and its last; None for embeddings, the head, norms and
+            biases.
+    """
+
+    name: str
+    parameter: Tensor
+    leaf: Tensor
+    master: Tensor
+    gradients: Gradients
+    hidden_matrix: ShardedMatrix | None = None
+
+    @property
+    def gradient(self) -> Tensor:
+        """In the master's dtype, of its shape."""
+        return self.gradients[self.leaf]
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to weights of two dims or more, not to biases and norms."""
+        return self.parameter.dim() >= 2
+
+    def stored(self, shard: Tensor) -> Tensor:
+        """A tensor of the local shape as a global one, the way the parameter is stored."""
+        return like(self.parameter, shard)
+
+
+class UpdateRule(ABC):
+    """How an optimizer updates this rank's shards, given their complete gradients: what one file of this folder, or of
+    another package, defines.
+
+    The update has to be the same in every layout. One that treats elements independently is; one that needs whole
+    matrices gathers them through `Entry.hidden_matrix`.
+
+    Args:
+        entries: this rank's parameters, the same and in the same order on all ranks that shard them. A shard may be
+            empty.
+        config: resolved.
+
+    Attributes:
+        reads: which of `config.optimizer.HYPER_PARAMETERS` it reads, and their defaults (None: as the section says).
+            The others are refused. The package's own are in `BUILT_IN` instead, which imports no torch.
+    """
+
+    reads: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
+        self.entries, self.config = list(entries), config
+
+    @abstractmethod
+    def step(self, lr: float) -> None:
+        """Update every entry's `master` in place from its `gradient`, with learning rate `lr`. Called without autograd;
+        all ranks call it in the same steps."""
+
+    @abstractmethod
+    def state(self, entry: Entry) -> Mapping[str, Tensor]:
+        """The optimizer state of an entry by name, saved in checkpoints and filled in place on resuming.
+
+        Each tensor exists from the start. It has the master's shape and is sharded as the parameter is, or is a scalar,
+        the same on every rank.
+        """
+
+    @classmethod
+    @abstractmethod
+    def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
+        """How many tensors of a weight's shape are kept for it, for estimates of memory."""
+
+    def weight_decay(self, entry: Entry) -> float:
+        """That of an entry: the setting, or 0."""
+        return self.config.weight_decay if entry.decays else 0.0
+
+
+class TorchRule(UpdateRule):
+    """An elementwise optimizer of `torch.optim`, over the plain local shards."""
+
+    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
+        super().__init__(entries, config)
+        decayed = [entry.master for entry in self.entries if entry.decays]
+        others = [entry.master for entry in self.entries if not entry.decays]
+        groups = ((decayed, config.weight_decay), (others, 0.0))
+        self._torch = self.make([{"params": params, "weight_decay": decay} for params, decay in groups if params])
+        for entry in self.entries:
+            # Made now instead of at the first step, so that a checkpoint finds the same states before and after it.
+            self._torch.state[entry.master] = self.initial_state(entry.master)
+
+    @abstractmethod
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Torch's optimizer for parameter groups that name their weight decay."""
+
+    @abstractmethod
+    def initial_state(self, master: Tensor) -> dict[str, Tensor]:
+        """The state that torch's optimizer would make for a parameter at its first step."""
+
+    def step(self, lr: float) -> None:
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        for entry in self.entries:
+            entry.master.grad = entry.gradient
+        self._torch.step()
+
+    def state(self, entry: Entry) -> Mapping[str, Tensor]:
+        found: Mapping[str, Tensor] = self._torch.state[entry.master]
+        return found
+
+
+def zeros(master: Tensor) -> Tensor:
+    """A state tensor of a master's shape."""
+    return torch.zeros_like(master, requires_grad=False)

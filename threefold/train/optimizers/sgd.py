@@ -1,0 +1,24 @@
+"""Stochastic gradient descent, with momentum (Sutskever et al., ICML 2013) where the config asks for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.config import OptimizerConfig
+from threefold.train.optimizers.base import TorchRule, zeros
+
+
+class SGD(TorchRule):
+    """`torch.optim.SGD`; reads `momentum` and `nesterov`; keeps `momentum_buffer` where the momentum is not 0."""
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        config = self.config
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+
+    def initial_state(self, master: Tensor) -> dict[str, Tensor]:
+        return {"momentum_buffer": zeros(master)} if self.config.momentum else {}
+
+    @classmethod
+    def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
+        return 1 if config.momentum else 0
