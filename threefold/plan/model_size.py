@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from threefold.comm.layout import Coordinates
-from threefold.config import Config
+from threefold.config import Config, ModelConfig
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import ModelPlan, OverExperts, Split
@@ -37,7 +37,16 @@ class Weight(NamedTuple):
 
     def held(self, place: Place) -> int:
         """How many of its elements the rank at `place` holds."""
-        return prod(local_shape(self.shape, self.split, self.name.rpartition(".")[2], place))
+        return prod(self.held_shape(place))
+
+    def held_shape(self, place: Place) -> tuple[int, ...]:
+        """The shape of the part that the rank at `place` holds."""
+        return local_shape(self.shape, self.split, self.own_name, place)
+
+    @property
+    def own_name(self) -> str:
+        """Its name in its module."""
+        return self.name.rpartition(".")[2]
 
 
 class StageSize(NamedTuple):
@@ -94,9 +103,7 @@ class ModelSize:
         self._plan = plan = model_plan(config.model, config.data.sequence_length)
         self._rule: type[UpdateRule] = OPTIMIZERS.load(config.optimizer.name)
         self._map = stage_map(plan, config)
-        with torch.device("meta"):
-            model = make_model(config.model)
-        self._layers = {name: _weights(model, name, plan) for name in plan.layers}
+        self._layers = weights_by_layer(config.model, plan)
         self.parameters = _count(self._whole())
         experts = _count(weight for weight in self._whole() if isinstance(weight.split, OverExperts))
         idle = config.model.num_experts - config.model.experts_per_token
@@ -175,6 +182,13 @@ class ModelSize:
             sharing = [layer for layer in layers if any(uses[weight] > 1 for weight in layer)]
             yield from (layer for layer in layers if layer not in sharing)
             yield set().union(*sharing)
+
+
+def weights_by_layer(config: ModelConfig, plan: ModelPlan) -> dict[str, tuple[Weight, ...]]:
+    """The parameters of each layer of a model, in order; counted on the meta device."""
+    with torch.device("meta"):
+        model = make_model(config)
+    return {name: _weights(model, name, plan) for name in plan.layers}
 
 
 def _weights(model: nn.Module, layer: str, plan: ModelPlan) -> tuple[Weight, ...]:

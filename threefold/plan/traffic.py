@@ -4,14 +4,18 @@ The same numbers that the mesh's recorder counts while a step runs, from sizes a
 formulas as a table. They are those of a GPT: an embedding of tokens and positions, blocks of attention and MLP, a head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from threefold.comm.collectives import shard_bounds
 from threefold.comm.layout import Coordinates
 from threefold.config import Config
+from threefold.models.registry import model_plan
 from threefold.parallel.data.grad_buckets import in_buckets
 from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.shard_shapes import Place, Shard
+from threefold.plan.model_size import Weight, weights_by_layer
 
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _COUNT = 2 * 8  # bytes of the number of tokens that count, and of those that are padding
@@ -99,6 +103,9 @@ class _Step:
         self.has_embedding, self.has_head = 0 in layers, model.num_layers + 1 in layers
         blocks = layers & set(range(1, model.num_layers + 1))
         self.blocks = len(blocks)
+        self.held = Place(tp=Shard(place.tp, parallel.tp))
+        weights = weights_by_layer(config.model, model_plan(config.model, config.data.sequence_length))
+        self.layers = [each for number, each in enumerate(weights.values()) if number in layers]
         replayed = blocks & set(range(1, model.num_layers + 1, train.recompute_every))
         self.replayed_cores = len(replayed) if train.recompute != "none" else 0
         self.replayed = len(replayed) if train.recompute == "full" else 0
@@ -221,28 +228,25 @@ class _Step:
 
     def _shapes(self) -> Iterator[list[tuple[int, int]]]:
         """For each layer of this rank, rows and columns of its parameters (1 column for a vector)."""
-        model, tp = self.config.model, self.parallel.tp
-        hidden, inner = model.hidden_size, model.ffn_hidden_size // tp
-        table, norm = (self._rows(), hidden), [(hidden, 1), (hidden, 1)]
-        if self.has_embedding:
-            yield [table, *((size // hidden, hidden) for size in self._positions())]
-        attention = [(3 * hidden // tp, hidden), (3 * hidden // tp, 1), (hidden, hidden // tp), (hidden, 1)]
-        mlp = [(inner, hidden), (inner, 1), (hidden, inner), (hidden, 1)]
-        for _ in range(self.blocks):
-            yield [*norm, *attention, *norm, *mlp]
-        if self.has_head:
-            yield norm if model.tie_embeddings and self.has_embedding else [*norm, table]
+        yield from ([_matrix(weight.held_shape(self.held)) for weight in weights] for weights in self._weights())
 
     def _held_whole(self) -> Iterator[int]:
         """Elements of the parameters that the tensor axis does not split: positions, norms and row-parallel biases."""
-        hidden = self.config.model.hidden_size
         share = self._of_shard if self.parallel.zero else int
-        if self.has_embedding:
-            yield from (share(size // hidden) * hidden for size in self._positions())
-        yield (6 * self.blocks + 2 * self.has_head) * share(hidden)
+        for weights in self._weights():
+            for weight in weights:
+                if weight.split.cut_dim(weight.own_name, "tp") is None:
+                    rows, columns = _matrix(weight.shape)
+                    yield share(rows) * columns
 
-    def _positions(self) -> Iterator[int]:
-        """Elements of the learned positions, where positions are learned."""
-        model = self.config.model
-        if model.position_embedding == "learned":
-            yield model.max_position_embeddings * model.hidden_size
+    def _weights(self) -> Iterator[tuple[Weight, ...]]:
+        """The parameters of each layer of this rank, in the order of the model; tied ones where they are first used."""
+        seen: set[Weight] = set()
+        for layer in self.layers:
+            yield tuple(weight for weight in layer if weight not in seen)
+            seen |= set(layer)
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns."""
+    return shape[0], prod(shape[1:])
