@@ -13,6 +13,7 @@ from threefold.comm.axis import Axis
 from threefold.comm.collectives import copy_to, gather_shares, reduce_from, reduce_to_shares, shard_bounds
 from threefold.models.layers.experts import Experts, swiglu, through
 from threefold.models.layers.router import Choice
+from threefold.models.sharding import OverExperts
 from threefold.parallel.context.sequence import Region
 from threefold.parallel.parameter import local, split_parameter, split_parameter_twice
 
@@ -28,8 +29,8 @@ class ParallelExperts(nn.Module):
     def __init__(self, experts: Experts, region: Region) -> None:
         super().__init__()
         self.region, self.count = region, len(experts.gate_up)
-        self.gate_up = _part(experts.gate_up, region, dim=1)
-        self.down = _part(experts.down, region, dim=2)
+        self.gate_up = _part("gate_up", experts.gate_up, region)
+        self.down = _part("down", experts.down, region)
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """[B, S, H], the same on every rank of the tensor axis or its share of the sequence → the same."""
@@ -79,11 +80,12 @@ def all_to_all(rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -
     return _AllToAll.apply(rows, axis, sent, received)
 
 
-def _part(weight: nn.Parameter, region: Region, dim: int) -> nn.Parameter:
-    """This rank's experts, and of each the tensor rank's part along `dim`."""
+def _part(name: str, weight: nn.Parameter, region: Region) -> nn.Parameter:
+    """This rank's experts, and of each the tensor rank's part."""
+    (_, experts), (_, dim) = OverExperts().cuts(name)
     if region.ep.size == 1:
         return split_parameter(weight, region.tp, dim)
-    return split_parameter_twice(weight, (region.ep, region.tp), (0, dim))
+    return split_parameter_twice(weight, (region.ep, region.tp), (experts, dim))
 
 
 class _AllToAll(torch.autograd.Function):

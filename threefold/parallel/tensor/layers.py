@@ -10,7 +10,7 @@ gradient, and `sum_over_shares_` completes it.
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from threefold.comm.collectives import (
     shard_bounds,
 )
 from threefold.comm.mesh import Axis
+from threefold.models.sharding import Column, Row, Split, Vocab
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
 from threefold.random.keys import stream_key
@@ -33,10 +34,22 @@ from threefold.random.philox import fill_normal_
 
 
 class _SplitLayer(nn.Module):
-    """What the layers share: a weight split along one dim, and how to fill it."""
+    """What the layers have in common: a weight split as a rule says, and how to fill it."""
 
     weight: nn.Parameter
     axis: Axis
+    rule: Split
+    """How the parameters are cut."""
+
+    def _empty(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
+        """This rank's part of the parameter `name`, uninitialised."""
+        dim = self.rule.cut_dim(name, "tp")
+        return nn.Parameter(torch.empty(shape)) if dim is None else empty_parameter(shape, self.axis, dim)
+
+    def _split(self, name: str, whole: Tensor) -> nn.Parameter:
+        """This rank's part of the parameter `name`."""
+        dim = self.rule.cut_dim(name, "tp")
+        return cast(nn.Parameter, whole) if dim is None else split_parameter(whole, self.axis, dim)
 
     def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
         """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size."""
@@ -68,6 +81,8 @@ class VocabParallelEmbedding(_SplitLayer):
         sequence_dim: dim of the output along which each rank gets its share; None for the whole output on every rank.
     """
 
+    rule = Vocab()
+
     def __init__(
         self,
         num_embeddings: int,
@@ -83,7 +98,7 @@ class VocabParallelEmbedding(_SplitLayer):
         self.axis, self.pad_to, self.sequence_dim = axis, pad_to, sequence_dim
         self.num_embeddings = num_embeddings
         self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
-        self.weight = empty_parameter((num_embeddings, embedding_dim), axis, dim=0)
+        self.weight = self._empty("weight", (num_embeddings, embedding_dim))
         self.reset_parameters(name, seed)
 
     @classmethod
@@ -91,7 +106,7 @@ class VocabParallelEmbedding(_SplitLayer):
         """The same table, split."""
         with torch.device("meta"):
             layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis, name="", sequence_dim=sequence_dim)
-        layer.weight = split_parameter(embedding.weight, axis, dim=0)
+        layer.weight = layer._split("weight", embedding.weight)
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -146,6 +161,8 @@ class ColumnParallelLinear(_SplitLinear):
         sequence_dim: dim of the input of which each rank passes its share; None for the whole input on every rank.
     """
 
+    rule = Column()
+
     def __init__(
         self,
         in_features: int,
@@ -161,8 +178,8 @@ class ColumnParallelLinear(_SplitLinear):
     ) -> None:
         super().__init__()
         self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
-        self.weight = empty_parameter((out_features, in_features), axis, dim=0)
-        self.register_parameter("bias", empty_parameter((out_features,), axis, dim=0) if bias else None)
+        self.weight = self._empty("weight", (out_features, in_features))
+        self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
         self.reset_parameters(name, seed)
 
     @classmethod
@@ -173,8 +190,8 @@ class ColumnParallelLinear(_SplitLinear):
         sizes = module.in_features, module.out_features
         with torch.device("meta"):
             layer = cls(*sizes, axis, name="", gather_output=gather_output, sequence_dim=sequence_dim)
-        layer.weight = split_parameter(module.weight, axis, dim=0)
-        layer.bias = None if module.bias is None else split_parameter(module.bias, axis, dim=0)
+        layer.weight = layer._split("weight", module.weight)
+        layer.bias = None if module.bias is None else layer._split("bias", module.bias)
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -221,6 +238,8 @@ class RowParallelLinear(_SplitLinear):
         sequence_dim: dim of the output along which each rank gets its share; None for the whole output on every rank.
     """
 
+    rule = Row()
+
     def __init__(
         self,
         in_features: int,
@@ -243,8 +262,8 @@ class RowParallelLinear(_SplitLinear):
             raise TypeError(f"RowParallelLinear got an unexpected argument {next(iter(unknown))!r}")
         super().__init__()
         self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
-        self.weight = empty_parameter((out_features, in_features), axis, dim=1)
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
+        self.weight = self._empty("weight", (out_features, in_features))
+        self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
         self.reset_parameters(name, seed)
 
     @classmethod
@@ -255,8 +274,8 @@ class RowParallelLinear(_SplitLinear):
         sizes = module.in_features, module.out_features
         with torch.device("meta"):
             layer = cls(*sizes, axis, name="", input_is_parallel=input_is_parallel, sequence_dim=sequence_dim)
-        layer.weight = split_parameter(module.weight, axis, dim=1)
-        layer.bias = module.bias
+        layer.weight = layer._split("weight", module.weight)
+        layer.bias = None if module.bias is None else layer._split("bias", module.bias)
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
