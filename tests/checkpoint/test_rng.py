@@ -61,11 +61,13 @@ def test_a_replay_draws_the_same() -> None:
 class NoisyBlock(Block):
     """A block that draws by torch's own means, the same on every tensor rank; also when it is evaluated."""
 
-    streams: RandomStreams | None = None
+    streams: RandomStreams
+
+    def use_streams(self, streams: RandomStreams) -> None:
+        self.streams = streams
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         out = super().forward(x, samples)
-        assert self.streams is not None
         with self.streams.fork("global"):
             return out * torch.rand_like(out)
 

@@ -19,13 +19,12 @@ from threefold.comm.mesh import Axis
 from threefold.data.loader import Batch
 from threefold.labels import IGNORE_INDEX
 from threefold.models.sharding import AttentionCore, Split
-from threefold.parallel import parallelize as apply
-from threefold.parallel import shard_modules
+from threefold.parallel import parallelize, shard_modules
 from threefold.parallel.data import grad_buckets as data
 from threefold.parallel.pipeline import runner, stage, tied
 from threefold.parallel.tensor import layers as tensor
 from threefold.parallel.tensor import loss
-from threefold.train import engine, optimizer
+from threefold.train import engine, gradient_norm, optimizer
 from threefold.train.optimizers import base
 
 Patch = tuple[Any, str, Any]
@@ -58,11 +57,11 @@ def row_bias_added_by_every_rank() -> list[Patch]:
 
 
 def shards_seeded_alike() -> list[Patch]:
-    return [replace(apply, "offset", lambda parameter: (0,) * parameter.dim())]
+    return [replace(parallelize, "offset", lambda parameter: (0,) * parameter.dim())]
 
 
 def weights_seeded_by_rank() -> list[Patch]:
-    draw = apply.draw_
+    draw = parallelize.draw_
 
     def draw_by_rank(into: Tensor, parameter: Tensor, name: str, plan: Any, seed: int) -> Tensor:
         return draw(into, parameter, name, plan, seed + torch.distributed.get_rank())
@@ -97,8 +96,8 @@ def replicas_reduced_before_the_last_micro_batch() -> list[Patch]:
 
 
 def last_micro_batch_dropped() -> list[Patch]:
-    split = runner.Work.split
-    return [replace(runner.Work, "split", lambda self, parts: split(self, parts)[:-1])]
+    split = runner.LocalBatch.split
+    return [replace(runner.LocalBatch, "split", lambda self, parts: split(self, parts)[:-1])]
 
 
 def layer_dropped() -> list[Patch]:
@@ -121,17 +120,17 @@ def tied_weight_counted_twice_in_the_norm() -> list[Patch]:
 
 
 def tied_weight_untied_by_splitting() -> list[Patch]:
-    return [replace(apply, "_tie", lambda stages, plan: None)]
+    return [replace(parallelize, "_tie", lambda stages, plan: None)]
 
 
 def replicated_parameters_counted_tp_times_in_the_norm() -> list[Patch]:
-    return [replace(engine, "is_split", lambda parameter: True)]
+    return [replace(gradient_norm, "is_split", lambda parameter: True)]
 
 
 def norm_of_one_rank() -> list[Patch]:
     def alone(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
         mean, _ = both(self, local_loss)
-        return mean, float(self._squared_norm() ** 0.5)
+        return mean, float(gradient_norm.local_squared_norm(self.model, self.optimizer.entries) ** 0.5)
 
     both = engine.Engine._loss_and_norm
     return [replace(engine.Engine, "_loss_and_norm", alone)]

@@ -34,7 +34,8 @@ from threefold.models.sharding import (
     Vocab,
     VocabLoss,
 )
-from threefold.parallel.parallelize import Division, parallelize
+from threefold.parallel.parallelism import Parallelism
+from threefold.parallel.parallelize import parallelize
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.plan_check import check_plan
@@ -236,7 +237,7 @@ def shapes(split: dict[str, Split]) -> dict[str, tuple[int, ...]]:
         return nn.ModuleDict({"parts": nn.ModuleList(Parts() for _ in range(2))})
 
     plan = ModelPlan(split, ("parts.0", "parts.1"), (1.0, 1.0), lambda name: Constant(1.0))
-    (stage,) = parallelize(make, plan, Division(mesh, StageMap((0, 2), (0,))))
+    (stage,) = parallelize(make, plan, Parallelism(mesh, StageMap((0, 2), (0,)))).stages
     return {name: tuple(local(parameter).shape) for name, parameter in stage.named_parameters()}
 
 

@@ -14,7 +14,8 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.context.sequence import sum_over_shares_
-from threefold.parallel.parallelize import Division, draw_, parallelize
+from threefold.parallel.parallelism import Parallelism
+from threefold.parallel.parallelize import draw_, parallelize
 from threefold.parallel.parameter import is_split, local
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.plan.capture import capturable, capture_step
@@ -28,8 +29,8 @@ def losses_of(case: Case, captured: bool) -> tuple[list[float], float]:
         mesh.tp = capturable(mesh.tp)
     config, plan = case.config, gpt_plan(case.config.model, case.sequence)
     shared = config.parallel.sequence_parallel
-    division = Division(mesh, StageMap((0, len(plan.layers)), (0,)), shared, torch.float64)
-    (stage,) = parallelize(lambda: GPT(config.model), plan, division)
+    division = Parallelism(mesh, StageMap((0, len(plan.layers)), (0,)), shared, torch.float64)
+    (stage,) = parallelize(lambda: GPT(config.model), plan, division).stages
     parameters = dict(stage.named_parameters())
     for name, parameter in parameters.items():
         draw_(local(parameter).detach(), parameter, name, plan, 3)

@@ -30,7 +30,7 @@ def counted_and_computed(case: Case, bucket_bytes: int | None = None) -> tuple[T
         for event in events:
             before = counted[event.axis].get(event.operation, Volume())
             counted[event.axis][event.operation] = Volume(before.count + 1, before.nbytes + event.nbytes)
-        computed = step_traffic(case.config, engine.division.stages, engine.mesh.coordinates)
+        computed = step_traffic(case.config, engine.parallelism.stages, engine.mesh.coordinates)
     return dict(counted), computed
 
 

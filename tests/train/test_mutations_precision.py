@@ -17,7 +17,7 @@ from tests.train.test_precision import FP16, check_skipped_by_all, overflowing
 from threefold.parallel.data import compression
 from threefold.parallel.data import grad_buckets as data
 from threefold.random import philox as random
-from threefold.train import engine, loss_scale
+from threefold.train import engine, gradient_norm, loss_scale
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 
@@ -79,14 +79,16 @@ def gradients_added_up_narrow() -> list[Patch]:
 def overflow_seen_by_one_rank_alone() -> list[Patch]:
     def alone(self: engine.Engine, loss: Tensor) -> tuple[float, float]:
         mean, norm = both(self, loss)
-        return mean, 1.0 + float(self._overflow()) if norm != norm or norm == float("inf") else norm
+        return mean, 1.0 + float(gradient_norm.overflow(self.optimizer.entries)) if norm != norm or norm == float(
+            "inf"
+        ) else norm
 
     both = engine.Engine._loss_and_norm
     return [(engine.Engine, "_loss_and_norm", alone)]
 
 
 def overflow_of_what_another_rank_answers_for_not_seen() -> list[Patch]:
-    return [(engine.Engine, "_overflow", lambda self: torch.zeros((), dtype=torch.float64))]
+    return [(engine, "overflow", lambda entries: torch.zeros((), dtype=torch.float64))]
 
 
 def adam_counts_a_skipped_update() -> list[Patch]:

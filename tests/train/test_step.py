@@ -8,7 +8,8 @@ import torch
 from tests.support.parity import Case, make_engine, shard_of
 from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.parameter import is_split
-from threefold.train.engine import Engine, squared_norm
+from threefold.train.engine import Engine
+from threefold.train.gradient_norm import squared_norm
 
 
 def syncs_of_a_step(case: Case) -> tuple[Counter[tuple[str, str]], int, list[float]]:

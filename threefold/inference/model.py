@@ -25,15 +25,16 @@ from threefold.data.chat_template import ChatTemplate
 from threefold.data.documents import DocumentEncoder
 from threefold.data.text import SpecialTokens, TextEncoder, TextRule
 from threefold.data.tokenizer import id_count
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.huggingface.sidecar_files import PREFIX, end_tokens
 from threefold.models.layers.decoder import NOTHING
 from threefold.models.registry import make_model, model_plan
-from threefold.parallel.parallelize import Division, parallelize
+from threefold.parallel.parallelism import Parallelism
+from threefold.parallel.parallelize import parallelize
 from threefold.parallel.pipeline.partition import partition_by_cost
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
-from threefold.train.engine import DTYPES
 
 _SPLIT_WIDTHS = (
     "num_attention_heads",
@@ -176,7 +177,7 @@ class Trained:
         config = self.config.model
         plan = model_plan(config, self.config.data.sequence_length)
         stages = StageMap(tuple(partition_by_cost(plan.costs, mesh.pp.size)), tuple(range(mesh.pp.size)))
-        (stage,) = parallelize(lambda: make_model(config), plan, Division(mesh, stages, dtype=DTYPES[dtype]))
+        (stage,) = parallelize(lambda: make_model(config), plan, Parallelism(mesh, stages, dtype=DTYPES[dtype])).stages
         weights = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
         (load_tensors_alone if mesh.is_alone else load_tensors)(weights, self.checkpoint.path)
         return Model(self, stage.eval().requires_grad_(False), mesh, DTYPES[dtype])

@@ -1,66 +1,91 @@
-"""From a single-device model to this rank's part of it: cut into stages, split layers, fill with the keyed weights."""
+"""From a single-device model to this rank's part of it: all of parallelism, in the order in which it is applied.
+
+The model is made on the meta device and cut there, so no rank ever holds more than its own part.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.dtypes import DTYPES
+from threefold.models.layers.decoder import chunk_loss_
 from threefold.models.sharding import ModelPlan, Normal
-from threefold.parallel.context.sequence import Region
-from threefold.parallel.data.zero import Sharing, share_out
-from threefold.parallel.parameter import like, local, offset, replace_parameters
-from threefold.parallel.pipeline.placement import StageMap
-from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.data.grad_buckets import GradientBuckets, Gradients, JoinedGradients
+from threefold.parallel.data.zero import ShardedGradients, share_out
+from threefold.parallel.parallelism import Parallelism
+from threefold.parallel.parameter import is_of_experts, like, local, offset, replace_parameters
+from threefold.parallel.pipeline.stage import Stage, whole_parameters
+from threefold.parallel.pipeline.tied import TiedWeights
 from threefold.parallel.plan_check import check_plan
+from threefold.parallel.recompute import apply_recompute, unwrapped
 from threefold.parallel.shard_modules import shard_modules
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
+from threefold.random.rng import RandomStreams, give_streams
 
 
 @dataclass(frozen=True)
-class Division:
-    """How a model is divided among ranks.
+class ParallelModel:
+    """This rank's part of a model.
 
     Attributes:
-        mesh: this rank's place.
-        stages: the pipeline's stages.
-        sequence_parallel: whether activations between split layers are cut along the sequence over tp.
-        dtype: what the parameters compute in.
-        sharing: what the replicas share; None where each has its own copy of everything.
-        cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
-        master_weights: whether parameters narrower than fp32 are updated, and their gradients added up, in fp32.
+        stages: its pipeline stages, in order, their weights allocated.
+        plan: of the whole model.
+        parallelism: how the model is spread.
     """
 
-    mesh: Mesh
-    stages: StageMap
-    sequence_parallel: bool = False
-    dtype: torch.dtype = torch.float32
-    sharing: Sharing | None = None
-    cp_method: str = "all-gather"
-    master_weights: bool = True
+    stages: list[Stage]
+    plan: ModelPlan
+    parallelism: Parallelism
 
-    @property
-    def region(self) -> Region:
-        """What the splits of single layers are told."""
-        return Region(self.mesh.tp, self.mesh.cp, self.mesh.ep, self.sequence_parallel, self.cp_method)
+    def modules(self) -> list[nn.Module]:
+        """All modules of the stages, those whose activations are recomputed as themselves."""
+        return [unwrapped(module) for stage in self.stages for module in stage.modules()]
 
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """What weights are updated and gradients added up in."""
-        return torch.promote_types(self.dtype, torch.float32) if self.master_weights else self.dtype
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Each distinct parameter with its name in the whole model."""
+        return list(whole_parameters(self.stages))
 
 
-def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: Division) -> list[Stage]:
-    """This rank's part of a model, stage by stage, its weights allocated but not yet set (`draw_` sets one).
+@dataclass(frozen=True)
+class TrainableModel(ParallelModel):
+    """This rank's part of a model, to be trained.
 
-    The model is made on the meta device, so no rank ever holds more than its own part.
+    Attributes:
+        tied: the tied weights that other ranks have too.
+        streams: what modules that draw in sequence draw from.
+        gradients: of its parameters, summed over the replicas.
+    """
+
+    tied: TiedWeights
+    streams: RandomStreams
+    gradients: Gradients
+
+
+@overload
+def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism) -> ParallelModel: ...
+
+
+@overload
+def parallelize(
+    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: Config
+) -> TrainableModel: ...
+
+
+def parallelize(
+    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: Config | None = None
+) -> ParallelModel:
+    """This rank's part of a model. Collective over the world.
 
     Args:
         make_model: makes the whole, single-device model.
         plan: the model's layers and how each weight is cut.
-        division: which part this rank has.
+        how: which part this rank has.
+        training: the resolved config of a model that is trained; None for one whose weights are only used.
 
     Raises:
         UserError: the plan does not fit the model.
@@ -68,17 +93,28 @@ def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, division: 
     with torch.device("meta"):
         model = make_model()
     check_plan(model, plan)
-    numbers = division.stages.held_by(division.mesh.pp.index)
-    stages = [Stage(model, plan, *division.stages.layers(number)) for number in numbers]
-    shard_modules(stages, plan.split, division.region)
+    # Stages.
+    numbers = how.stages.held_by(how.mesh.pp.index)
+    stages = [Stage(model, plan, *how.stages.layers(number)) for number in numbers]
+    # Tensor, sequence, context and expert parallelism: parallel layers in the place of single-device ones.
+    shard_modules(stages, plan.split, how.region)
+    # Tied weights.
     _tie(stages, plan)
-    if division.sharing is None:
-        _allocate(nn.ModuleList(stages), division.mesh.device, division.dtype)
-    else:
-        # Still without memory, so that no rank ever holds more than its own part; in the width of the masters.
-        _allocate(nn.ModuleList(stages), torch.device("meta"), division.master_dtype)
-        share_out(stages, division.sharing, division.mesh, division.dtype)
-    return stages
+    if training is None:
+        _allocate(stages, how)
+        return ParallelModel(stages, plan, how)
+    tied = TiedWeights(plan, how.stages, how.mesh)
+    # What each module computes with, keeps for the backward pass, and is compiled to.
+    streams = RandomStreams(training.train.seed, how.mesh.coordinates, how.mesh.device)
+    give_streams(streams, nn.ModuleList(stages))
+    chunk_loss_(stages, training.train.loss_chunk_size)
+    apply_recompute(stages, training.train.recompute, training.train.recompute_every, streams)
+    if training.train.compile:
+        _compile(stages)
+    # Data parallelism, or ZeRO.
+    _allocate(stages, how)
+    gradients = _make_gradients(stages, how, training.parallel.gradient_compression)
+    return TrainableModel(stages, plan, how, tied, streams, gradients)
 
 
 @torch.no_grad()
@@ -100,7 +136,7 @@ def draw_(into: Tensor, parameter: Tensor, name: str, plan: ModelPlan, seed: int
 
 
 def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
-    """Share tied weights again where a rank holds several uses: splitting made a parameter of each."""
+    """Make one parameter again of the tied weights that a rank has several uses of: splitting made one of each."""
     kept: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
@@ -110,15 +146,56 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
                 setattr(stage.get_submodule(module), attribute, first)
 
 
-def _allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def _compile(stages: Sequence[Stage]) -> None:
+    """Have each layer but the model's first compiled at its first use.
+
+    The first is a look-up, which gains nothing; and torch 2.13 on a CPU compiles a look-up with a keyed mask after it
+    into code that reads and writes out of bounds.
+    """
+    names = [(stage, name) for stage in stages for name in stage.layer_names if name != stage.model_plan.layers[0]]
+    # Torch's limit is for all layers together, since they share a call; where a layer has dropout, it is compiled anew
+    # for the layer's own keys.
+    limit = 8 * len(names)
+    for stage, name in names:
+        stage.get_submodule(name).compile(recompile_limit=max(8, limit))
+
+
+def _allocate(stages: Sequence[Stage], how: Parallelism) -> None:
+    """Give the parameters memory, the values not yet set."""
+    if how.sharing is None:
+        _allocate_on(stages, how.mesh.device, how.dtype)
+    else:
+        # Sharded while still without memory, in the width of the master weights.
+        _allocate_on(stages, torch.device("meta"), how.master_dtype)
+        share_out(stages, how.sharing, how.mesh, how.dtype)
+
+
+def _allocate_on(stages: Sequence[Stage], device: torch.device, dtype: torch.dtype) -> None:
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         shard = torch.empty_like(local(parameter), device=device, dtype=dtype, requires_grad=False)
         return nn.Parameter(like(parameter, shard))
 
-    for child in module.modules():
+    model = nn.ModuleList(stages)
+    for child in model.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 raise TypeError(
                     f"{type(child).__name__} keeps the buffer {name!r}, which nobody initialises; compute it instead"
                 )
-    replace_parameters(module, allocated)
+    replace_parameters(model, allocated)
+
+
+def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str) -> Gradients:
+    """Shards of the gradients with ZeRO, else buckets; those of experts are summed over the replicas that have them."""
+    if how.sharing is not None:
+        return ShardedGradients(stages, how.sharing)
+    parameters = [parameter for _, parameter in whole_parameters(stages)]
+    mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
+    experts = [local(parameter) for parameter in parameters if is_of_experts(parameter)]
+    others = [local(parameter) for parameter in parameters if not is_of_experts(parameter)]
+    everywhere = GradientBuckets(others, mesh.replicas, dtype, wire=wire)
+    if not experts:
+        return everywhere
+    return JoinedGradients(
+        [(others, everywhere), (experts, GradientBuckets(experts, mesh.expert_replicas, dtype, wire=wire))]
+    )

@@ -1,14 +1,14 @@
-"""Activation recompute: what a module's backward pass needs is computed again instead of kept.
+"""Activation checkpointing (recompute): a module's activations are computed again in the backward pass instead of kept.
 
 Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604.06174); `selective` is Korthikanti et al.,
-"Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 5. The replay draws the same
-dropout masks, because those are keyed and not drawn from a generator's state, so the gradients keep every bit.
+"Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 5. The recomputation draws
+the same dropout masks, because those are keyed and not drawn from a generator's state, so the gradients keep every bit.
 
-Collectives inside a module are replayed too. Torch ends a replay at the last tensor that the backward pass asks for;
-all ranks of a group run the same operations and so end at the same one.
+Collectives inside a module are repeated too. Torch ends a recomputation at the last tensor that the backward pass asks
+for; all ranks of a group run the same operations and so end at the same one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,25 +18,89 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from threefold.models.name_pattern import matches
 from threefold.parallel.pipeline.stage import Stage
-from threefold.random.rng import streams_of
+from threefold.random.rng import RandomStreams, draws_in_sequence
 
 
-def recompute_(stages: Sequence[Stage], mode: str, every: int = 1) -> None:
-    """Have modules of these stages keep their inputs alone, in place; names and weights stay as they are.
+class Recomputed(nn.Module):
+    """Takes the place of a module of which the backward pass computes the activations again.
+
+    It has the module's own parameters, buffers and submodules, under the same names, so names in checkpoints stay as
+    they are; other attributes are read from the module. What hooks this module's call (sharded weights) stays outside
+    the recomputation.
 
     Args:
-        stages: a rank's, split already.
+        module: whose `forward` is checkpointed.
+        streams: the random streams that modules inside draw from, if any does.
+    """
+
+    wrapped: nn.Module
+
+    def __init__(self, module: nn.Module, streams: RandomStreams | None = None) -> None:
+        super().__init__()
+        self.training = module.training
+        # In the object's dict, not among the submodules: those are the module's own, in the very same dicts.
+        self.__dict__.update(
+            wrapped=module, _parameters=module._parameters, _buffers=module._buffers, _modules=module._modules
+        )
+        self._context = noop_context_fn if streams is None else streams.replays
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes."""
+        forward = self.wrapped.forward
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=self._context)
+        return recomputed(forward, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> "Recomputed":
+        """As `nn.Module.train`, for the module too."""
+        self.wrapped.train(mode)
+        super().train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["wrapped"], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wrapped[key]  # type: ignore[index]
+
+    def extra_repr(self) -> str:
+        return type(self.wrapped).__name__
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that computes: itself, or the one whose place a `Recomputed` takes."""
+    return module.wrapped if isinstance(module, Recomputed) else module
+
+
+def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams: RandomStreams | None = None) -> None:
+    """Put a `Recomputed` in the place of each module whose activations are to be computed again.
+
+    Args:
+        stages: a rank's, with their parallel layers.
         mode: a key of the plan's `recompute`, or `none`.
         every: of the model's layers that have such modules, every so many-th (from the first) is treated. They are
             counted over the whole model, so the choice does not depend on the stages.
+        streams: what modules that draw in sequence draw from.
     """
     if mode == "none":
         return
+    made: dict[nn.Module, Recomputed] = {}  # a module that appears in several places is one
     for stage in stages:
-        chosen = set(chosen_layers(stage.model_plan.layers, stage.model_plan.recompute, mode, every))
+        plan = stage.model_plan
+        chosen = set(chosen_layers(plan.layers, plan.recompute, mode, every))
         for layer in chosen.intersection(stage.layer_names):
-            for name in _matching(_names_below(stage, layer), stage.model_plan.recompute[mode]):
-                _keep_inputs_alone(stage.get_submodule(name))
+            for name, module in _matching(stage, layer, plan.recompute[mode]):
+                if isinstance(module, Recomputed):  # in a parent that another layer has too
+                    continue
+                if module not in made:
+                    draws = any(draws_in_sequence(child) for child in module.modules())
+                    made[module] = Recomputed(module, streams if draws else None)
+                parent, _, attribute = name.rpartition(".")
+                stage.get_submodule(parent).register_module(attribute, made[module])
 
 
 def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:
@@ -45,39 +109,23 @@ def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], 
     Args:
         layers: of the whole model, in order.
         patterns: mode → the modules that it recomputes, as in `ModelPlan`.
-        mode, every: as `recompute_` takes them.
+        mode, every: as in `apply_recompute`.
     """
     if mode == "none":
         return []
-    return [layer for layer in layers if any(_lies_in(pattern, layer) for pattern in patterns[mode])][::every]
+    return [layer for layer in layers if any(_is_within(pattern, layer) for pattern in patterns[mode])][::every]
 
 
-def _lies_in(pattern: str, layer: str) -> bool:
+def _is_within(pattern: str, layer: str) -> bool:
     depth = layer.count(".") + 1
     return matches(layer, ".".join(pattern.split(".")[:depth]))
 
 
-def _names_below(stage: Stage, layer: str) -> Iterator[str]:
-    for name, _ in stage.get_submodule(layer).named_modules():
-        yield f"{layer}.{name}" if name else layer
-
-
-def _matching(names: Iterator[str], patterns: Sequence[str]) -> list[str]:
-    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
-
-
-def _keep_inputs_alone(module: nn.Module) -> None:
-    """Wrap `forward` of this one object: what hooks its call (sharded weights) stays outside the replay."""
-    module.forward = _replayed(module.forward, module)
-
-
-def _replayed(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        streams = streams_of(module)
-        contexts = streams.replays if streams else noop_context_fn
-        replayed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-        return replayed(forward, *args, **kwargs)
-
-    return run
+def _matching(stage: Stage, layer: str, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """The modules of a layer, itself included, whose names match a pattern; containers compute nothing."""
+    found = []
+    for inner, module in stage.get_submodule(layer).named_modules(remove_duplicate=False):
+        name = f"{layer}.{inner}" if inner else layer
+        if type(module).forward is not nn.Module.forward and any(matches(name, pattern) for pattern in patterns):
+            found.append((name, module))
+    return found

@@ -9,10 +9,10 @@ from math import ceil
 from threefold.config import Config, resolve
 from threefold.config.batch import default_micro_batches
 from threefold.config.resolve import default_largest
+from threefold.dtypes import DTYPES
 from threefold.parallel.recompute import chosen_layers
 from threefold.plan.activations import Attention, BlockSizes, ExpertSizes, block_bytes, head_bytes
 from threefold.plan.model_size import ModelSize
-from threefold.train.engine import DTYPES
 
 _LONGEST_PLAIN = 512
 """Tokens up to which bf16 attention on a CPU keeps its weights (`kernels`)."""

@@ -11,11 +11,11 @@ from torch import nn
 from threefold.comm.layout import Coordinates
 from threefold.config import Config, ModelConfig
 from threefold.config.optimizer import OPTIMIZERS
+from threefold.dtypes import DTYPES
 from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import ModelPlan, OverExperts, Split
+from threefold.parallel.parallelism import stage_map
 from threefold.parallel.shard_shapes import Place, local_shape, place_of
-from threefold.train.division import stage_map
-from threefold.train.engine import DTYPES
 from threefold.train.optimizer import is_hidden_matrix
 from threefold.train.optimizers.base import UpdateRule
 

@@ -5,6 +5,7 @@ Threefold's own layers draw by key and position (`threefold.random`) and need no
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,9 @@ _AXES = ("dp", "pp", "cp", "tp")
 class RandomStreams:
     """Named torch generators for code that draws in sequence: `global` agrees inside a tp group, `local` differs.
 
-    A module of a model gets its engine's by having an attribute `streams`. Their state goes into checkpoints once
-    they are used, evaluation leaves it as it was, and recomputed activations draw what they drew the first time.
+    A module of a model gets its run's by a method `use_streams` (`DrawsInSequence`). Their state is saved in
+    checkpoints once they are used, evaluation leaves it as it was, and recomputed activations draw what they drew the
+    first time.
 
     Args:
         seed: the run's seed.
@@ -117,14 +119,22 @@ def stored_as(sizes: Sequence[int]) -> str:
     return STREAMS + "-".join(f"{axis}{size}" for axis, size in zip(_AXES, sizes, strict=True)) + "."
 
 
-def lend(streams: RandomStreams, module: nn.Module) -> None:
-    """Give `streams` to each module inside that asks for them by an attribute `streams`."""
+@runtime_checkable
+class DrawsInSequence(Protocol):
+    """A module that draws from the run's streams defines this method, and is given them before its first use."""
+
+    def use_streams(self, streams: RandomStreams) -> None:
+        """Draw from `streams` from now on."""
+        ...
+
+
+def draws_in_sequence(module: nn.Module) -> bool:
+    """Whether a module itself draws from the run's streams."""
+    return isinstance(module, DrawsInSequence)
+
+
+def give_streams(streams: RandomStreams, module: nn.Module) -> None:
+    """Give `streams` to each module inside that draws in sequence."""
     for child in module.modules():
-        if hasattr(child, "streams"):
-            child.streams = streams  # type: ignore[assignment]
-
-
-def streams_of(module: nn.Module) -> RandomStreams | None:
-    """The streams that a module inside draws from, if any does."""
-    found = (getattr(child, "streams", None) for child in module.modules())
-    return next((streams for streams in found if isinstance(streams, RandomStreams)), None)
+        if isinstance(child, DrawsInSequence):
+            child.use_streams(streams)

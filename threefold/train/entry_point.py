@@ -17,12 +17,12 @@ from threefold.host import keep_freed_memory
 from threefold.models.layers.decoder import Decoder
 from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import ModelPlan
+from threefold.parallel.parallelism import stage_map
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.train.callbacks.base import RunContext
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.registry import make_callbacks
 from threefold.train.data_check import DataCheck, agree_on_micro_batch
-from threefold.train.division import stage_map
 from threefold.train.engine import Engine
 from threefold.train.loop import Trainer
 from threefold.train.start import Start

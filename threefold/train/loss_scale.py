@@ -6,6 +6,8 @@ backward pass, and the gradients divided by it after (Micikevicius et al., "Mixe
 enough steps in which they do not.
 """
 
+from threefold.config import PrecisionConfig
+
 LEAST = 1.0
 """Where gradients overflow even unscaled, the scale is not to blame."""
 
@@ -25,6 +27,11 @@ class LossScale:
     def __init__(self, initial: float, window: int) -> None:
         self.window = window
         self.value, self.good_steps = initial, 0
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> "LossScale | None":
+        """That of a run; None where nothing is scaled, as no precision but fp16 needs it."""
+        return cls(config.loss_scale, config.loss_scale_window) if config.dtype == "fp16" else None
 
     @property
     def is_least(self) -> bool:

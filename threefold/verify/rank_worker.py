@@ -60,7 +60,7 @@ def run_rank(source: ModelSource, config: Config, rows: BatchSource, steps: int,
 
 def held_parts(engine: Engine) -> dict[str, Held]:
     """This rank's part of each parameter of its stages, by name."""
-    numbers = engine.division.stages.held_by(engine.mesh.pp.index)
+    numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
     stages: dict[str, int] = {}
     for number, stage in zip(numbers, engine.stages, strict=True):
         for name, _ in stage.named_parameters():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.config import Config
+from threefold.dtypes import DTYPES
 from threefold.labels import IGNORE_INDEX
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.sharding import ModelPlan
@@ -21,7 +22,6 @@ from threefold.verify.batches import BatchSource
 from threefold.verify.model_source import ModelSource
 from threefold.verify.reference_optimizers import reference_optimizer
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 FILE = "one-process.pt"
 
 

@@ -22,7 +22,7 @@ from threefold.models.sharding import OverContext, OverSequence
 from threefold.ops import kernels
 from threefold.parallel.context import attention as context
 from threefold.parallel.context import ring_attention as ring
-from threefold.parallel.pipeline.runner import Work
+from threefold.parallel.pipeline.runner import LocalBatch
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.random.dropout import Dropout
 from threefold.random.positions import Slice
@@ -33,16 +33,16 @@ pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of
 
 def labels_shifted_after_the_split() -> list[Patch]:
     """The last token of each chunk is asked for the first of the rank's next chunk, which is not what follows it."""
-    work = engine.Engine._work
+    work = engine.Engine._local_batch
 
-    def shifted(self: engine.Engine, batch: Batch, *facts: Tensor | None) -> Work:
-        cut = self.division.region.cut.across_context
+    def shifted(self: engine.Engine, batch: Batch, *facts: Tensor | None) -> LocalBatch:
+        cut = self.parallelism.region.cut.across_context
         held = cut.indices(batch.tokens.shape[1] // cut.shares, torch.device("cpu"))
         follow = torch.cat([batch.labels[:, held[1:] - 1], torch.full((len(batch.labels), 1), IGNORE_INDEX)], 1)
         right = work(self, batch, *facts)
-        return Work(right.tokens, follow, right.samples)
+        return LocalBatch(right.tokens, follow, right.samples)
 
-    return [replace(engine.Engine, "_work", shifted)]
+    return [replace(engine.Engine, "_local_batch", shifted)]
 
 
 def learned_positions_restart_on_each_rank() -> list[Patch]:
@@ -115,7 +115,7 @@ def mean_of_means_over_the_context_ranks() -> list[Patch]:
     count = engine.Engine._count
 
     def own(self: engine.Engine, batch: Batch) -> tuple[int, int]:
-        cut = self.division.region.cut.across_context
+        cut = self.parallelism.region.cut.across_context
         held = cut.indices(batch.labels.shape[1] // cut.shares, batch.labels.device)
         counted, padding = count(
             self, dataclasses.replace(batch, tokens=batch.tokens[:, held], labels=batch.labels[:, held])

@@ -13,11 +13,12 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import resolve
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.parallel.data.compression import FORMATS, start_narrow_sum
+from threefold.parallel.data.compression import start_narrow_sum
 from threefold.plan.traffic import wire_bytes
 
-NAMES = list(FORMATS)
+NAMES = ["fp16", "bf16"]
 
 
 def part(rank: int, size: float) -> Tensor:
@@ -33,7 +34,7 @@ def narrow_sums(name: str, sizes: list[float]) -> tuple[list[Tensor], list[Event
     with mesh.recorder.recording() as events:
         for size in sizes:
             flat = part(mesh.rank, size)
-            start_narrow_sum(flat, mesh.dp, FORMATS[name]).finish()
+            start_narrow_sum(flat, mesh.dp, DTYPES[name]).finish()
             found.append(flat)
     return found, list(events)
 
@@ -44,7 +45,7 @@ def test_the_error_is_bounded(pool, name: str, replicas: int) -> None:
     """Of gradients that fp16 cannot hold, too, whether too small or too large."""
     sizes = [1.0, 1e-20, 1e20, 3e-38 if name == "fp16" else 1e-30]
     ranks = pool.run(replicas, narrow_sums, name, sizes)
-    unit = torch.finfo(FORMATS[name]).eps / 2
+    unit = torch.finfo(DTYPES[name]).eps / 2
     for place, size in enumerate(sizes):
         parts = torch.stack([part(rank, size) for rank in range(replicas)]).double()
         exact, total = parts.sum(0), parts.abs().sum(0)
@@ -68,7 +69,7 @@ def not_finite(name: str, value: float) -> Tensor:
     flat = torch.ones(5)
     if mesh.rank == 1:
         flat[3] = value
-    start_narrow_sum(flat, mesh.dp, FORMATS[name]).finish()
+    start_narrow_sum(flat, mesh.dp, DTYPES[name]).finish()
     return flat
 
 
@@ -82,7 +83,7 @@ def test_an_overflow_is_not_hidden(pool, name: str, value: float) -> None:
 def zeros(name: str) -> Tensor:
     mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
     flat = torch.zeros(5)
-    start_narrow_sum(flat, mesh.dp, FORMATS[name]).finish()
+    start_narrow_sum(flat, mesh.dp, DTYPES[name]).finish()
     return flat
 
 
@@ -116,7 +117,7 @@ def test_training_stays_near_and_replicas_stay_equal(pool, expected, name: str, 
     case = Case(dropout=0.1, **layout)
     exact = expected(case)
     ranks = pool.run(case.world_size, trained, compressed(case, name))
-    unit = torch.finfo(FORMATS[name]).eps / 2
+    unit = torch.finfo(DTYPES[name]).eps / 2
     for gradients, final, losses in ranks:
         assert losses == ranks[0][2]
         assert losses == pytest.approx(exact.losses, rel=10 * unit)

@@ -12,7 +12,7 @@ from tests.support import tied_model
 from tests.support.parity import Case, Trace, departures, in_layout
 from threefold.launch.worker_pool import WorkerError
 from threefold.models.sharding import ModelPlan
-from threefold.parallel import parallelize as apply
+from threefold.parallel import parallelize
 from threefold.parallel.data import grad_buckets as data
 from threefold.parallel.pipeline import deferred, pipe, placement, runner
 from threefold.train import division
@@ -89,7 +89,7 @@ def replicas_summed_at_the_first_use_of_a_tied_weight() -> list[Patch]:
 
 
 def tied_weight_of_a_rank_in_two_copies() -> list[Patch]:
-    return [replace(apply, "_tie", lambda stages, plan: None)]
+    return [replace(parallelize, "_tie", lambda stages, plan: None)]
 
 
 def third_use_forgotten() -> list[Patch]:
@@ -99,18 +99,18 @@ def third_use_forgotten() -> list[Patch]:
 
 def ties_of_borrowers_alone_forgotten() -> list[Patch]:
     """Two uses on a rank that does not hold the owner."""
-    tie = apply._tie
+    tie = parallelize._tie
 
     def owners_only(stages: Any, plan: Any) -> None:
         held = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
         if "blocks.1.mlp.up.weight" in held:
             tie(stages, plan)
 
-    return [replace(apply, "_tie", owners_only)]
+    return [replace(parallelize, "_tie", owners_only)]
 
 
 def micro_batches_of_the_labels_reversed() -> list[Patch]:
-    work = runner.Work
+    work = runner.LocalBatch
 
     def reversed_labels(self: Any, run: Any, given: Any, scale: float) -> Tensor:
         return loss(self, run, work(given.tokens, given.labels.flip(0), given.samples), scale)

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from threefold.comm.axis import Axis
 
-FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
 _TOP = 15  # sums stay below 2^15; fp16 ends just below 2^16
 _FARTHEST = 126  # powers of two that fp32 holds in full, both ways
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.parallel.parallelize import Division
+from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.pipe import Action, Pipe, Shapes, Timed
@@ -20,7 +20,7 @@ from threefold.parallel.pipeline.stage import Stage, whole_parameters
 
 
 @dataclass(frozen=True)
-class Work:
+class LocalBatch:
     """A replica's samples of one step.
 
     Attributes:
@@ -32,7 +32,7 @@ class Work:
     labels: Tensor
     samples: SampleInfo = NOTHING
 
-    def split(self, parts: int) -> list["Work"]:
+    def split(self, parts: int) -> list["LocalBatch"]:
         """Micro-batches of equal size.
 
         Raises:
@@ -42,7 +42,9 @@ class Work:
             raise ValueError(f"{len(self.tokens)} samples do not divide into {parts} micro-batches")
         facts = [[None] * parts if fact is None else fact.chunk(parts) for fact in self.samples]
         samples = [SampleInfo(*each) for each in zip(*facts, strict=True)]
-        return [Work(*each) for each in zip(self.tokens.chunk(parts), self.labels.chunk(parts), samples, strict=True)]
+        return [
+            LocalBatch(*each) for each in zip(self.tokens.chunk(parts), self.labels.chunk(parts), samples, strict=True)
+        ]
 
 
 class Runner(ABC):
@@ -57,11 +59,11 @@ class Runner(ABC):
     arrivals: int | None
 
     @abstractmethod
-    def forward_backward(self, work: Work, scale: float) -> Tensor:
+    def forward_backward(self, batch: LocalBatch, scale: float) -> Tensor:
         """Forward and backward passes of all micro-batches; gradients add up in the parameters' leaves.
 
         Args:
-            work: the replica's samples, the same on all its stages.
+            batch: the replica's samples, the same on all its stages.
             scale: what each summed loss is multiplied by (the loss scale over the number of tokens that count).
 
         Returns:
@@ -69,7 +71,7 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, work: Work) -> Tensor:
+    def evaluate(self, batch: LocalBatch) -> Tensor:
         """The summed loss of all micro-batches, without gradients, where `has_loss`; zero elsewhere."""
 
 
@@ -86,17 +88,17 @@ class LoopRunner(Runner):
     def __init__(self, stage: Stage, micro_batches: int) -> None:
         self.stage, self.micro_batches, self.arrivals = stage, micro_batches, micro_batches
 
-    def forward_backward(self, work: Work, scale: float) -> Tensor:
+    def forward_backward(self, batch: LocalBatch, scale: float) -> Tensor:
         losses = []
-        for micro in work.split(self.micro_batches):
+        for micro in batch.split(self.micro_batches):
             loss = self.stage(micro.tokens, micro.labels, micro.samples) * scale
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     @torch.no_grad()
-    def evaluate(self, work: Work) -> Tensor:
-        losses = [self.stage(micro.tokens, micro.labels, micro.samples) for micro in work.split(self.micro_batches)]
+    def evaluate(self, batch: LocalBatch) -> Tensor:
+        losses = [self.stage(micro.tokens, micro.labels, micro.samples) for micro in batch.split(self.micro_batches)]
         return torch.stack(losses).sum()
 
 
@@ -107,7 +109,7 @@ class PipelineRunner(Runner):
 
     Args:
         stages: this rank's, in the pipeline's order.
-        division: says where the others are.
+        parallelism: says where the others are.
         schedule: its name in `parallel.schedule`.
         micro_batches: how many the samples are cut into.
         activation: shape [b, S, H] of one micro-batch's activations between stages.
@@ -117,21 +119,21 @@ class PipelineRunner(Runner):
     def __init__(
         self,
         stages: Sequence[Stage],
-        division: Division,
+        parallelism: Parallelism,
         schedule: str,
         micro_batches: int,
         activation: tuple[int, int, int],
         add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
-        self._stages, self._division = stages, division
+        self._stages, self._parallelism = stages, parallelism
         self.has_loss = any(stage.gives_loss for stage in stages)
         # With several stages on a rank, a tied weight may get a gradient from each, or one that was put off.
         self.arrivals = micro_batches if schedule in SINGLE else None
-        loss_dtype = torch.promote_types(division.dtype, torch.float32)
-        self._zero = torch.zeros((), dtype=loss_dtype, device=division.mesh.device)
+        loss_dtype = torch.promote_types(parallelism.dtype, torch.float32)
+        self._zero = torch.zeros((), dtype=loss_dtype, device=parallelism.mesh.device)
         self._shapes = Shapes(
             torch.empty(activation[:2], dtype=torch.int64, device="meta"),
-            torch.empty(activation, dtype=division.dtype, device="meta", requires_grad=True),
+            torch.empty(activation, dtype=parallelism.dtype, device="meta", requires_grad=True),
             torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True),
         )
         self._deferred = None
@@ -141,10 +143,10 @@ class PipelineRunner(Runner):
         self.pipes = self._make_pipes(self._deferred)
         self._train = training_schedule(schedule, self.pipes, micro_batches, _scaled)
         # Stages of their own: torch's remember buffers and shapes of the last pass, with or without gradients.
-        self._eval = evaluation_schedule(self._make_pipes(), division.stages, micro_batches, _scaled)
+        self._eval = evaluation_schedule(self._make_pipes(), parallelism.stages, micro_batches, _scaled)
 
     def _make_pipes(self, deferred: DeferredGradients | None = None) -> list[Pipe]:
-        mesh, places = self._division.mesh, self._division.stages
+        mesh, places = self._parallelism.mesh, self._parallelism.stages
         later = None if deferred is None else deferred.take
         numbers = places.held_by(mesh.pp.index)
         return [
@@ -168,25 +170,25 @@ class PipelineRunner(Runner):
             for pipe in self.pipes:
                 pipe.log = None
 
-    def forward_backward(self, work: Work, scale: float) -> Tensor:
+    def forward_backward(self, batch: LocalBatch, scale: float) -> Tensor:
         with nullcontext() if self._deferred is None else self._deferred.collecting():
-            return self._loss(self._train.step, work, scale)
+            return self._loss(self._train.step, batch, scale)
 
     @torch.no_grad()
-    def evaluate(self, work: Work) -> Tensor:
-        return self._loss(self._eval.eval, work, 1.0)
+    def evaluate(self, batch: LocalBatch) -> Tensor:
+        return self._loss(self._eval.eval, batch, 1.0)
 
-    def _loss(self, run: Callable[..., Any], work: Work, scale: float) -> Tensor:
+    def _loss(self, run: Callable[..., Any], batch: LocalBatch, scale: float) -> Tensor:
         losses: list[Tensor] = []
         has_tokens = any(pipe.is_first for pipe in self.pipes)
         run(
-            *([work.tokens] if has_tokens else []),
-            target=work.labels if self.has_loss else None,
+            *([batch.tokens] if has_tokens else []),
+            target=batch.labels if self.has_loss else None,
             losses=losses,
             return_outputs=False,
             loss_kwargs={"scale": scale},
-            labels=work.labels,
-            **{name: fact for name, fact in work.samples._asdict().items() if fact is not None},
+            labels=batch.labels,
+            **{name: fact for name, fact in batch.samples._asdict().items() if fact is not None},
         )
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_loss else self._zero
 

@@ -1,0 +1,94 @@
+"""How a run's model is spread over a mesh: what `parallelize` and the pipeline need of the config."""
+
+from dataclasses import dataclass
+
+import torch
+
+from threefold.comm.axis import Axis
+from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.dtypes import DTYPES
+from threefold.errors import UserError
+from threefold.models.sharding import ModelPlan
+from threefold.parallel.context.sequence import Region
+from threefold.parallel.data.zero import Sharing, make_sharing
+from threefold.parallel.pipeline.partition import stage_bounds
+from threefold.parallel.pipeline.placement import StageMap, stage_ranks
+from threefold.parallel.pipeline.tied import between_stages_of_a_rank
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How a model is spread over a mesh.
+
+    Attributes:
+        mesh: its axes, and this rank's place on them.
+        stages: the pipeline's stages.
+        sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
+        dtype: what the parameters compute in.
+        sharing: what ZeRO shards over the replicas; None where each has a copy of everything.
+        cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
+        master_weights: whether parameters narrower than fp32 are updated, and their gradients accumulated, in fp32.
+    """
+
+    mesh: Mesh
+    stages: StageMap
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+    sharing: Sharing | None = None
+    cp_method: str = "all-gather"
+    master_weights: bool = True
+
+    @classmethod
+    def of(cls, config: Config, plan: ModelPlan, mesh: Mesh) -> "Parallelism":
+        """That of a resolved config. Collective over the world.
+
+        Raises:
+            UserError: as `stage_map`.
+        """
+        parallel = config.parallel
+        return cls(
+            mesh,
+            stage_map(plan, config),
+            parallel.sequence_parallel,
+            DTYPES[config.precision.dtype],
+            make_sharing(mesh, parallel.zero, parallel.zero_shards),
+            parallel.cp_method,
+            config.precision.master_weights,
+        )
+
+    @property
+    def region(self) -> Region:
+        """What single parallel layers need of it."""
+        return Region(self.mesh.tp, self.mesh.cp, self.mesh.ep, self.sequence_parallel, self.cp_method)
+
+    @property
+    def sharding_axes(self) -> tuple[Axis, ...]:
+        """The axes that may shard a parameter."""
+        shards = () if self.sharing is None else (self.sharing.shards,)
+        return (self.mesh.tp, self.mesh.ep, self.mesh.expert_replicas, *shards)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """What weights are updated and gradients accumulated in."""
+        return torch.promote_types(self.dtype, torch.float32) if self.master_weights else self.dtype
+
+
+def stage_map(plan: ModelPlan, config: Config) -> StageMap:
+    """Where a config puts the layers of a model.
+
+    Raises:
+        UserError: the layers cannot be divided among the stages like that, or not with ZeRO.
+    """
+    parallel = config.parallel
+    if parallel.pp == 1:
+        return StageMap((0, len(plan.layers)), (0,))
+    ranks = stage_ranks(parallel.schedule, parallel.pp, parallel.stage_chunks)
+    stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), parallel.partition)), ranks)
+    if parallel.zero and (found := between_stages_of_a_rank(plan, stages)):
+        one, other, place = found
+        raise UserError(
+            f"parallel.zero is {parallel.zero} but {one} and {other} share weights and lie on two stages of pp rank "
+            f"{place}; use 0 or a parallel.schedule of one stage a rank, such as 1f1b."
+        )
+    return stages
