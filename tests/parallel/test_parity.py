@@ -9,7 +9,8 @@ import shutil
 import pytest
 import torch
 
-from tests.support.parity import Case, departures, in_layout, relative_error
+from tests.support.parity import Case, departures, in_layout
+from threefold.verify.compare import relative_error
 
 LAYOUTS = [
     (1, 1, 1),

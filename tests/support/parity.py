@@ -1,6 +1,6 @@
 """One process against a layout: the same model, batches and steps on both sides, and every number compared."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,18 @@ from threefold.parallel.parameter import offset
 from threefold.train.engine import Engine
 from threefold.verify import reference
 from threefold.verify.batches import BatchSource
-from threefold.verify.compare import TOLERANCE
+from threefold.verify.compare import (
+    GRADIENT,
+    INITIAL,
+    LOSS,
+    NORM,
+    TOLERANCE,
+    WEIGHT,
+    Comparison,
+    Error,
+    Held,
+    coverage,
+)
 
 
 @dataclass(frozen=True)
@@ -112,15 +123,12 @@ class Case:
         return resolve(Config.model_validate(given), self.vocab)
 
 
-@dataclass
-class Trace:
-    """What a run computed: per step the loss, the gradient norm and each gradient; the weights before and after."""
+class Trace(reference.Trace):
+    """What a run computed, with the weights after its last step alone."""
 
-    initial: dict[str, Tensor] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    final: dict[str, Tensor] = field(default_factory=dict)
+    @property
+    def final(self) -> dict[str, Tensor]:
+        return self.weights[-1]
 
 
 def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
@@ -175,7 +183,7 @@ def one_process(case: Case) -> Trace:
     config = case.config
     plan = model_plan(config.model, case.sequence)
     trace = reference.one_process(partial(make_model, config.model), plan, config, CaseRows(case), case.steps)
-    return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1])
+    return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1:])
 
 
 def make_engine(case: Case) -> Engine:
@@ -213,41 +221,37 @@ def in_layout(case: Case) -> Trace:
         result = engine.update(loss, tokens, step)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    trace.final = whole_tensors(engine, "master")
+    trace.weights.append(whole_tensors(engine, "master"))
     return trace
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected magnitude."""
-    scale = expected.abs().max().item()
-    difference = (got - expected).abs().max().item()
-    return difference / scale if scale else difference
+_SHORT = {INITIAL: "initial", LOSS: "loss", GRADIENT: "grad", NORM: "norm", WEIGHT: "final"}
+
+
+def _whole(name: str, tensor: Tensor) -> Held:
+    return Held(name, 0, (0,) * tensor.dim(), tuple(tensor.shape))
+
+
+def _where(error: Error) -> str:
+    return f"rank {error.rank} step {error.step} {_SHORT[error.what]} {error.parameter}".strip()
 
 
 def departures(expected: Trace, ranks: list[Trace], case: Case) -> list[str]:
     """Everything in which a rank's trace is not that of one process, worst first."""
     limit = TOLERANCE[case.dtype]
-    found: list[tuple[float, str]] = []
-
-    def check(error: float, what: str) -> None:
-        if not error <= limit:
-            found.append((error, f"{what}: relative error {error:.3g}"))
-
-    held: set[str] = set()
-    for rank, trace in enumerate(ranks):
-        held |= set(trace.initial)
-        for name, tensor in trace.initial.items():
-            check(relative_error(tensor, expected.initial[name]), f"rank {rank} initial {name}")
+    parts = [[_whole(name, weight) for name, weight in trace.initial.items()] for trace in ranks]
+    errors: list[Error] = []
+    for rank, (trace, held) in enumerate(zip(ranks, parts, strict=True)):
+        comparison = Comparison(expected, {part.name: part for part in held}, rank, floor=0.0)
+        comparison.initial(trace.initial)
         for step, (loss, norm) in enumerate(zip(trace.losses, trace.norms, strict=True)):
-            check(abs(loss / expected.losses[step] - 1), f"rank {rank} step {step} loss")
-            check(abs(norm / expected.norms[step] - 1), f"rank {rank} step {step} norm")
-            for name, tensor in trace.gradients[step].items():
-                check(relative_error(tensor, expected.gradients[step][name]), f"rank {rank} step {step} grad {name}")
+            comparison.scalars(step, loss, norm)
+            comparison.gradients(step, trace.gradients[step])
         # The key biases' gradient is rounding alone (softmax ignores a constant), which Adam scales up to a step.
-        for name, tensor in trace.final.items() if case.dtype == "fp64" or case.optimizer == "sgd" else ():
-            check(relative_error(tensor, expected.final[name]), f"rank {rank} final {name}")
-    if held != set(expected.initial):
-        found.append(
-            (float("inf"), f"the stages together hold {sorted(held ^ set(expected.initial))} too much or too little")
-        )
-    return [text for _, text in sorted(found, reverse=True)]
+        if case.dtype == "fp64" or case.optimizer == "sgd":
+            comparison.weights(-1, trace.final)
+        errors += comparison.errors
+    errors.sort(key=lambda error: error.relative, reverse=True)
+    found = [f"{_where(error)}: relative error {error.relative:.3g}" for error in errors if not error.relative <= limit]
+    missing = coverage(parts, {name: tuple(weight.shape) for name, weight in expected.initial.items()})
+    return found if missing is None else [missing, *found]

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.parity import Case, Trace, in_layout, relative_error
+from tests.support.parity import Case, Trace, in_layout
+from threefold.verify.compare import relative_error
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 1, 3)], ids=str)

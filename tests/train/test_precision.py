@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.parity import Case, make_engine, relative_error, shard_of
+from tests.support.parity import Case, make_engine, shard_of
 from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
 from threefold.comm.layout import Layout
 from threefold.config import Config
@@ -19,6 +19,7 @@ from threefold.models.layers.decoder import CrossEntropy
 from threefold.ops import kernels
 from threefold.train.engine import Engine, StepResult
 from threefold.train.loss_scale import LossScale
+from threefold.verify.compare import relative_error
 
 FP16 = Case(dtype="fp16", dropout=0.1)
 

@@ -1,4 +1,6 @@
-"""One rank's part of a layout beside one process: a number for everything that is compared."""
+"""Compares one rank's part of a layout with one process: a relative error for everything that is computed.
+
+`threefold verify` and the tests compare with this, each with their own tolerances."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from threefold.verify.reference import Trace
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 """The largest relative error that still counts as rounding."""
-_SMALL = 1e-3
+SMALL = 1e-3
 """A tensor whose magnitudes are all below this share of the model's largest is measured against that share."""
 
 INITIAL, LOSS, GRADIENT, NORM, WEIGHT = "initial weight", "loss", "gradient", "gradient norm", "weight"
@@ -62,13 +64,15 @@ class Comparison:
     """Compares what a rank computes with a trace, piece by piece.
 
     Args:
-        expected: what one process computed.
+        expected: what one process computed; without `leverage`, weights are compared as gradients are.
         held: this rank's part of each parameter.
         rank: its number.
+        floor: a tensor whose magnitudes are all below this share of the model's largest is measured against that
+            share; 0 to measure each against its own largest.
     """
 
-    def __init__(self, expected: Trace, held: Mapping[str, Held], rank: int) -> None:
-        self.expected, self.held, self.rank = expected, held, rank
+    def __init__(self, expected: Trace, held: Mapping[str, Held], rank: int, floor: float = SMALL) -> None:
+        self.expected, self.held, self.rank, self.floor = expected, held, rank, floor
         self.errors: list[Error] = []
 
     def initial(self, weights: Mapping[str, Tensor]) -> None:
@@ -91,21 +95,22 @@ class Comparison:
         the optimizer (`Trace.leverage`).
         """
         for held, got, whole, scale in self._pairs(weights, self.expected.weights[step]):
-            allowance = held.of(self.expected.leverage[held.name]) + scale
-            self._add(WEIGHT, held.name, step + 1, _largest((got - held.of(whole)) / allowance))
+            leverage = self.expected.leverage.get(held.name)
+            allowance = scale if leverage is None else held.of(leverage) + scale
+            self._add(WEIGHT, held.name, step + 1, largest((got - held.of(whole)) / allowance))
 
     def _tensors(self, what: str, step: int, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         for held, part, whole, scale in self._pairs(got, expected):
-            self._add(what, held.name, step, _largest(part - held.of(whole)) / scale)
+            self._add(what, held.name, step, relative_error(part, held.of(whole), scale))
 
     def _pairs(
         self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> Iterator[tuple[Held, Tensor, Tensor, float]]:
         """Each held part, what is there, the whole tensor it should be cut from, and the magnitude to measure by."""
-        largest = max(_largest(tensor) for tensor in expected.values())
+        least = self.floor * max(largest(tensor) for tensor in expected.values()) if self.floor else 0.0
         for name, part in got.items():
             if name in expected:
-                yield self.held[name], part, expected[name], max(_largest(expected[name]), _SMALL * largest) or 1.0
+                yield self.held[name], part, expected[name], max(largest(expected[name]), least) or 1.0
 
     def _add(self, what: str, parameter: str, step: int, relative: float) -> None:
         self.errors.append(Error(what, parameter, step, self.rank, inf if isnan(relative) else relative))
@@ -131,5 +136,16 @@ def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -
     return None
 
 
-def _largest(tensor: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor, scale: float | None = None) -> float:
+    """Largest difference of any element, relative to `scale`.
+
+    Args:
+        got, expected: of one shape.
+        scale: by default the largest expected magnitude, or 1 where that is 0.
+    """
+    return largest(got - expected) / (scale or largest(expected) or 1.0)
+
+
+def largest(tensor: Tensor) -> float:
+    """Magnitude of the largest element; 0 of none."""
     return tensor.abs().max().item() if tensor.numel() else 0.0

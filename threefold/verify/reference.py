@@ -1,6 +1,9 @@
-"""What one process computes: the plain model, torch's own optimizer and clip, the whole batch in one pass.
+"""The reference: one process with the plain model, torch's own optimizer and clip, the whole batch in one pass.
 
-Nothing of the engine is used, so that a mistake in it cannot hide on both sides of the comparison.
+Nothing of the engine, of `parallel` and of `comm` is used, so a mistake in them cannot hide on both sides of the
+comparison. Shared with the engine is what does not depend on the layout and has tests of its own: the single-device
+layers of `models` with their kernels (`ops`), the keyed random numbers of weights and dropout (`random`), and the
+learning-rate schedule.
 """
 
 from collections.abc import Callable
@@ -14,9 +17,10 @@ from threefold.config import Config
 from threefold.dtypes import DTYPES
 from threefold.labels import IGNORE_INDEX
 from threefold.models.layers.decoder import SampleInfo
-from threefold.models.sharding import ModelPlan
-from threefold.parallel.parallelize import draw_
+from threefold.models.sharding import Initial, ModelPlan, Normal
 from threefold.random.dropout import sample_keys
+from threefold.random.keys import stream_key
+from threefold.random.philox import fill_normal_
 from threefold.train.schedule import learning_rate
 from threefold.verify.batches import BatchSource
 from threefold.verify.model_source import ModelSource
@@ -60,14 +64,14 @@ def one_process(
     """Train for `steps` steps on one device.
 
     Args:
-        make_model: the model's `forward(tokens, labels, samples)` returns the summed loss of the labels that count.
+        make_model: the model's `forward(tokens, labels, samples)` returns the summed loss of the valid labels.
         plan: for the initial values alone.
-        config: resolved; its layout is not looked at.
+        config: resolved; its layout is not read.
     """
     model = make_model().to(DTYPES[config.precision.dtype])
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        draw_(parameter, parameter, name, plan, config.train.seed)
+        _draw_(parameter, plan.initial(name), stream_key("weights", config.train.seed, name))
     optimizer = reference_optimizer(parameters, config.optimizer, plan)
     trace = Trace(initial=_copies(parameters))
     trace.leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
@@ -98,6 +102,15 @@ def write_trace(source: ModelSource, config: Config, rows: BatchSource, steps: i
     trace = one_process(make_model, plan, config, rows, steps)
     trace.save(Path(folder))
     return trace.losses
+
+
+@torch.no_grad()
+def _draw_(parameter: nn.Parameter, initial: Initial, key: int) -> None:
+    """Set a whole parameter to its initial values."""
+    if isinstance(initial, Normal):
+        fill_normal_(parameter, initial.std, key, tuple(parameter.shape), (0,) * parameter.dim())
+    else:
+        parameter.fill_(initial.value)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -12,10 +12,9 @@ from tests.support import tied_model
 from tests.support.parity import Case, Trace, departures, in_layout
 from threefold.launch.worker_pool import WorkerError
 from threefold.models.sharding import ModelPlan
-from threefold.parallel import parallelize
+from threefold.parallel import parallelism, parallelize
 from threefold.parallel.data import grad_buckets as data
 from threefold.parallel.pipeline import deferred, pipe, placement, runner
-from threefold.train import division
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 
@@ -69,7 +68,7 @@ def first_and_last_stage_on_different_ranks() -> list[Patch]:
     def looped(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
         return tuple(stage % pp for stage in range(pp * chunks))
 
-    return [replace(division, "stage_ranks", looped)]
+    return [replace(parallelism, "stage_ranks", looped)]
 
 
 def layer_dropped_at_the_end_of_a_stage() -> list[Patch]:

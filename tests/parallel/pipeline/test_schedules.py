@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from tests.support.parity import Case, departures, in_layout, make_engine, relative_error, shard_of
+from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
 from threefold.config.pipeline_checks import accepts
 from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.pipeline import runner
@@ -20,6 +20,7 @@ from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED, stage_ranks
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.schedules import SPLITTING, actions, training_schedule
 from threefold.plan.simulate import simulate
+from threefold.verify.compare import relative_error
 
 SCHEDULES = ["interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 

@@ -106,10 +106,10 @@ def pipeline_expects_whole_activations() -> list[Patch]:
     return [replace(engine, "PipelineRunner", _whole_activation)]
 
 
-def _whole_activation(stages, division, schedule, micro_batches, activation, *others):
+def _whole_activation(stages, parallelism, schedule, micro_batches, activation, *others):
     size, positions, hidden = activation
-    whole = (size, positions * division.mesh.tp.size, hidden)
-    return _RUNNER(stages, division, schedule, micro_batches, whole, *others)
+    whole = (size, positions * parallelism.mesh.tp.size, hidden)
+    return _RUNNER(stages, parallelism, schedule, micro_batches, whole, *others)
 
 
 _RUNNER = engine.PipelineRunner
