@@ -94,7 +94,8 @@ def transformers_step(batch: int) -> Callable[[int], None]:
 
 def _model():  # type: ignore[no-untyped-def]
     """A model of the benchmarks' shape with its initial weights."""
-    from threefold.checkpoint.folder import Checkpoint, Facts
+    from threefold.checkpoint.folder import Checkpoint
+    from threefold.checkpoint.manifest import Facts
     from threefold.comm.mesh import Mesh
     from threefold.inference.model import Model, Trained
     from threefold.models.registry import make_model, model_plan

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from threefold.checkpoint.folder import newest, stored_config
-from threefold.checkpoint.naming import MODEL
+from threefold.checkpoint.tensor_names import MODEL
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.models.registry import make_model, model_plan
 

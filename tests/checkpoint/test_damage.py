@@ -17,17 +17,17 @@ from torch import Tensor
 from tests.checkpoint.support import Silent
 from tests.cli.conftest import Command, threefold  # noqa: F401
 from tests.train.support import Run, losses_of, train_rank
-from threefold.checkpoint.choose import choose
-from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import folders, path_of
 from threefold.checkpoint.resume import find_resumption, has_all_steps
-from threefold.checkpoint.sealed import seal
+from threefold.checkpoint.selection import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
-from threefold.checkpoint.warm_start import find_beginning
+from threefold.checkpoint.warm_start import find_warm_start
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.inference.model import Trained
 from threefold.launch.worker_pool import WorkerPool
+from threefold.sealed_json import seal_text
 
 EVERY = (("checkpoint.every", 2), ("checkpoint.keep", 0))
 
@@ -97,7 +97,7 @@ def test_the_one_before_is_chosen(
     damage(path_of(run, 4))
     config = small_run.but(steps=6, tp=2, set=EVERY).config
     new = config.model_copy(update={"train": config.train.model_copy(update={"init_from": str(run)})})
-    trained, resumption, beginning = Trained.find(run), find_resumption(run, config), find_beginning(new)
+    trained, resumption, beginning = Trained.find(run), find_resumption(run, config), find_warm_start(new)
     exported = export_model(Export(run, tmp_path / "hf"), Silent())
     assert beginning is not None
     assert (trained.checkpoint.step, resumption.checkpoint.step, beginning.checkpoint.step, exported.step) == (2,) * 4
@@ -176,7 +176,7 @@ def test_a_damaged_one_is_not_among_those_that_are_kept(pool: WorkerPool, small_
 
 def everything(run: Path) -> dict[str, Tensor]:
     """All tensors of the newest good checkpoint."""
-    checkpoint = choose(run, lambda none: f"{run} has {none}.").checkpoint
+    checkpoint = select_checkpoint(run, lambda none: f"{run} has {none}.").checkpoint
     tensors = {
         name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(checkpoint.path).items()
     }
@@ -212,7 +212,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     document = json.loads(path.read_text())
     document.pop("checksum", None)
     change(document)
-    path.write_text(seal(json.dumps(document)))
+    path.write_text(seal_text(json.dumps(document)))
     manifest = path.with_name("checkpoint.json")
     if path != manifest:
         from threefold.checksums import checksum

@@ -14,7 +14,7 @@ import torch
 from tests.checkpoint.support import Silent, file_tensors
 from tests.cli.conftest import Command, threefold  # noqa: F401
 from tests.train.support import losses_of
-from threefold.checkpoint.choose import choose
+from threefold.checkpoint.selection import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config, load_config, resolve
 from threefold.data.dataset import open_dataset
@@ -164,7 +164,7 @@ def test_a_foreign_checkpoint_runs_nothing(
 
 
 def everything(run: Path) -> dict[str, torch.Tensor]:
-    checkpoint = choose(run, lambda none: f"{run} has {none}").checkpoint
+    checkpoint = select_checkpoint(run, lambda none: f"{run} has {none}").checkpoint
     tensors = {
         name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(checkpoint.path).items()
     }

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.train.support import Run, losses_of, train_rank
-from threefold.checkpoint.folder import Facts, complete, newest, path_of, prune
+from threefold.checkpoint.folder import complete, newest, path_of, prune
+from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import save_checkpoint
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh

@@ -42,13 +42,13 @@ def threefold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token files of a few hundred short documents with a vocabulary of at most 300."""
-    from threefold.data.prepare import Request, prepare
+    from threefold.data.prepare.preparation import PrepareRequest, prepare
 
     folder = tmp_path_factory.mktemp("corpus")
     text = folder / "text.jsonl"
     lines = [{"text": f"Document {n} says that {n * n} is the square of {n}."} for n in range(400)]
     text.write_text("\n".join(json.dumps(line) for line in lines))
-    prepare(Request((text,), folder / "tokens", vocab_size=300, workers=1), _Quiet())
+    prepare(PrepareRequest((text,), folder / "tokens", vocab_size=300, workers=1), _Quiet())
     return folder / "tokens"
 
 

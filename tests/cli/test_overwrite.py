@@ -11,8 +11,9 @@ import pytest
 from tests.checkpoint.support import write_llama
 from tests.cli.conftest import Command
 from tests.support.other_systems import write_megatron
-from threefold.data.format import META_FILE, Meta
-from threefold.data.written import MARKER
+from threefold.data.formats.threefold_meta import Meta
+from threefold.data.token_storage import META_FILE
+from threefold.output.overwrite import MARKER
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from threefold.data.files import TokenFiles
-from threefold.data.format import (
+from threefold.data.formats.threefold_folder import TokenFiles
+from threefold.data.formats.threefold_meta import Meta
+from threefold.data.token_storage import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     DTYPES,
     META_FILE,
     TOKENIZER_FILE,
     TOKENS_FILE,
-    Meta,
     dtype_for,
 )
 

@@ -12,10 +12,10 @@ import torch
 from threefold.config import load_config
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset
-from threefold.data.interface import Part
 from threefold.data.loader import Batch, Loader, Share
 from threefold.data.mixture import LONGEST_PERIOD, Blend, MixedSamples, whole_shares
-from threefold.data.samples import PackedSamples
+from threefold.data.packed_samples import PackedSamples
+from threefold.data.samples import MixturePart
 from threefold.errors import UserError
 from threefold.random.permutation import KeyedPermutation
 
@@ -106,7 +106,7 @@ def corpora(write_token_files, random_documents) -> list[Corpus]:
 def mixed(corpora: list[Corpus], part: str = "train") -> MixedSamples:
     return MixedSamples.of(
         [
-            Part(str(corpus.path), PackedSamples.open(corpus, part, SPLIT, LENGTH), weight)
+            MixturePart(str(corpus.path), PackedSamples.open(corpus, part, SPLIT, LENGTH), weight)
             for corpus, weight in zip(corpora, WEIGHTS, strict=True)
         ]
     )
@@ -181,7 +181,7 @@ def test_an_epoch_of_each_corpus_reads_each_of_its_samples_once(make_loader, cor
 
 def test_one_corpus_is_what_it_is_alone(corpora: list[Corpus]) -> None:
     alone = PackedSamples.open(corpora[0], "train", SPLIT, LENGTH)
-    only = MixedSamples.of([Part("only", alone, 3.0)])
+    only = MixedSamples.of([MixturePart("only", alone, 3.0)])
     counters = np.arange(500, 900)
     np.testing.assert_array_equal(only.ordered(counters, 7), alone.ordered(counters, 7))
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from threefold.data.samples import PackedSamples, split_facts
+from threefold.data.packed_samples import PackedSamples, split_facts
 from threefold.data.split import SPLITS, document_runs
 from threefold.errors import UserError
 

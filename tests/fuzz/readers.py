@@ -12,15 +12,16 @@ import numpy as np
 import torch
 
 from tests.checkpoint.support import Silent
-from threefold.checkpoint.choose import choose
+from threefold.checkpoint.selection import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import load_config, resolve
-from threefold.data.audit import audit
 from threefold.data.corpus import Corpus
-from threefold.data.opening import open_corpus
-from threefold.data.padded import JsonLines, PaddedSamples
+from threefold.data.formats.jsonl import JsonLines
+from threefold.data.formats.token_files import open_corpus
+from threefold.data.packed_samples import PackedSamples
+from threefold.data.padded_samples import PaddedSamples
+from threefold.data.prepare.audit import audit
 from threefold.data.progress import SILENT
-from threefold.data.samples import PackedSamples
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
 
@@ -43,7 +44,7 @@ def digest(*parts: Any) -> str:
 
 def checkpoint(run: Path) -> str:
     """A run's checkpoint: its facts, its config and all of its tensors."""
-    choice = choose(run, lambda what: f"{run} has {what}.")
+    choice = select_checkpoint(run, lambda what: f"{run} has {what}.")
     found = stored_tensors(choice.checkpoint.path)
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in sorted(found.items())}
     load_tensors_alone(tensors, choice.checkpoint.path)

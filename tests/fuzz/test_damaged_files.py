@@ -19,9 +19,9 @@ from tests.fuzz.damage import damaged_file, flipped_file
 from tests.fuzz.judge import Judge, Reader, examine
 from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
-from threefold.data.convert import to_threefold
-from threefold.data.padded import JsonLines
-from threefold.data.prepare import Request, prepare
+from threefold.data.formats.jsonl import JsonLines
+from threefold.data.prepare.conversion import to_threefold
+from threefold.data.prepare.preparation import PrepareRequest, prepare
 from threefold.data.progress import SILENT
 from threefold.huggingface.import_hf import Import, import_model
 
@@ -80,7 +80,7 @@ def token_folder(folder: Path, inputs: Path) -> Reader:
 def chat_folder(folder: Path, inputs: Path) -> Reader:
     lines = folder.parent / "chats.jsonl"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CONVERSATIONS))
-    prepare(Request((lines,), folder, tokenizer=inputs / "chat" / "tokenizer.json"), Silent())
+    prepare(PrepareRequest((lines,), folder, tokenizer=inputs / "chat" / "tokenizer.json"), Silent())
     return readers.tokens
 
 

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tests.checkpoint.support import Silent, write_llama
-from threefold.data.text import TextRule, beginning_of
+from threefold.data.text.text_encoding import TextRule, beginning_of
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.eval_tasks import LastWord, Perplexity

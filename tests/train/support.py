@@ -14,17 +14,17 @@ from tokenizers import Tokenizer
 
 from threefold.config import Config, resolve
 from threefold.data.dataset import open_dataset
-from threefold.data.format import (
+from threefold.data.formats.threefold_meta import Meta
+from threefold.data.text.tokenizer import END_OF_DOCUMENT, train_tokenizer
+from threefold.data.token_storage import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     DTYPES,
     META_FILE,
     TOKENIZER_FILE,
     TOKENS_FILE,
-    Meta,
     dtype_for,
 )
-from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.entry_point import train
 

@@ -17,9 +17,9 @@ from tests.train.support import losses_of, same
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, load_config
 from threefold.data.dataset import open_dataset
-from threefold.data.files import TokenFiles
+from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.loader import Loader, Share
-from threefold.data.prepare import Request, prepare
+from threefold.data.prepare.preparation import PrepareRequest, prepare
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.eval_tasks import Perplexity
@@ -96,7 +96,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     chats = conversations(style)
     lines = folder / "chats.jsonl"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    prepare(Request((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json"), Silent())
+    prepare(PrepareRequest((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json"), Silent())
     return Tuned(theirs, tokenizer, folder / "base", lines, folder / "tokens", chats, LENGTHS[style])
 
 

@@ -13,8 +13,8 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
-from threefold.data.files import TokenFiles
-from threefold.data.samples import PackedSamples
+from threefold.data.formats.threefold_folder import TokenFiles
+from threefold.data.packed_samples import PackedSamples
 from threefold.data.split import document_runs
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT

@@ -8,7 +8,7 @@ import pytest
 from tests.support.other_systems import Documents, write_fleet, write_megatron
 from tests.train.support import Run, losses_of, same, train_rank
 from threefold.checkpoint.resume import find_resumption
-from threefold.data.files import TokenFiles
+from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.errors import UserError
 from threefold.inference.generate import GenerationRequest, generate
 from threefold.launch.worker_pool import WorkerPool

@@ -17,15 +17,16 @@ from tests.support.other_systems import write_megatron
 from tests.train.support import Run, manifest, train_rank
 from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.resume import find_resumption
-from threefold.checkpoint.sealed import seal
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.data.dataset import open_dataset
-from threefold.data.files import TokenFiles
-from threefold.data.format import DOCUMENTS_FILE, META_FILE, TOKENS_FILE, Meta, file_checksums
+from threefold.data.formats.threefold_folder import TokenFiles
+from threefold.data.formats.threefold_meta import Meta, file_checksums
 from threefold.data.stored_array import StoredArray
+from threefold.data.token_storage import DOCUMENTS_FILE, META_FILE, TOKENS_FILE
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.sealed_json import seal_text
 from threefold.train.token_check import TokenCheck
 
 
@@ -151,7 +152,7 @@ def test_a_checkpoint_that_does_not_say_is_resumed(pool: WorkerPool, run: Run, t
     facts = json.loads(path.read_text())
     del facts["contents"]
     del facts["checksum"]
-    path.write_text(seal(json.dumps(facts, indent=2)))
+    path.write_text(seal_text(json.dumps(facts, indent=2)))
     assert find_resumption(tmp_path / "run", run.but(steps=4).config).checkpoint.step == 2
 
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from threefold.checkpoint.choose import Damaged, check_whole, choose
-from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint, folders, newest
+from threefold.checkpoint.selection import Damaged, check_whole, select_checkpoint
 from threefold.comm.layout import Layout
 from threefold.config import Config
-from threefold.data.content import Content, ReadCorpus
+from threefold.data.content_checksums import Content, ReadCorpus
 from threefold.data.dataset import open_dataset
 from threefold.data.mixture import whole_shares
-from threefold.data.text import TextRule
+from threefold.data.text.text_encoding import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
 
@@ -121,7 +121,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
     Raises:
         UserError: there is no checkpoint, it is of another run, or nothing is left to do.
     """
-    choice = choose(
+    choice = select_checkpoint(
         run_dir, lambda none: f"{run_dir} has {none} to go on from; start without --resume in an empty folder.", damaged
     )
     checkpoint = choice.checkpoint

@@ -6,21 +6,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from threefold.checkpoint.folder import (
-    DIVERGED,
-    PARTIAL,
-    Facts,
-    complete,
-    path_of,
-    prune,
-    remove_partial,
-    write_durably,
-    write_manifest,
-)
+from threefold.checkpoint.folder import DIVERGED, complete, path_of, prune, remove_partial
+from threefold.checkpoint.manifest import PARTIAL, Facts, write_manifest
 from threefold.checkpoint.tensors import save_tensors
 from threefold.comm.mesh import Axis
-from threefold.data.staging import sync
 from threefold.errors import UserError
+from threefold.output.durable import sync, write_durably
 
 
 def save_checkpoint(

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from threefold.checkpoint.damage import DamagedCheckpoint
-from threefold.checkpoint.storage import Reader, Writer, stored_index
-from threefold.checkpoint.strided import StridedPart, is_strided
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.format.storage import Reader, Writer, stored_index
+from threefold.checkpoint.strided_shard import StridedShard, is_strided
 from threefold.errors import UserError
 
 
@@ -103,7 +103,7 @@ def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool) -> None:
 
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
-    return {name: StridedPart.of(tensor) if is_strided(tensor) else tensor for name, tensor in detached.items()}
+    return {name: StridedShard.of(tensor) if is_strided(tensor) else tensor for name, tensor in detached.items()}
 
 
 def _let_through(error: CheckpointException, *kinds: type[BaseException]) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from threefold.checkpoint.choose import Damaged, choose
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint
 from threefold.checkpoint.resume import SHAPES
+from threefold.checkpoint.selection import Damaged, select_checkpoint
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
@@ -16,7 +16,7 @@ _NOT_OF_THE_FUNCTION = frozenset(("preset", "initializer_range", "hidden_dropout
 
 
 @dataclass(frozen=True)
-class Beginning:
+class WarmStart:
     """A checkpoint whose weights a run may start from.
 
     Attributes:
@@ -28,7 +28,7 @@ class Beginning:
     warnings: tuple[str, ...]
 
 
-def find_beginning(config: Config, damaged: Damaged | None = None) -> Beginning | None:
+def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart | None:
     """The newest good checkpoint of the run that `train.init_from` names, checked against what the run is to be.
 
     Args:
@@ -44,7 +44,7 @@ def find_beginning(config: Config, damaged: Damaged | None = None) -> Beginning 
     if not config.train.init_from:
         return None
     where = f"{config.origin('train.init_from')}train.init_from is {config.train.init_from}"
-    choice = choose(
+    choice = select_checkpoint(
         Path(config.train.init_from), lambda none: f"{where}, which has {none}; give the folder of a run.", damaged
     )
     checkpoint = choice.checkpoint
@@ -63,7 +63,7 @@ def find_beginning(config: Config, damaged: Damaged | None = None) -> Beginning 
             )
     _check_tokenizer(checkpoint, config)
     changed = (f"model.{key} is {new!r}; {checkpoint.path} had {old!r}." for key, (old, new) in changes.items())
-    return Beginning(checkpoint, (*choice.warnings, *changed))
+    return WarmStart(checkpoint, (*choice.warnings, *changed))
 
 
 def _check_tokenizer(checkpoint: Checkpoint, config: Config) -> None:

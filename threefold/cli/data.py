@@ -24,7 +24,7 @@ class Target(StrEnum):
 @app.command()
 def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to.")]) -> None:
     """Write a few MB of real English, which every Python carries, as JSON lines."""
-    from threefold.data.python_text import write_sample
+    from threefold.data.text.python_text import write_sample
 
     summary = write_sample(directory)
     typer.echo(f"Wrote {summary.documents:,} documents, {summary.bytes / 1e6:.1f} MB of English text:")
@@ -70,13 +70,13 @@ def prepare(
     """Turn text into token files that `data.path` of a run can name."""
     import os
 
-    from threefold.data.prepare import Request
-    from threefold.data.prepare import prepare as prepare_files
-    from threefold.data.summary import summarize
+    from threefold.data.prepare.preparation import PrepareRequest
+    from threefold.data.prepare.preparation import prepare as prepare_files
+    from threefold.data.prepare.summary import summarize
 
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    request = Request(
+    request = PrepareRequest(
         tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite, special_tokens, chat_template
     )
     with Bars() as bars:
@@ -100,10 +100,10 @@ def show(
     """Show what token files of any system hold, and their first training sample as text."""
     import numpy as np
 
-    from threefold.data.opening import open_corpus, read_stored
-    from threefold.data.samples import PackedSamples, split_facts
-    from threefold.data.summary import summarize
-    from threefold.data.tokenizer import load_tokenizer
+    from threefold.data.formats.token_files import open_corpus, read_stored
+    from threefold.data.packed_samples import PackedSamples, split_facts
+    from threefold.data.prepare.summary import summarize
+    from threefold.data.text.tokenizer import load_tokenizer
 
     if tokenizer is not None:
         load_tokenizer(tokenizer)
@@ -132,7 +132,7 @@ def show(
 def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> None:
     import numpy as np
 
-    from threefold.data.conversations import PackedConversations
+    from threefold.data.packed_conversations import PackedConversations
     from threefold.data.split import SPLITS, document_runs
 
     rows: list[tuple[str, ...]] = []
@@ -165,7 +165,7 @@ def verify(
 ) -> None:
     """Read token files whole and compare them with the checksums that were written with them."""
     from threefold.cli.data_view import print_audits
-    from threefold.data.audit import audit
+    from threefold.data.prepare.audit import audit
     from threefold.errors import UserError
 
     with Bars() as bars:
@@ -193,7 +193,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")] = False,
 ) -> None:
     """Turn token files of one system into those of another, token for token."""
-    from threefold.data.convert import to_megatron, to_threefold
+    from threefold.data.prepare.conversion import to_megatron, to_threefold
 
     with Bars() as bars:
         if to is Target.megatron:

@@ -8,11 +8,11 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from threefold.data.audit import Audit
-    from threefold.data.convert import Converted
     from threefold.data.corpus import Corpus, StoredTokens
-    from threefold.data.files import TokenFiles
-    from threefold.data.summary import Summary
+    from threefold.data.formats.threefold_folder import TokenFiles
+    from threefold.data.prepare.audit import Audit
+    from threefold.data.prepare.conversion import ConvertedTokens
+    from threefold.data.prepare.summary import TokenSummary
 
 
 class Bars:
@@ -46,9 +46,9 @@ class Bars:
         self._bars.advance(self._task, read_bytes)
 
 
-def print_facts(stored: "StoredTokens", summary: "Summary", corpus: "Corpus") -> None:
+def print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpus") -> None:
     """The table of what token files hold; the vocabulary is the highest token's where the corpus has no tokenizer."""
-    from threefold.data.files import TokenFiles
+    from threefold.data.formats.threefold_folder import TokenFiles
 
     tokens, documents, sequences = len(stored.tokens), summary.documents, len(stored.sequences) - 1
     rows = [
@@ -66,13 +66,13 @@ def print_facts(stored: "StoredTokens", summary: "Summary", corpus: "Corpus") ->
     print_table((str(stored.path), ""), rows)
 
 
-def _vocabulary(corpus: "Corpus", summary: "Summary") -> str:
+def _vocabulary(corpus: "Corpus", summary: "TokenSummary") -> str:
     if corpus.tokenizer is None:
         return f"unknown without a tokenizer; the highest token is {summary.highest:,}"
     return f"{corpus.vocab_size:,} tokens"
 
 
-def _end(corpus: "Corpus", summary: "Summary") -> str:
+def _end(corpus: "Corpus", summary: "TokenSummary") -> str:
     if corpus.eod is not None:
         name = corpus.tokenizer.id_to_token(corpus.eod) if corpus.tokenizer is not None else ""
         return f"token {corpus.eod} {name}".strip()
@@ -172,7 +172,7 @@ def print_audits(audits: "list[Audit]") -> None:
     print_table(("file", "size", "found"), rows)
 
 
-def print_converted(source: Path, out: Path, converted: "Converted") -> None:
+def print_converted(source: Path, out: Path, converted: "ConvertedTokens") -> None:
     """One line about a conversion, and one for each thing that could not stay as it was."""
     typer.echo(f"Wrote {converted.documents:,} documents, {converted.tokens:,} tokens, from {source} to {out}.")
     if converted.left_out:

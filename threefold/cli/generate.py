@@ -10,7 +10,7 @@ from threefold.cli.streams import read_standard_input
 from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
-    from threefold.data.chat import Conversation
+    from threefold.data.chat.messages import Conversation
     from threefold.inference.generate import GenerationRequest, Prompt
     from threefold.inference.model import Model
 
@@ -67,7 +67,7 @@ def generate(
 
 
 def _message(prompt: str, system: str | None) -> "Conversation":
-    from threefold.data.chat import Conversation
+    from threefold.data.chat.messages import Conversation
 
     before = () if system is None else ({"role": "system", "content": system},)
     return Conversation("--prompt", (*before, {"role": "user", "content": prompt}))

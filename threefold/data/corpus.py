@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.data.chat_template import ChatTemplate
+from threefold.data.chat.chat_template import ChatTemplate
 from threefold.data.stored_array import StoredArray
-from threefold.data.text import TextRule
+from threefold.data.text.text_encoding import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.random.permutation import Int64Array
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-Tokens = NDArray[np.integer] | StoredArray
+TokenArray = NDArray[np.integer] | StoredArray
 """Token ids, in memory or read out of a file where they are indexed."""
 
 
@@ -44,7 +44,7 @@ class StoredTokens:
     path: Path
     format: str
     files: tuple[Path, ...]
-    tokens: Tokens
+    tokens: TokenArray
     sequences: Int64Array
     document_sequences: Int64Array | None = None
     modes: NDArray[np.int8] | None = None
@@ -78,7 +78,7 @@ class Corpus:
 
     path: Path
     files: tuple[Path, ...]
-    tokens: Tokens
+    tokens: TokenArray
     documents: NDArray[np.int64]
     vocab_size: int
     eod: int | None

@@ -6,23 +6,24 @@ from pathlib import Path
 
 from threefold.config import Config
 from threefold.config.data import DataConfig
-from threefold.data.chat_template import ChatTemplate
-from threefold.data.content import ReadCorpus, content_of
-from threefold.data.conversations import PackedConversations
+from threefold.data.chat.chat_template import ChatTemplate
+from threefold.data.content_checksums import ReadCorpus, content_of
 from threefold.data.corpus import Corpus
-from threefold.data.interface import Part, Samples
+from threefold.data.formats.jsonl import EncodedLines, JsonLines
+from threefold.data.formats.token_files import holds_tokens, open_corpus
 from threefold.data.mixture import MixedSamples
-from threefold.data.opening import holds_tokens, open_corpus
-from threefold.data.padded import EncodedLines, JsonLines, PaddedSamples
+from threefold.data.packed_conversations import PackedConversations
+from threefold.data.packed_samples import PackedSamples
+from threefold.data.padded_samples import PaddedSamples
 from threefold.data.progress import SILENT, Progress
-from threefold.data.samples import PackedSamples
-from threefold.data.sources import is_json_lines
-from threefold.data.text import TextRule
+from threefold.data.samples import MixturePart, Samples
+from threefold.data.text.sources import is_json_lines
+from threefold.data.text.text_encoding import TextRule
 from threefold.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class NamedCorpus:
     """One corpus of a run: its path as the config has it, its weight, and what lies there."""
 
     name: str
@@ -39,7 +40,7 @@ class Dataset:
         settings: the config's section, which may not be resolved yet.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[NamedCorpus, ...]
     settings: DataConfig
 
     @property
@@ -97,7 +98,8 @@ class Dataset:
         """
         settings = settings or self.settings
         parts = [
-            Part(source.name, _samples(source.data, name, settings, progress), source.weight) for source in self.sources
+            MixturePart(source.name, _samples(source.data, name, settings, progress), source.weight)
+            for source in self.sources
         ]
         return parts[0].samples if len(parts) == 1 else MixedSamples.of(parts)
 
@@ -132,7 +134,7 @@ def open_dataset(config: Config) -> Dataset:
     Raises:
         UserError: there is none, it is damaged, its settings do not fit it, or the corpora have different tokenizers.
     """
-    sources = [Source(name, weight, _open(name, config)) for name, weight in config.data.corpora.items()]
+    sources = [NamedCorpus(name, weight, _open(name, config)) for name, weight in config.data.corpora.items()]
     _check_shared(sources)
     return Dataset(tuple(sources), config.data)
 
@@ -169,7 +171,7 @@ def _open(name: str, config: Config) -> Corpus | JsonLines:
     )
 
 
-def _check_shared(sources: Sequence[Source]) -> None:
+def _check_shared(sources: Sequence[NamedCorpus]) -> None:
     """Check that a token means the same in all sources, as far as that is known."""
     for one in sources:
         for other in sources:
@@ -194,7 +196,7 @@ def _check_shared(sources: Sequence[Source]) -> None:
                 )
 
 
-def _not_shared(one: Source, other: Source, what: str) -> UserError:
+def _not_shared(one: NamedCorpus, other: NamedCorpus, what: str) -> UserError:
     return UserError(
         f"data.mixture names {one.name} and {other.name}, which {what}, so their tokens mean different things; prepare "
         "one with the other's tokenizer.json (`threefold data prepare --tokenizer`)."

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from threefold.data.interface import Part, Samples
-from threefold.labels import IGNORE_INDEX
+from threefold.data.samples import MixturePart, Samples
+from threefold.labels import IGNORED
 from threefold.random.permutation import Int64Array
 
 
@@ -126,7 +126,7 @@ class Loader:
         """Whether several corpora are evaluated."""
         return len(self._heldout_samples().parts) > 1
 
-    def eval_parts(self, limit: int | None = None) -> list[tuple[Part, int]]:
+    def eval_parts(self, limit: int | None = None) -> list[tuple[MixturePart, int]]:
         """The corpora of the held-out samples, and how many batches of each to evaluate when there may be `limit`.
 
         They share the batches by weight, but each has one at least and none more than it holds.
@@ -177,7 +177,7 @@ class Loader:
         indices = number * self.share.global_batch_size + self.share.rows
         past_end = indices >= len(samples)
         batch = self._make_batch(samples, np.where(past_end, 0, indices))
-        batch.labels.numpy()[past_end] = IGNORE_INDEX
+        batch.labels.numpy()[past_end] = IGNORED
         return batch
 
     def _make_batch(self, samples: Samples, indices: Int64Array) -> Batch:

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from threefold.data.interface import Part, Samples
+from threefold.data.samples import MixturePart, Samples
 from threefold.errors import UserError
 from threefold.random.permutation import Int64Array
 
@@ -73,11 +73,11 @@ class MixedSamples:
         blend: says which of them a run reads when.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MixturePart, ...]
     blend: Blend
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> "MixedSamples":
+    def of(cls, parts: Sequence[MixturePart]) -> "MixedSamples":
         """Mix parts by their weights, of which only the ratios count.
 
         Raises:
@@ -85,7 +85,7 @@ class MixedSamples:
         """
         blend = Blend([part.weight for part in parts])
         total = sum(part.weight for part in parts)
-        return cls(tuple(Part(part.name, part.samples, part.weight / total) for part in parts), blend)
+        return cls(tuple(MixturePart(part.name, part.samples, part.weight / total) for part in parts), blend)
 
     def __len__(self) -> int:
         return sum(len(part.samples) for part in self.parts)

@@ -10,15 +10,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.choose import Choice, choose
-from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint
-from threefold.checkpoint.naming import MODEL
+from threefold.checkpoint.selection import SelectedCheckpoint, select_checkpoint
+from threefold.checkpoint.tensor_names import MODEL
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config
 from threefold.data.progress import Progress
-from threefold.data.staging import staged_directory
-from threefold.data.written import check_replaceable
 from threefold.host import return_freed_memory
 from threefold.huggingface.config_out import choose_family, left_out, write_model
 from threefold.huggingface.families import Family
@@ -28,6 +26,8 @@ from threefold.huggingface.sidecar_files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.sidecar_files import imported_config, write_texts
 from threefold.huggingface.tables import weights_of
 from threefold.huggingface.weights import Weight
+from threefold.output.overwrite import check_replaceable
+from threefold.output.staging import staged_directory
 
 _AT_ONCE: Final = 64 << 20
 """Bytes that are read together where single tensors are smaller."""
@@ -98,14 +98,16 @@ def export_model(request: Export, progress: Progress) -> Exported:
     check_replaceable(request.out, [request.run], request.overwrite)
     damaged: dict[Path, str] = {}
     while True:
-        choice = choose(request.run, lambda none: f"{request.run} has {none}; give the folder of a run.", damaged)
+        choice = select_checkpoint(
+            request.run, lambda none: f"{request.run} has {none}; give the folder of a run.", damaged
+        )
         try:
             return _export(request, choice, progress)
         except DamagedCheckpoint as damage:
             damaged[damage.path] = damage.reason
 
 
-def _export(request: Export, choice: Choice, progress: Progress) -> Exported:
+def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> Exported:
     checkpoint, config = choice.checkpoint, choice.config
     imported = imported_config(checkpoint.path)
     family = choose_family(config.model, imported.get("model_type"))

@@ -13,25 +13,15 @@ import yaml
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from threefold.checkpoint.folder import (
-    CONFIG,
-    FORMAT,
-    MANIFEST,
-    TOKENIZER,
-    Facts,
-    path_of,
-    write_durably,
-    write_manifest,
-)
-from threefold.checkpoint.naming import MODEL
-from threefold.checkpoint.streamed import Piece, StreamedTensor
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, path_of
+from threefold.checkpoint.manifest import FORMAT, MANIFEST, Facts, write_manifest
+from threefold.checkpoint.streamed_tensor import StreamedTensor, TensorPiece
+from threefold.checkpoint.tensor_names import MODEL
 from threefold.checkpoint.tensors import save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.data.progress import Progress
-from threefold.data.staging import staged_directory
-from threefold.data.tokenizer import end_of_document
-from threefold.data.written import check_replaceable, list_marked
+from threefold.data.text.tokenizer import end_of_document
 from threefold.errors import UserError
 from threefold.files import read_json as read_own_json
 from threefold.host import return_freed_memory
@@ -43,6 +33,9 @@ from threefold.huggingface.sidecar_files import PREFIX, WITH_TOKENIZER, check_to
 from threefold.huggingface.tables import weights_of
 from threefold.huggingface.weights import Box, Part, Weight
 from threefold.models.registry import make_model
+from threefold.output.durable import write_durably
+from threefold.output.overwrite import check_replaceable, list_marked
+from threefold.output.staging import staged_directory
 
 _CUT_BY_COLUMNS: Final = ("proj.weight", "down.weight", "experts.down")
 """How the names of weights end whose columns tensor parallelism shares out; of others it shares the rows."""
@@ -259,7 +252,7 @@ def _streamed(weights: list[Weight], files: TensorFiles, progress: Progress) -> 
     return tensors
 
 
-def _piece(weight: Weight, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> Piece:
+def _piece(weight: Weight, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> TensorPiece:
     dims = (box.rows, box.columns)[: len(weight.shape)]
     offsets, sizes = tuple(first for first, _ in dims), tuple(end - first for first, end in dims)
 
@@ -269,8 +262,8 @@ def _piece(weight: Weight, box: Box, dtype: torch.dtype, files: TensorFiles, pro
         return tensor if weight.expert is None else tensor[None]
 
     if weight.expert is None:
-        return Piece(offsets, sizes, read)
-    return Piece((weight.expert, *offsets), (1, *sizes), read)
+        return TensorPiece(offsets, sizes, read)
+    return TensorPiece((weight.expert, *offsets), (1, *sizes), read)
 
 
 def _end_token(source: Path, texts: Mapping[str, str]) -> int | None:

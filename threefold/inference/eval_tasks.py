@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from threefold.data.chat import Document
-from threefold.data.documents import DocumentEncoder, Tokens
-from threefold.data.text import TextEncoder
+from threefold.data.chat.messages import Document
+from threefold.data.text.document_encoding import DocumentEncoder, EncodedDocument
+from threefold.data.text.text_encoding import TextEncoder
 from threefold.errors import UserError
 from threefold.inference.log_likelihood import Scores, Window
 
@@ -130,13 +130,13 @@ class Perplexity(EvalTask):
             return EncodedTexts(encoded, windows)
         return EncodedTexts(encoded, [window for window in windows if window.mask(masks).any()], masks)
 
-    def _read(self, documents: DocumentEncoder, text: Document) -> Tokens:
+    def _read(self, documents: DocumentEncoder, text: Document) -> EncodedDocument:
         """Tokens of a text without the end of the document, or of a conversation, and which of them count."""
         if isinstance(text, str):
             ids = documents.text.encode(text)
-            return Tokens(ids, [True] * len(ids))
+            return EncodedDocument(ids, [True] * len(ids))
         tokens = documents.encode(text)
-        return Tokens(tokens.ids, [True] * len(tokens.ids)) if self.loss_tokens == "all" else tokens
+        return EncodedDocument(tokens.ids, [True] * len(tokens.ids)) if self.loss_tokens == "all" else tokens
 
     def windows(self, text: int, tokens: int) -> list[Window]:
         """The windows of a text of so many tokens; none where there is nothing to predict."""

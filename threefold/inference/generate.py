@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threefold.data.chat import Conversation
-from threefold.data.text import SpecialTokens
+from threefold.data.chat.messages import Conversation
+from threefold.data.text.text_encoding import SpecialTokens
 from threefold.errors import UserError
 from threefold.inference.kv_cache import Cache, caching
 from threefold.inference.model import Model, Trained

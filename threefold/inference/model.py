@@ -12,19 +12,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from threefold.checkpoint.choose import Damaged, choose, from_first
-from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint
-from threefold.checkpoint.naming import MODEL
+from threefold.checkpoint.tensor_names import MODEL
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.config_error import nearest_divisor
-from threefold.data.chat_template import ChatTemplate
-from threefold.data.documents import DocumentEncoder
-from threefold.data.text import SpecialTokens, TextEncoder, TextRule
-from threefold.data.tokenizer import id_count
+from threefold.data.chat.chat_template import ChatTemplate
+from threefold.data.text.document_encoding import DocumentEncoder
+from threefold.data.text.text_encoding import SpecialTokens, TextEncoder, TextRule
+from threefold.data.text.tokenizer import id_count
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.huggingface.sidecar_files import PREFIX, end_tokens
@@ -74,7 +74,7 @@ class Trained:
         Raises:
             UserError: there is none.
         """
-        choice = choose(run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged)
+        choice = select_checkpoint(run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged)
         return cls(choice.checkpoint, choice.config, choice.warnings)
 
     def check(self, layout: Layout) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from threefold.checkpoint.folder import FOLDER, newest, write_durably
+from threefold.checkpoint.folder import FOLDER, newest
 from threefold.checkpoint.resume import Resume, continues, find_resumption, has_all_steps
-from threefold.checkpoint.warm_start import find_beginning
+from threefold.checkpoint.warm_start import find_warm_start
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.resolve import check_settings
@@ -27,6 +27,7 @@ from threefold.launch.run_lock import FILE as LOCK_FILE
 from threefold.launch.run_lock import cannot_write, require_free, run_lock
 from threefold.launch.signals import StopSignals
 from threefold.launch.worker import Device, RankInfo
+from threefold.output.durable import write_durably
 
 if TYPE_CHECKING:
     from threefold.train.stop import Stopped
@@ -203,7 +204,7 @@ def prepare_training(
         find_resumption(run_dir, checked.resolved)
     else:
         _require_no_checkpoints(run_dir)
-        find_beginning(checked.resolved)
+        find_warm_start(checked.resolved)
     return TrainingRun(checked.fitted(), run_dir, resume)
 
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from threefold.checkpoint.choose import from_first
-from threefold.checkpoint.damage import DamagedCheckpoint
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint
 from threefold.checkpoint.resume import Resume, Resumption, continues, find_resumption
-from threefold.checkpoint.warm_start import Beginning, find_beginning
+from threefold.checkpoint.selection import from_first
+from threefold.checkpoint.warm_start import WarmStart, find_warm_start
 from threefold.comm.mesh import Axis
 from threefold.config import Config
 from threefold.train.state import Checkpoints
@@ -51,11 +51,11 @@ class Start:
                 self._damaged[damage.path] = damage.reason
                 self._found = self._find()
 
-    def _find(self) -> Resumption | Beginning | None:
-        def find() -> Resumption | Beginning | None:
+    def _find(self) -> Resumption | WarmStart | None:
+        def find() -> Resumption | WarmStart | None:
             if continues(self._run_dir, self._resume):
                 return find_resumption(self._run_dir, self._config, self._damaged)
-            return find_beginning(self._config, self._damaged)
+            return find_warm_start(self._config, self._damaged)
 
         return from_first(self._world, find)
 

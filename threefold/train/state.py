@@ -6,13 +6,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, Facts, complete
-from threefold.checkpoint.naming import MODEL, OPTIMIZER
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete
+from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
+from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.config import Config
-from threefold.data.chat_template import CONFIG_FILE
-from threefold.data.content import Content
+from threefold.data.chat.chat_template import CONFIG_FILE
+from threefold.data.content_checksums import Content
 from threefold.data.dataset import Dataset
 from threefold.huggingface.sidecar_files import PREFIX, carried_by
 from threefold.random.rng import STREAMS, stored_as

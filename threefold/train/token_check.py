@@ -13,7 +13,7 @@ import torch
 from threefold.checkpoint.folder import Checkpoint
 from threefold.checkpoint.resume import other_text
 from threefold.comm.mesh import Mesh
-from threefold.data.content import Content, ReadCorpus, checksum_of_tokens
+from threefold.data.content_checksums import Content, ReadCorpus, checksum_of_tokens
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.train.callbacks.base import Callback, EvaluationRecord

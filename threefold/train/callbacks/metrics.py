@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from threefold.data.staging import sync
+from threefold.output.durable import sync
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import LineFile

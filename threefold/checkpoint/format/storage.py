@@ -1,0 +1,283 @@
+"""How `torch.distributed.checkpoint` writes and reads our files: raw bytes and an index, never a pickle.
+
+Its planners decide which rank writes and reads which part of which tensor. Each rank writes one file,
+tensors-00000.bin for the first, which is the bytes of its parts one after the other; the coordinator writes the index.
+Every part is compared with its checksum while it is read.
+"""
+
+import io
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.format.index import DTYPES, INDEX, DataFile, StoredTensor, TensorChunk, index_text, read_index
+from threefold.checkpoint.format.version1 import METADATA, read_version1_chunk, read_version1_index
+from threefold.checksums import ALGORITHM
+from threefold.host import begin_writing
+
+_BLOCK: Final = 4 << 20
+"""Bytes that are hashed and moved at a time: they are still in the processor's cache for the second."""
+_AHEAD: Final = 32 << 20
+"""Bytes after which the system is told to begin writing: a process that leaves it to the end has to wait for it."""
+
+
+def stored_index(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint of either version by name.
+
+    Raises:
+        DamagedCheckpoint: there is no index, or it is not as it was written.
+    """
+    is_version1 = (folder / METADATA).exists() and not (folder / INDEX).exists()
+    return read_version1_index(folder) if is_version1 else read_index(folder)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank tells the coordinator of a part that it wrote."""
+
+    chunk: TensorChunk
+    file: DataFile
+
+
+class Writer(StorageWriter):
+    """Writes the tensors of a checkpoint, durably.
+
+    Args:
+        folder: an empty folder that all ranks see.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=f"tensors-{rank:05d}.bin") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's parts.
+
+        Raises:
+            OSError: with the file's name.
+        """
+        path = self.folder / plan.storage_data
+        items = [item for item in plan.items if 0 not in _box(item).sizes]
+        done: Future[list[WriteResult]] = Future()
+        if not items:
+            done.set_result([])
+            return done
+        try:
+            chunks, file = _write_file(path, items, planner)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        results = zip(items, chunks, strict=True)
+        done.set_result([WriteResult(item.index, chunk.bytes, _Written(chunk, file)) for item, chunk in results])
+        return done
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index of what all ranks wrote."""
+        chunks: dict[str, list[TensorChunk]] = defaultdict(list)
+        files: dict[str, DataFile] = {}
+        for result in (result for rank in results for result in rank):
+            written: _Written = result.storage_data
+            chunks[result.index.fqn].append(written.chunk)
+            files[written.chunk.file] = written.file
+        tensors = {
+            name: StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks[name]))
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, dcp.TensorStorageMetadata)
+        }
+        with (self.folder / INDEX).open("w", encoding="utf-8") as file:
+            file.write(index_text(tensors, files))
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reads the tensors of a checkpoint of either version; each part once, compared with its checksum.
+
+    Args:
+        folder: a whole checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._tensors: dict[str, StoredTensor] = {}
+        self._damage: DamagedCheckpoint | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any) -> dcp.Metadata:
+        """What lies where. Damage is told one step later, where torch passes on what is raised as it is."""
+        try:
+            self._tensors = stored_index(self.folder)
+        except DamagedCheckpoint as damage:
+            self._damage = damage
+        entries = {name: _described(tensor) for name, tensor in self._tensors.items()}
+        return dcp.Metadata(entries)  # type: ignore[arg-type]
+
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._damage is not None:
+            raise self._damage
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what this rank's plan asks for.
+
+        Raises:
+            DamagedCheckpoint: a file is missing, or not as it was written.
+        """
+        chunks = {(name, chunk.offsets): chunk for name, each in self._tensors.items() for chunk in each.chunks}
+        files: dict[str, dict[TensorChunk, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        for item in plan.items:
+            index = item.storage_index
+            chunk = chunks[index.fqn, tuple(index.offset or ())]
+            files[chunk.file][chunk].append(item)
+        for name, requests in files.items():
+            try:
+                with (self.folder / name).open("rb", buffering=0) as file:
+                    for chunk in sorted(requests, key=lambda each: each.position):
+                        self._read(file, chunk, requests[chunk], planner)
+            except OSError as error:
+                raise DamagedCheckpoint(self.folder, f"its {name} cannot be read ({error.strerror})") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: io.RawIOBase, chunk: TensorChunk, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        tensor = self._tensors[items[0].storage_index.fqn]
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        if chunk.checksum is not None and len(targets) == 1 and _is_place_for(targets[0], tensor, chunk):
+            self._fill(file, chunk, _bytes_of(targets[0]))
+        else:
+            held = self._held(file, tensor, chunk)
+            for item, target in zip(items, targets, strict=True):
+                target.copy_(_part(held, item.storage_offsets, item.lengths))
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+    def _held(self, file: io.RawIOBase, tensor: StoredTensor, chunk: TensorChunk) -> Tensor:
+        """A chunk in memory of its own."""
+        if chunk.checksum is None:
+            return read_version1_chunk(file, self.folder, tensor, chunk)
+        held = torch.empty(chunk.sizes, dtype=tensor.dtype)
+        self._fill(file, chunk, _bytes_of(held))
+        return held
+
+    def _fill(self, file: io.RawIOBase, chunk: TensorChunk, into: memoryview) -> None:
+        """Read a chunk, and compare it with its checksum."""
+        file.seek(chunk.position)
+        digest, done = xxhash.xxh3_128(), 0
+        while size := file.readinto(into[done : done + _BLOCK]):
+            digest.update(into[done : done + size])
+            done += size
+        if done < chunk.bytes or f"{ALGORITHM}:{digest.hexdigest()}" != chunk.checksum:
+            raise DamagedCheckpoint(
+                self.folder,
+                f"its {chunk.file} does not have the checksum that it was written with, from byte {chunk.position} on",
+            )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _write_file(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[TensorChunk], DataFile]:
+    """Write parts one after the other, each let go before the next is asked for."""
+    chunks: list[TensorChunk] = []
+    whole, position, begun = xxhash.xxh3_128(), 0, 0
+    with path.open("wb") as file:
+        for item in items:
+            content = _bytes_of(cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous())
+            part = xxhash.xxh3_128()
+            for start in range(0, len(content), _BLOCK):
+                block = content[start : start + _BLOCK]
+                part.update(block)
+                whole.update(block)
+                file.write(block)
+                if (end := position + start + len(block)) - begun >= _AHEAD:
+                    file.flush()
+                    begin_writing(file.fileno(), begun, end - begun)
+                    begun = end
+            box, checksum = _box(item), f"{ALGORITHM}:{part.hexdigest()}"
+            chunks.append(
+                TensorChunk(tuple(box.offsets), tuple(box.sizes), path.name, position, len(content), checksum)
+            )
+            position += len(content)
+            del content
+        file.flush()
+        os.fsync(file.fileno())
+    return chunks, DataFile(position, f"{ALGORITHM}:{whole.hexdigest()}")
+
+
+def _box(item: WriteItem) -> dcp.ChunkStorageMetadata:
+    """The part of the tensor that an item writes."""
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        raise TypeError(f"{item.index.fqn} is no tensor, and a checkpoint holds nothing else")
+    if str(item.tensor_data.properties.dtype).removeprefix("torch.") not in DTYPES:
+        raise TypeError(f"{item.index.fqn} is of {item.tensor_data.properties.dtype}, which has no name in {INDEX}")
+    return item.tensor_data.chunk
+
+
+def _described(tensor: StoredTensor) -> dcp.TensorStorageMetadata:
+    chunks = [dcp.ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks]
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+
+
+def _is_place_for(target: Tensor, tensor: StoredTensor, chunk: TensorChunk) -> bool:
+    """Whether a chunk may be read straight into the memory of what is asked for."""
+    return (
+        type(target) is Tensor
+        and target.device.type == "cpu"
+        and target.dtype == tensor.dtype
+        and tuple(target.shape) == chunk.sizes
+        and target.is_contiguous()
+    )
+
+
+def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """A box of a tensor, as a view."""
+    return tensor[tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)

@@ -1,0 +1,266 @@
+"""checkpoint.json, the manifest of a checkpoint: what it says of its run, and the size and checksum of every file."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.format.validation import is_plain_name, whole
+from threefold.checksums import checksum
+from threefold.data.content_checksums import CONTENT_DTYPES, Content
+from threefold.data.text.text_encoding import BEFORE_RULES, SpecialTokens, TextRule
+from threefold.errors import UserError
+from threefold.files import parse_json, read_text, require_file, shown
+from threefold.output.durable import sync, write_durably
+from threefold.sealed_json import is_intact, seal_text
+
+MANIFEST: Final = "checkpoint.json"
+PARTIAL: Final = ".partial"
+"""Ending of the folder of a checkpoint that is not whole yet."""
+FORMAT: Final = "threefold-checkpoint"
+VERSION: Final = 2
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says of its run besides the tensors.
+
+    Together with the config these are the whole state of a trainer: the next batch, every dropout mask and the learning
+    rate are functions of the seed and the step.
+
+    Attributes:
+        step: updates made.
+        consumed_samples: training samples read for them.
+        seed: the run's.
+        eod: id of the token that ends a document; None if there is none.
+        tokenizer_sha256: of tokenizer.json; None if there is none.
+        tokens, documents: how many the data has.
+        loss_scale: of the next step, where there is one.
+        good_steps: for which it has held.
+        corpora: tokens and documents of each corpus of a mixture; of the only one otherwise.
+        contents: what their tokens are; empty where an older version wrote the checkpoint.
+        special_tokens: what became of text that spells a special token, in the data; None where that is not known, or
+            the checkpoint is older than such rules, or an import, which has seen no data.
+        beginning: tokens that each text of the data begins with, before its own; None for the latter two.
+    """
+
+    step: int
+    consumed_samples: int
+    seed: int
+    eod: int | None
+    tokenizer_sha256: str | None
+    tokens: int
+    documents: int
+    loss_scale: float | None = None
+    good_steps: int = 0
+    corpora: tuple[tuple[int, int], ...] = ()
+    contents: tuple[Content, ...] = ()
+    special_tokens: SpecialTokens | None = None
+    beginning: tuple[int, ...] | None = None
+
+    @property
+    def rule(self) -> TextRule | None:
+        """How the text of the data became tokens; None for an import."""
+        if not self.documents:
+            return None
+        if self.beginning is None:
+            return BEFORE_RULES
+        return TextRule(self.special_tokens or "parse", self.beginning, self.special_tokens is None)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest says of a file: its bytes and its checksum, which version 1 did not have."""
+
+    bytes: int
+    checksum: str | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What checkpoint.json says."""
+
+    folder: Path
+    facts: Facts
+    files: Mapping[str, FileRecord]
+
+    def check_sizes(self) -> None:
+        """Check that all files are there, each with as many bytes as were written.
+
+        Raises:
+            DamagedCheckpoint: one is not.
+        """
+        for name, file in self.files.items():
+            try:
+                size = require_file(self.folder / name)
+            except UserError:
+                raise DamagedCheckpoint(self.folder, f"its {shown(name)} is missing or no file") from None
+            if size != file.bytes:
+                raise DamagedCheckpoint(
+                    self.folder, f"its {shown(name)} has {size:,} bytes and was written with {file.bytes:,}"
+                )
+
+    def check_content(self, name: str) -> None:
+        """Compare a file with its checksum, if there is one.
+
+        Raises:
+            DamagedCheckpoint: it has another.
+        """
+        written = self.files[name].checksum
+        try:
+            if written is not None and checksum(self.folder / name) != written:
+                raise DamagedCheckpoint(
+                    self.folder, f"its {shown(name)} does not have the checksum that it was written with"
+                )
+        except OSError as error:
+            raise DamagedCheckpoint(self.folder, f"its {shown(name)} cannot be read ({error.strerror})") from None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What checkpoint.json says; nothing else is looked at.
+
+    Raises:
+        DamagedCheckpoint: it is missing, is not as it was written, or has values that it cannot have.
+        UserError: a later version of Threefold wrote it.
+    """
+    try:
+        text = read_text(folder / MANIFEST)
+        document = parse_json(text, MANIFEST)
+    except UserError as error:
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} cannot be read ({str(error).removesuffix('.')})") from None
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} is not that of a checkpoint")
+    version = document.pop("version", None)
+    if version != 1 and not is_intact(text):
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} does not have the checksum that it was written with")
+    if type(version) is int and version > VERSION:
+        raise UserError(
+            f"{folder} has version {version} of the format and this Threefold reads versions 1 to {VERSION}; use a "
+            "later Threefold."
+        )
+    try:
+        if version not in (1, VERSION) or type(version) is not int:
+            raise ValueError("version")
+        if version == VERSION:
+            document.pop("checksum")
+        files = {name: _file(name, held, version) for name, held in document.pop("files").items()}
+        facts = _facts(document)
+        if folder.name.removesuffix(PARTIAL) != f"step_{facts.step:08d}":
+            raise ValueError("step")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable {_first_word(error)}") from None
+    return Manifest(folder, facts, files)
+
+
+def write_manifest(folder: Path, facts: Facts) -> None:
+    """Declare the files in `folder` to be a whole checkpoint, durably.
+
+    Raises:
+        DamagedCheckpoint: the index of its tensors, which was just written, is damaged.
+    """
+    from threefold.checkpoint.format.index import read_data_files
+
+    known = read_data_files(folder)
+    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+    files = {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "checksum": known[path.name].checksum if path.name in known else checksum(path),
+        }
+        for path in paths
+    }
+    manifest = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(facts), "files": files}
+    write_durably(folder / MANIFEST, seal_text(json.dumps(manifest, indent=2)))
+    sync(folder)
+
+
+def _file(name: str, held: Any, version: int) -> FileRecord:
+    if not is_plain_name(name) or name == MANIFEST:
+        raise ValueError("files")
+    if version == 1:
+        return FileRecord(_checked("files", held, _is_whole), None)
+    return FileRecord(
+        _checked("files", held["bytes"], _is_whole),
+        _checked("files", held["checksum"], lambda value: isinstance(value, str)),
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        return whole(value) == value
+    except ValueError:
+        return False
+
+
+def _is_scale(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and isfinite(value) and value > 0)
+
+
+def _is_pairs(value: Any) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    return pairs and all(_is_whole(number) for pair in value for number in pair)
+
+
+def _is_contents(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(content, dict)
+        and content.keys() | {"loss_mask"} == {"dtype", "documents", "tokens", "loss_mask"}
+        and content["dtype"] in CONTENT_DTYPES
+        and isinstance(content["documents"], str)
+        and isinstance(content["tokens"], str | None)
+        and isinstance(content.get("loss_mask"), str | None)
+        for content in value
+    )
+
+
+_RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("step", "consumed_samples", "seed", "tokens", "documents", "good_steps"), _is_whole),
+    "eod": lambda value: value is None or _is_whole(value),
+    "tokenizer_sha256": lambda value: value is None or isinstance(value, str),
+    "loss_scale": _is_scale,
+    "corpora": _is_pairs,
+    "special_tokens": lambda value: value is None or value in get_args(SpecialTokens),
+    "beginning": lambda value: value is None or (isinstance(value, list) and all(map(_is_whole, value))),
+    "contents": _is_contents,
+}
+"""What each of the facts can be in JSON."""
+
+
+def _facts(document: dict[str, Any]) -> Facts:
+    """The facts in a manifest.
+
+    Raises:
+        ValueError: with the name of the first that cannot be.
+    """
+    if unknown := document.keys() - _RULES.keys():
+        raise ValueError(min(unknown))
+    values = {name: _checked(name, value, _RULES[name]) for name, value in document.items()}
+    if "corpora" in values:
+        values["corpora"] = tuple((tokens, documents) for tokens, documents in values["corpora"])
+    if values.get("beginning") is not None:
+        values["beginning"] = tuple(values["beginning"])
+    if "contents" in values:
+        values["contents"] = tuple(Content(**content) for content in values["contents"])
+    if missing := [
+        field.name
+        for field in dataclasses.fields(Facts)
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]:
+        raise ValueError(missing[0])
+    return Facts(**values)
+
+
+def _checked(name: str, value: Any, rule: Callable[[Any], bool]) -> Any:
+    if not rule(value):
+        raise ValueError(name)
+    return value
+
+
+def _first_word(error: Exception) -> str:
+    """What was at fault: the name that a check or a look-up told, else the list of files."""
+    told = str(error).strip("'")
+    return shown(told) if isinstance(error, (ValueError, KeyError)) and told else "files"

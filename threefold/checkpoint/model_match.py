@@ -1,0 +1,57 @@
+"""Whether the tensors of a checkpoint are those of the model that its config describes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+from threefold.checkpoint.tensor_names import MODEL
+from threefold.config import ModelConfig
+from threefold.models.registry import make_model
+
+_BLOCKS: Final = "blocks."
+_SIZES: Final[Mapping[str, tuple[str | None, ...]]] = {
+    "embed.tokens.weight": ("vocab_size", "hidden_size"),
+    "embed.positions.weight": ("max_position_embeddings", None),
+    "blocks.0.mlp.down.weight": (None, "ffn_hidden_size"),
+}
+"""The settings that are the sizes of a weight."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
+    """What tells that stored tensors are not those of a model, as a clause; None where they are.
+
+    What can be seen at a single tensor is looked at first, so that a config of a billion layers is an answer at once.
+
+    Args:
+        model: resolved.
+        stored: shapes of all tensors of a checkpoint by name; those that are no weights are not looked at.
+    """
+    weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
+    return next(_misfits(model, weights), None)
+
+
+def _misfits(model: ModelConfig, weights: Shapes) -> Iterator[str]:
+    layers = {name.split(".")[1] for name in weights if name.startswith(_BLOCKS)}
+    if len(layers) != model.num_layers:
+        yield f"its config has model.num_layers {model.num_layers} and its tensors are those of {len(layers)} layers"
+    for name, keys in _SIZES.items():
+        for key, size in zip(keys, weights.get(name, ()), strict=False):
+            if key is not None and getattr(model, key) != size:
+                yield f"its config has model.{key} {getattr(model, key)} and its tensor {name} has {size}"
+    with torch.device("meta"):
+        expected = {name: tuple(weight.shape) for name, weight in make_model(model).named_parameters()}
+    for missing in sorted(expected.keys() - weights.keys()):
+        yield f"its config describes a model with {missing}, which is not among its tensors"
+    for unknown in sorted(weights.keys() - expected.keys()):
+        yield f"its tensors hold {unknown}, which the model that its config describes does not have"
+    for name, shape in expected.items():
+        if weights[name] != shape:
+            found = _shown(weights[name])
+            yield f"its config describes a model whose {name} is {_shown(shape)} and its tensor of that name is {found}"
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "a number"

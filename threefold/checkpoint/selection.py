@@ -1,0 +1,173 @@
+"""The newest good checkpoint of a run: those that are damaged are passed over, and told of.
+
+Everything but the tensors' bytes is looked at before a checkpoint is chosen: the manifest, the presence and the size of
+every file, the checksums of all small files, the index, and whether the tensors are those of the model that the config
+describes. The tensors' bytes, which may be many gigabytes on many hosts, are compared with their checksums by the rank
+that reads them, as it reads them. Where one finds damage, loading ends with `DamagedCheckpoint` on all ranks, and the
+caller chooses again, with that checkpoint among the damaged ones.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import yaml
+
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.folder import CONFIG, Checkpoint, folders, stored_config
+from threefold.checkpoint.manifest import Manifest, read_manifest
+from threefold.config import Config
+from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from threefold.checkpoint.model_match import Shapes
+    from threefold.comm.mesh import Axis
+
+Damaged = Mapping[Path, str]
+"""What is wrong with the checkpoints that could not be loaded, by folder."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SelectedCheckpoint:
+    """The checkpoint to use.
+
+    Attributes:
+        checkpoint: where it is.
+        config: its own.
+        warnings: a sentence that names those that were passed over, if any were.
+        passed: their folders.
+    """
+
+    checkpoint: Checkpoint
+    config: Config
+    warnings: tuple[str, ...] = field(default=())
+    passed: tuple[Path, ...] = ()
+
+
+def select_checkpoint(
+    run_dir: Path, missing: Callable[[str], str], damaged: Damaged | None = None
+) -> SelectedCheckpoint:
+    """The newest checkpoint of a run that is good as far as can be told without reading its tensors.
+
+    Args:
+        run_dir: the run's folder.
+        missing: makes the error of a run that has none, from "no complete checkpoint" and why.
+        damaged: those that loading found damaged.
+
+    Raises:
+        UserError: there is none, or a later version of Threefold wrote the newest.
+    """
+    passed: list[DamagedCheckpoint] = []
+    for path in reversed(folders(run_dir)):
+        try:
+            if damaged and path in damaged:
+                raise DamagedCheckpoint(path, damaged[path])
+            checkpoint, config = _inspect(path)
+        except DamagedCheckpoint as damage:
+            passed.append(damage)
+            continue
+        warning = f"{_listed(passed)} passed over; {checkpoint.path} is used, the newest that is good."
+        return SelectedCheckpoint(
+            checkpoint, config, (warning,) if passed else (), tuple(damage.path for damage in passed)
+        )
+    raise UserError(
+        missing(f"no complete checkpoint ({_listed(passed)} passed over)" if passed else "no complete checkpoint")
+    )
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """Compare every file of a checkpoint with its checksum, which takes as long as reading all its tensors.
+
+    Raises:
+        DamagedCheckpoint: one is not as it was written.
+    """
+    manifest = read_manifest(checkpoint.path)
+    for name in sorted(manifest.files):
+        manifest.check_content(name)
+
+
+def from_first(world: "Axis", find: Callable[[], T]) -> T:
+    """What `find` gives on the first rank, on all ranks, so that no two choose differently. Collective.
+
+    Raises:
+        UserError: on every rank, what `find` raises on the first.
+    """
+    found: T | UserError | None = None
+    if world.is_first:
+        try:
+            found = find()
+        except UserError as error:
+            found = error
+    found = world.gather_objects(found)[0]
+    if isinstance(found, UserError):
+        raise found
+    return cast(T, found)
+
+
+def _inspect(path: Path) -> tuple[Checkpoint, Config]:
+    """A checkpoint and its config.
+
+    Raises:
+        DamagedCheckpoint: it is not good.
+    """
+    manifest = read_manifest(path)
+    manifest.check_sizes()
+    # These import torch, which a run without checkpoints does not wait for.
+    from threefold.checkpoint.format.storage import stored_index
+    from threefold.checkpoint.model_match import model_mismatch
+
+    index = stored_index(path)
+    data = {chunk.file for tensor in index.values() for chunk in tensor.chunks}
+    if unknown := data - manifest.files.keys():
+        raise DamagedCheckpoint(path, f"its tensors lie in {min(unknown)}, which its manifest does not name")
+    shapes = {name: tensor.shape for name, tensor in index.items()}
+    _check_small(manifest, data, shapes)
+    config = _config(path)
+    if reason := model_mismatch(config.model, shapes):
+        raise DamagedCheckpoint(path, reason)
+    return Checkpoint(path, manifest.facts), config
+
+
+def _check_small(manifest: Manifest, data: set[str], shapes: "Shapes") -> None:
+    """Compare all files but those of tensors with their checksums.
+
+    A config that was changed is told by what it says, where that is a model of other sizes.
+    """
+    for name in sorted(manifest.files.keys() - data - {CONFIG}):
+        manifest.check_content(name)
+    if CONFIG not in manifest.files:
+        raise DamagedCheckpoint(manifest.folder, f"its manifest does not name {CONFIG}")
+    try:
+        manifest.check_content(CONFIG)
+    except DamagedCheckpoint as damage:
+        raise _more_exactly(damage, shapes) from None
+
+
+def _more_exactly(damage: DamagedCheckpoint, shapes: "Shapes") -> DamagedCheckpoint:
+    from threefold.checkpoint.model_match import model_mismatch
+
+    try:
+        reason = model_mismatch(_config(damage.path).model, shapes)
+    except DamagedCheckpoint as unusable:
+        reason = unusable.reason
+    return DamagedCheckpoint(damage.path, f"{damage.reason}, and {reason}") if reason else damage
+
+
+def _config(path: Path) -> Config:
+    try:
+        return stored_config(path)
+    except UserError as error:
+        raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({str(error).removesuffix('.')})") from None
+    except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # values that nobody would write
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({reason})") from None
+
+
+def _listed(passed: list[DamagedCheckpoint]) -> str:
+    """Those passed over and why, and the verb."""
+    told = [f"{damage.path} ({damage.reason})" for damage in passed]
+    more = f" and {len(told) - 3} more" if len(told) > 3 else ""
+    return f"{' and '.join(told[:3])}{more} {'was' if len(told) == 1 else 'were'}"

@@ -1,0 +1,51 @@
+"""Tensors that are read piece by piece while a checkpoint is written, so that none is ever in memory whole:
+`storage.Writer` lets each piece go before it asks for the next."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A box of a tensor: where it starts, its sizes, and what reads it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class StreamedTensor(Tensor):
+    """A tensor without memory, with what `torch.distributed.checkpoint` asks of a tensor in parts.
+
+    Each piece is stored for itself, so that who loads a shard reads the pieces that it overlaps and no more.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _pieces: dict[torch.Size, TensorPiece]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece]) -> Self:
+        """A tensor that `pieces` cover without overlap."""
+        tensor = torch.empty(*shape, dtype=dtype, device="meta").as_subclass(cls)
+        tensor._pieces = {torch.Size(piece.offsets): piece for piece in pieces}
+        return tensor
+
+    def __create_write_items__(self, name: str, tensor: Self) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        items = []
+        for offsets, piece in self._pieces.items():
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.sizes))
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
+            items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        offsets: Any = index.offset
+        return self._pieces[offsets].read()

@@ -1,0 +1,56 @@
+"""Shards that two axes cut along the same dim, as torch's checkpoint is told of them.
+
+A weight that the tensor axis splits by rows and the replicas share by rows too is a `DTensor` with a `_StridedShard`.
+Where its rows do not divide evenly, torch 2.13 reckons other bounds for such a shard than `fully_shard` gave it, and
+parts of the checkpoint would be missing or doubled. So these shards say themselves where they lie.
+"""
+
+from typing import Any, Self, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from threefold.parallel.parameter import offset
+
+
+def is_strided(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether two axes cut the tensor along one dim."""
+    return isinstance(tensor, DTensor) and any(isinstance(placement, _StridedShard) for placement in tensor.placements)
+
+
+class StridedShard(Tensor):
+    """This rank's shard, its memory shared, with what `torch.distributed.checkpoint` asks of a tensor in parts."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _whole: torch.Size
+    _chunk: ChunkStorageMetadata
+    _shard: Tensor
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Self:
+        """The part of a detached `tensor` that this rank holds."""
+        shard = tensor.to_local()
+        part = shard.as_subclass(cls)
+        part._whole, part._shard = tensor.shape, shard
+        part._chunk = ChunkStorageMetadata(offsets=torch.Size(offset(tensor)), sizes=shard.shape)
+        return part
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole tensor, as a `DTensor`'s."""
+        return self._whole if dim is None else self._whole[dim]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk]
+
+    def __create_write_items__(self, name: str, part: Self) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._shard)
+        data = TensorWriteData(chunk=self._chunk, properties=properties, size=self._whole)
+        return [WriteItem(MetadataIndex(name, self._chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self._shard

@@ -1,0 +1,1 @@
+"""Conversations: messages, and the chat templates that write them as text."""

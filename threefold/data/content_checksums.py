@@ -1,0 +1,98 @@
+"""What the tokens of a corpus are, as checksums: the same for the same tokens in whatever files they lie."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from threefold.checksums import checksum_of, checksum_of_blocks
+from threefold.data.corpus import Corpus, TokenArray
+from threefold.data.formats.jsonl import EncodedLines
+from threefold.data.token_storage import DOCUMENT_DTYPE, LOSS_MASK_FILE, TOKENS_FILE
+
+CONTENT_DTYPES: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_BLOCK: Final = 8 << 20
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one corpus of a run holds.
+
+    Attributes:
+        dtype: name of the type that the tokens are stored in.
+        documents: checksum of where the documents start in the tokens, as little-endian int64, and of what else there
+            is beside the tokens.
+        tokens: checksum of the tokens, little endian in their type; None until all have been read where no file of the
+            corpus keeps it.
+        loss_mask: checksum of what says which tokens count for the loss; None where it is not known, or all do.
+    """
+
+    dtype: str
+    documents: str
+    tokens: str | None = None
+    loss_mask: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ReadCorpus:
+    """A corpus as it is checked while it is read.
+
+    Attributes:
+        files: that of the tokens first, then those that say where documents start.
+        tokens: the token ids.
+        content: what is known of them; its checksum of the tokens is what was written, not what is there now.
+        remedy: what mends a damaged file, as the end of a sentence.
+    """
+
+    files: tuple[Path, ...]
+    tokens: TokenArray
+    content: Content
+    remedy: str
+
+    @property
+    def documents_file(self) -> Path:
+        return self.files[-1]
+
+
+def content_of(data: Corpus | EncodedLines) -> ReadCorpus:
+    """A corpus, with the checksums that its files keep."""
+    if isinstance(data, EncodedLines):
+        files = (data.folder / TOKENS_FILE, data.folder / data.lines_file)
+        known = dict(data.checksums)
+        remedy = "delete that folder, which is a cache"
+        tokens = known.pop(TOKENS_FILE, None)
+        documents = checksum_of("".join(f"{name} {known[name]}\n" for name in sorted(known)).encode()) if known else ""
+        return ReadCorpus(files, data.tokens, Content(data.tokens.dtype.name, documents, tokens), remedy)
+    written = [data.checksums.get(file.name) for file in data.files]
+    mask = data.checksums.get(LOSS_MASK_FILE) if data.holds_chat else None
+    content = Content(data.tokens.dtype.name, written[-1] or _checksum_of_documents(data), written[0], mask)
+    return ReadCorpus(data.files, data.tokens, content, data.remedy)
+
+
+def _checksum_of_documents(data: Corpus) -> str:
+    return checksum_of(np.ascontiguousarray(data.documents, dtype=DOCUMENT_DTYPE).data)
+
+
+def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:
+    """The checksum of tokens as they are stored in a type.
+
+    Args:
+        tokens: [N].
+        dtype: name of the type.
+        advance: told the bytes of each block that was read.
+
+    Raises:
+        UserError: their file cannot be read to its end.
+    """
+    little = np.dtype(dtype).newbyteorder("<")
+
+    def blocks() -> Iterator[memoryview]:
+        step = max(1, _BLOCK // tokens.dtype.itemsize)
+        for start in range(0, len(tokens), step):
+            block = np.ascontiguousarray(tokens[start : start + step])
+            yield memoryview(np.ascontiguousarray(block.astype(little, copy=False)).data)
+            advance(block.nbytes)
+
+    return checksum_of_blocks(blocks())

@@ -1,0 +1,203 @@
+"""From a path to a corpus, whatever system made the files there."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from threefold.data.corpus import Corpus, StoredTokens
+from threefold.data.formats.megatron import BIN, IDX, read_megatron
+from threefold.data.formats.paddlefleetx import IDS_NPY, IDS_NPZ, IDX_NPZ, read_paddlefleetx, read_paddlefleetx_npz
+from threefold.data.formats.threefold_folder import TokenFiles
+from threefold.data.text.sources import is_json_lines
+from threefold.data.text.text_encoding import SpecialTokens, TextRule, beginning_of
+from threefold.data.text.tokenizer import find_end, id_count, load_tokenizer
+from threefold.data.token_storage import META_FILE
+from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class _Format:
+    """Files of another system: the endings after a prefix, all of which belong to it, and what reads them."""
+
+    endings: tuple[str, ...]
+    read: Callable[[Path], StoredTokens]
+
+
+_FORMATS: Final = (
+    _Format((BIN, IDX), read_megatron),
+    _Format((IDS_NPY, IDX_NPZ), read_paddlefleetx),
+    _Format((IDS_NPZ,), read_paddlefleetx_npz),
+)
+
+
+@dataclass(frozen=True)
+class _Found:
+    prefix: Path
+    format: _Format
+
+
+def open_corpus(
+    path: Path | str,
+    *,
+    tokenizer: Path | None = None,
+    eod: int | None = None,
+    vocab_size: int | None = None,
+    special_tokens: SpecialTokens | None = None,
+) -> Corpus:
+    """The corpus at `path`: a folder of `threefold data prepare`, or token files of another system.
+
+    Args:
+        path: a folder, the prefix of the files' names, or one of the files.
+        tokenizer: the tokenizer.json of files that have none of their own.
+        eod: the token that ends their documents; None is the tokenizer's usual one, if their documents end with it.
+        vocab_size: number of token ids, where no tokenizer tells it.
+        special_tokens: how text that spells special tokens became tokens; None is what a folder says of itself, and
+            `parse` for files of other systems.
+
+    Raises:
+        UserError: there are no token files, they are damaged, or what is given does not fit them.
+    """
+    path = Path(path)
+    if is_own(path):
+        files = TokenFiles.open(path)
+        _check_own(files, tokenizer, eod, special_tokens)
+        return files
+    stored = read_stored(path)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer, "data.tokenizer")
+    if loaded is not None:
+        vocab_size = id_count(loaded)
+    if vocab_size is None:
+        raise UserError(
+            f"{stored.path} ({stored.format}) holds tokens without their tokenizer; set data.tokenizer to its "
+            "tokenizer.json, or model.vocab_size to its number of tokens."
+        )
+    if eod is not None and eod >= vocab_size:
+        raise UserError(f"data.eod is {eod} but the vocabulary has {vocab_size} tokens; use at most {vocab_size - 1}.")
+    if eod is None and loaded is not None:
+        eod = _usual_end(stored, loaded)
+    return Corpus(
+        path=stored.path,
+        files=stored.files,
+        tokens=stored.tokens,
+        documents=stored.documents,
+        vocab_size=vocab_size,
+        eod=eod,
+        tokenizer_file=tokenizer,
+        remedy="give the tokenizer or the model.vocab_size that its tokens were made for, or make them again",
+        rule=TextRule(
+            special_tokens or "parse",
+            () if loaded is None else _usual_beginning(stored, loaded),
+            special_tokens is None,
+        ),
+    )
+
+
+def holds_tokens(path: Path) -> bool:
+    """Whether anything at `path` looks like token files."""
+    return os.path.lexists(path / META_FILE) or bool(_find(path))
+
+
+def read_stored(path: Path) -> StoredTokens:
+    """What the token files at `path` hold, of any system.
+
+    Raises:
+        UserError: there are none or several, or they are damaged.
+    """
+    if is_json_lines(path):
+        raise UserError(
+            f"{path} holds text and no tokens; make these with `threefold data prepare {path} --out FOLDER`, or give "
+            "it to a run as data.path with a data.tokenizer."
+        )
+    if is_own(path):
+        return TokenFiles.open(path).stored()
+    found = _find(path)
+    if len(found) > 1:
+        names = ", ".join(str(one.prefix.name) + one.format.endings[0] for one in found[:3])
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise UserError(f"{path} names several token files ({names}{more}); name one of them.")
+    return found[0].format.read(found[0].prefix)
+
+
+def is_own(path: Path) -> bool:
+    """Whether `path` is to be read as a folder of `threefold data prepare`, which has the words for finding nothing."""
+    return os.path.lexists(path / META_FILE) or not _find(path)
+
+
+def _find(path: Path) -> list[_Found]:
+    """The token files of other systems that `path` may name."""
+    if os.path.isdir(path) and (inside := list(dict.fromkeys(_inside(path)))):
+        return inside
+    if not path.name:  # the current folder, or the root
+        return []
+    for ending, format_ in _endings():
+        if path.name.endswith(ending) and path.name != ending and os.path.isfile(path):
+            return [_Found(path.with_name(path.name[: -len(ending)]), format_)]
+    return [
+        _Found(path, format_) for format_ in _FORMATS if any(os.path.isfile(_beside(path, e)) for e in format_.endings)
+    ]
+
+
+def _inside(folder: Path) -> Iterator[_Found]:
+    names = sorted(entry.name for entry in folder.iterdir())
+    for name in names:
+        for ending, format_ in _endings():
+            prefix = folder / name.removesuffix(ending)
+            if name.endswith(ending) and name != ending and all(_has(prefix, e) for e in format_.endings):
+                yield _Found(prefix, format_)
+
+
+def _endings() -> Iterator[tuple[str, _Format]]:
+    return ((ending, format_) for format_ in _FORMATS for ending in format_.endings)
+
+
+def _has(prefix: Path, ending: str) -> bool:
+    return os.path.isfile(_beside(prefix, ending))
+
+
+def _beside(prefix: Path, ending: str) -> Path:
+    return prefix.with_name(prefix.name + ending)
+
+
+def _check_own(
+    files: TokenFiles, tokenizer: Path | None, eod: int | None, special_tokens: SpecialTokens | None
+) -> None:
+    if tokenizer is not None:
+        load_tokenizer(tokenizer, "data.tokenizer")
+        if tokenizer.read_bytes() != files.tokenizer_file.read_bytes():
+            raise UserError(
+                f"data.tokenizer is {tokenizer} but {files.path} was made with the one that lies in it; leave it out."
+            )
+    if eod is not None and eod != files.eod:
+        raise UserError(
+            f"data.eod is {eod} but {files.path} was made with {files.eod}; use {files.eod} or leave it out."
+        )
+    if special_tokens not in (None, made := files.meta.special_tokens):
+        raise UserError(
+            f"data.special_tokens is {special_tokens} but {files.path} was made with {made}; leave it out, or prepare "
+            f"the data again with --special-tokens {special_tokens}."
+        )
+
+
+def _usual_end(stored: StoredTokens, tokenizer: "Tokenizer") -> int | None:
+    """The tokenizer's end-of-document token, if the first and the last document end with it."""
+    eod = find_end(tokenizer)
+    filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
+    ends = stored.tokens[stored.documents[filled + 1] - 1]
+    return eod if eod is not None and np.all(ends == eod) else None
+
+
+def _usual_beginning(stored: StoredTokens, tokenizer: "Tokenizer") -> tuple[int, ...]:
+    """What the tokenizer puts before each text, if the first and the last document begin with it; else nothing."""
+    beginning = beginning_of(tokenizer)
+    if not beginning or not len(stored.tokens):
+        return ()
+    filled = np.flatnonzero(np.diff(stored.documents))[[0, -1]]
+    found = [tuple(stored.tokens[start : start + len(beginning)].tolist()) for start in stored.documents[filled]]
+    return beginning if all(one == beginning for one in found) else ()

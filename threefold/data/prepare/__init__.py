@@ -1,0 +1,1 @@
+"""The work of `threefold data`: prepare, convert, verify and summarize token files."""

@@ -1,0 +1,1 @@
+"""Text: reading sources, the tokenizer, and encoding documents as tokens."""
