@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from threefold.output import staging
 from threefold.errors import UserError
+from threefold.output import staging
 from threefold.output.overwrite import MARKER
 from threefold.output.staging import staged_directory, staged_files
 

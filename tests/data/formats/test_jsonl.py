@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from threefold.config import Config
-from threefold.data.formats import jsonl
 from threefold.data.dataset import open_dataset
+from threefold.data.formats import jsonl
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.loader import Loader, Share
 from threefold.data.padded_samples import PaddedSamples
