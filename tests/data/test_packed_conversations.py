@@ -158,10 +158,10 @@ def test_a_folder_keeps_to_its_rule(files: TokenFiles) -> None:
 
 
 def test_a_mask_is_not_lost_in_a_conversion(files: TokenFiles, tmp_path: Path) -> None:
-    from threefold.data.prepare.conversion import to_megatron
+    from threefold.data.prepare.conversion import convert
 
     with pytest.raises(UserError, match="holds conversations with a loss mask, which a conversion would lose"):
-        to_megatron(files.path, tmp_path / "out", False, Silent())
+        convert(files.path, "megatron", tmp_path / "out", None, None, False, Silent())
 
 
 def test_a_mask_cut_short_is_refused(files: TokenFiles) -> None:

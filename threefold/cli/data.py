@@ -1,6 +1,5 @@
 """`threefold data`: text to token files, and token files of other systems."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,13 +11,6 @@ if TYPE_CHECKING:
     from threefold.data.corpus import Corpus
 
 app = typer.Typer(help="Make token files from text, convert them, and look into them.", no_args_is_help=True)
-
-
-class Target(StrEnum):
-    """What `convert` writes."""
-
-    megatron = "megatron"
-    threefold = "threefold"
 
 
 @app.command()
@@ -182,7 +174,12 @@ def convert(
         Path,
         typer.Argument(metavar="SOURCE", help="Token files of any system: a folder, a prefix or one of the files."),
     ],
-    to: Annotated[Target, typer.Option(help="Format to write.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT", help="Format to write: megatron or threefold, or one that an installed package adds."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx to make, or the folder.", metavar="OUT")],
     tokenizer: Annotated[
         Path | None, typer.Option(help="For threefold: the tokenizer.json of tokens that come without theirs.")
@@ -193,11 +190,8 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")] = False,
 ) -> None:
     """Turn token files of one system into those of another, token for token."""
-    from threefold.data.prepare.conversion import to_megatron, to_threefold
+    from threefold.data.prepare.conversion import convert as convert_tokens
 
     with Bars() as bars:
-        if to is Target.megatron:
-            converted = to_megatron(source, out, overwrite, bars)
-        else:
-            converted = to_threefold(source, out, tokenizer, eod, overwrite, bars)
+        converted = convert_tokens(source, to, out, tokenizer, eod, overwrite, bars)
     print_converted(source, out, converted)

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.data.corpus import StoredTokens
+from threefold.data.formats.registry import TokenFormat, with_ending
+from threefold.data.progress import Progress
 from threefold.data.stored_array import StoredArray, load_column
 from threefold.errors import UserError
 from threefold.files import require_file, shown
@@ -30,6 +32,8 @@ _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _CODES: Final = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS: Final = {6: "float64", 7: "float32"}
+_CHUNK: Final = 1 << 22
+"""Tokens that are copied at once."""
 _MAKE_AGAIN: Final = "copy it again, or make it again with Megatron-LM's tools/preprocess_data.py"
 
 
@@ -77,11 +81,6 @@ def read_megatron(prefix: Path) -> StoredTokens:
         document_sequences=None if alone else np.array(bounds, dtype=np.int64),
         modes=modes,
     )
-
-
-def with_ending(prefix: Path, ending: str) -> Path:
-    """`prefix` with `ending` after its name, which may have dots of its own."""
-    return prefix.with_name(prefix.name + ending)
 
 
 def _read_header(idx: Path) -> _Header:
@@ -176,3 +175,23 @@ def write_idx(file: BinaryIO, stored: StoredTokens) -> None:
         file.write(np.ascontiguousarray(column, dtype=kind).data)
     if stored.modes is not None:
         file.write(np.ascontiguousarray(stored.modes, dtype="<i1").data)
+
+
+def write_megatron(stored: StoredTokens, prefix: Path, progress: Progress) -> None:
+    """Write PREFIX.idx and PREFIX.bin: the same tokens, dtype, sequences, documents and modes.
+
+    Raises:
+        UserError: as `write_idx`.
+    """
+    with with_ending(prefix, IDX).open("wb") as index:  # first, as it fails at once on what the format cannot hold
+        write_idx(index, stored)
+    little = stored.tokens.dtype.newbyteorder("<")
+    progress.phase("Copying tokens", stored.tokens.nbytes)
+    with with_ending(prefix, BIN).open("wb") as file:
+        for start in range(0, len(stored.tokens), _CHUNK):
+            chunk = np.ascontiguousarray(stored.tokens[start : start + _CHUNK], dtype=little)
+            file.write(chunk.data)
+            progress.advance(chunk.nbytes)
+
+
+MEGATRON: Final = TokenFormat((BIN, IDX), read_megatron, write_megatron)

@@ -12,6 +12,7 @@ import numpy as np
 
 from threefold.data.corpus import StoredTokens
 from threefold.data.formats.numpy_files import StoredColumn, read_npy, read_npz
+from threefold.data.formats.registry import TokenFormat, with_ending
 from threefold.errors import UserError
 from threefold.random.permutation import Int64Array
 
@@ -29,7 +30,7 @@ def read_paddlefleetx(prefix: Path) -> StoredTokens:
     Raises:
         UserError: a file is missing, truncated, not of this format, or the two contradict one another.
     """
-    ids_file, idx_file = (prefix.with_name(prefix.name + ending) for ending in (IDS_NPY, IDX_NPZ))
+    ids_file, idx_file = (with_ending(prefix, ending) for ending in (IDS_NPY, IDX_NPZ))
     ids, index = read_npy(ids_file), read_npz(idx_file, ("lens", "docs"))
     sequences = _sequence_starts(idx_file, ids_file, _named(index, "lens", idx_file), ids)
     documents = None
@@ -51,7 +52,7 @@ def read_paddlefleetx_npz(prefix: Path) -> StoredTokens:
     Raises:
         UserError: the file is truncated, not of this format, or contradicts itself.
     """
-    path = prefix.with_name(prefix.name + IDS_NPZ)
+    path = with_ending(prefix, IDS_NPZ)
     columns = read_npz(path, ("ids", "lens"))
     ids = _named(columns, "ids", path)
     sequences = _sequence_starts(path, path, _named(columns, "lens", path), ids)
@@ -84,3 +85,7 @@ def _sequence_starts(index: Path, tokens: Path, lens: StoredColumn, ids: StoredC
             f"{_AGAIN}."
         )
     return starts
+
+
+PADDLEFLEETX: Final = TokenFormat((IDS_NPY, IDX_NPZ), read_paddlefleetx)
+PADDLEFLEETX_NPZ: Final = TokenFormat((IDS_NPZ,), read_paddlefleetx_npz)

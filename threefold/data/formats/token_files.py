@@ -1,16 +1,15 @@
 """From a path to a corpus, whatever system made the files there."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from threefold.data.corpus import Corpus, StoredTokens
-from threefold.data.formats.megatron import BIN, IDX, read_megatron
-from threefold.data.formats.paddlefleetx import IDS_NPY, IDS_NPZ, IDX_NPZ, read_paddlefleetx, read_paddlefleetx_npz
+from threefold.data.formats.registry import TokenFormat, token_formats, with_ending
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.text.sources import is_json_lines
 from threefold.data.text.text_encoding import SpecialTokens, TextRule, beginning_of
@@ -23,24 +22,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Format:
-    """Files of another system: the endings after a prefix, all of which belong to it, and what reads them."""
-
-    endings: tuple[str, ...]
-    read: Callable[[Path], StoredTokens]
-
-
-_FORMATS: Final = (
-    _Format((BIN, IDX), read_megatron),
-    _Format((IDS_NPY, IDX_NPZ), read_paddlefleetx),
-    _Format((IDS_NPZ,), read_paddlefleetx_npz),
-)
-
-
-@dataclass(frozen=True)
 class _Found:
     prefix: Path
-    format: _Format
+    format: TokenFormat
 
 
 def open_corpus(
@@ -132,37 +116,29 @@ def is_own(path: Path) -> bool:
 
 def _find(path: Path) -> list[_Found]:
     """The token files of other systems that `path` may name."""
-    if os.path.isdir(path) and (inside := list(dict.fromkeys(_inside(path)))):
+    formats = list(token_formats().values())
+    endings = [(ending, format_) for format_ in formats for ending in format_.endings]
+    if os.path.isdir(path) and (inside := list(dict.fromkeys(_inside(path, endings)))):
         return inside
     if not path.name:  # the current folder, or the root
         return []
-    for ending, format_ in _endings():
+    for ending, format_ in endings:
         if path.name.endswith(ending) and path.name != ending and os.path.isfile(path):
             return [_Found(path.with_name(path.name[: -len(ending)]), format_)]
-    return [
-        _Found(path, format_) for format_ in _FORMATS if any(os.path.isfile(_beside(path, e)) for e in format_.endings)
-    ]
+    return [_Found(path, format_) for format_ in formats if any(_has(path, ending) for ending in format_.endings)]
 
 
-def _inside(folder: Path) -> Iterator[_Found]:
+def _inside(folder: Path, endings: list[tuple[str, TokenFormat]]) -> Iterator[_Found]:
     names = sorted(entry.name for entry in folder.iterdir())
     for name in names:
-        for ending, format_ in _endings():
+        for ending, format_ in endings:
             prefix = folder / name.removesuffix(ending)
             if name.endswith(ending) and name != ending and all(_has(prefix, e) for e in format_.endings):
                 yield _Found(prefix, format_)
 
 
-def _endings() -> Iterator[tuple[str, _Format]]:
-    return ((ending, format_) for format_ in _FORMATS for ending in format_.endings)
-
-
 def _has(prefix: Path, ending: str) -> bool:
-    return os.path.isfile(_beside(prefix, ending))
-
-
-def _beside(prefix: Path, ending: str) -> Path:
-    return prefix.with_name(prefix.name + ending)
+    return os.path.isfile(with_ending(prefix, ending))
 
 
 def _check_own(

@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import numpy as np
 
 from threefold.data.corpus import Corpus, StoredTokens
-from threefold.data.formats.megatron import BIN, IDX, with_ending, write_idx
+from threefold.data.formats.registry import TokenFormat, token_formats, with_ending
 from threefold.data.formats.threefold_meta import Meta, SourceFile, file_checksums, list_token_files
 from threefold.data.formats.token_files import is_own, open_corpus, read_stored
 from threefold.data.progress import Progress
@@ -25,10 +25,14 @@ from threefold.data.token_storage import (
     dtype_for,
 )
 from threefold.errors import UserError
+from threefold.files import shown
 from threefold.output.overwrite import check_name, check_replaceable
 from threefold.output.staging import staged_directory, staged_files
+from threefold.plugins import one_of
 from threefold.random.permutation import Int64Array
 
+THREEFOLD: Final = "threefold"
+"""The name of this program's own format."""
 _CHUNK: Final = 1 << 22
 """Tokens that are worked on at once; a longer document is one piece."""
 
@@ -49,25 +53,52 @@ class ConvertedTokens:
     ended: int = 0
 
 
-def to_megatron(source: Path, out: Path, overwrite: bool, progress: Progress) -> ConvertedTokens:
-    """Write OUT.bin and OUT.idx of Megatron-LM, both or neither: the same tokens, type, sequences, documents and modes.
+def convert(
+    source: Path, to: str, out: Path, tokenizer: Path | None, eod: str | None, overwrite: bool, progress: Progress
+) -> ConvertedTokens:
+    """Write token files in another format, all of them or none.
+
+    Args:
+        source: token files of any system.
+        to: `threefold`, or the name of a token format that can be written.
+        out: the folder to make, or the prefix of the files.
+        tokenizer: for `threefold`, a tokenizer.json; None where the source has its own.
+        eod: for `threefold`, the name of its end-of-document token; None finds a usual one.
+        overwrite: whether an output of this program at `out` may be replaced.
+        progress: told of the bytes that are converted.
+
+    Raises:
+        UserError: the format is unknown or cannot hold the tokens, the source cannot be read, its tokenizer is unknown
+            or another, or `out` cannot be written.
+    """
+    if to == THREEFOLD:
+        return to_threefold(source, out, tokenizer, eod, overwrite, progress)
+    formats = token_formats()
+    if to not in formats or formats[to].write is None:
+        writable = [name for name, known in formats.items() if known.write is not None]
+        raise UserError(f"--to is {shown(repr(to))} but must be {one_of(to, [*writable, THREEFOLD])}.")
+    return to_prefix(source, formats[to], out, overwrite, progress)
+
+
+def to_prefix(source: Path, format_: TokenFormat, out: Path, overwrite: bool, progress: Progress) -> ConvertedTokens:
+    """Write the files of a prefix, such as OUT.bin and OUT.idx of Megatron-LM, all or none.
 
     Raises:
         UserError: the source cannot be read, the format cannot hold it, or `out` cannot be written.
     """
     check_name(out, "--out")
-    name = out.name.removesuffix(BIN).removesuffix(IDX)
+    name = out.name
+    for ending in format_.endings:
+        name = name.removesuffix(ending)
     if not name:
         raise UserError(f"--out {out} has no name before {out.name}; give a prefix such as {out.with_name('tokens')}")
     prefix = out.with_name(name)
     stored = read_stored(source)
     _require_no_mask(source)
-    names = [with_ending(prefix, ending).name for ending in (IDX, BIN)]
+    assert format_.write is not None
+    names = [with_ending(prefix, ending).name for ending in reversed(format_.endings)]  # the tokens last
     with staged_files(prefix, names, inputs=stored.files, overwrite=overwrite) as folder:
-        with (folder / names[0]).open("wb") as index:  # first, as it tells at once what the format cannot hold
-            write_idx(index, stored)
-        with (folder / names[1]).open("wb") as tokens:
-            _copy_tokens(stored, tokens, progress)
+        format_.write(stored, folder / name, progress)
     return ConvertedTokens(len(stored.tokens), len(stored.documents) - 1)
 
 
@@ -81,15 +112,6 @@ def _require_no_mask(source: Path) -> None:
         raise UserError(
             f"{source} holds conversations with a loss mask, which a conversion would lose; use the folder as it is."
         )
-
-
-def _copy_tokens(stored: StoredTokens, file: BinaryIO, progress: Progress) -> None:
-    little = stored.tokens.dtype.newbyteorder("<")
-    progress.phase("Copying tokens", stored.tokens.nbytes)
-    for start in range(0, len(stored.tokens), _CHUNK):
-        chunk = np.ascontiguousarray(stored.tokens[start : start + _CHUNK], dtype=little)
-        file.write(chunk.data)
-        progress.advance(chunk.nbytes)
 
 
 def to_threefold(
