@@ -1,6 +1,9 @@
 """Batches: a function of (seed, step) alone, whatever the number of ranks and whatever was read before."""
 
 import dataclasses
+import queue
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,10 +134,33 @@ def test_seeds_differ(make_loader) -> None:
     assert not torch.equal(make_loader(seed=1).batch(0).tokens, make_loader(seed=2).batch(0).tokens)
 
 
-def test_the_waiting_time_is_told(make_loader) -> None:
-    loader = make_loader()
+class RecordedReads:
+    """Samples that record each reading of a training batch: its step, and whether the caller's thread did it."""
+
+    def __init__(self, samples: PackedSamples) -> None:
+        self.samples, self.reads = samples, queue.Queue()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.samples, name)
+
+    def ordered(self, counters: np.ndarray, seed: int) -> np.ndarray:
+        self.reads.put((int(counters[0]) // GLOBAL_BATCH, threading.current_thread() is threading.main_thread()))
+        return self.samples.ordered(counters, seed)
+
+
+def test_the_next_step_is_read_once_and_while_the_caller_computes(make_loader) -> None:
+    train = RecordedReads(make_loader().train)
+    loader = Loader(train, None, Share(GLOBAL_BATCH), seed=1)
     loader.batch(0)
-    assert loader.reader_cost > 0
+    assert train.reads.get(timeout=20) == (0, True)
+    assert train.reads.get(timeout=20) == (1, False), "nobody has asked for it yet"
+    loader.batch(1)
+    assert train.reads.get(timeout=20) == (2, False)
+    loader.close()
+    assert train.reads.empty()
 
 
 def test_damage_found_while_reading_ahead_reaches_the_caller(make_loader) -> None:

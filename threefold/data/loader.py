@@ -1,7 +1,6 @@
 """Batches for a rank: the right rows of every global batch, read ahead of the step that needs them."""
 
 import hashlib
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -78,9 +77,6 @@ class Loader:
         share: this rank's part of the global batch.
         seed: keys the order of the training samples.
         separate_documents: whether batches tell the document of each token.
-
-    Attributes:
-        reader_cost: seconds that the last call of `batch` kept its caller waiting.
     """
 
     def __init__(
@@ -96,7 +92,6 @@ class Loader:
         self.share = share
         self.seed = seed
         self.separate_documents = separate_documents
-        self.reader_cost = 0.0
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
         self._ahead: dict[int, Future[Batch]] = {}
 
@@ -106,11 +101,9 @@ class Loader:
         Raises:
             UserError: the token files are damaged.
         """
-        started = time.perf_counter()
         ahead = self._ahead.pop(step, None)
         batch = self._read_train(step) if ahead is None else ahead.result()
         self._ahead = {step + 1: self._reader.submit(self._read_train, step + 1)}
-        self.reader_cost = time.perf_counter() - started
         return batch
 
     def epoch(self, step: int) -> float:
