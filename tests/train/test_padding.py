@@ -11,7 +11,7 @@ from tests.train.support import Run, steps_of, train_rank
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.data.text.tokenizer import END_OF_DOCUMENT
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.launch.worker_pool import WorkerPool
 
 
@@ -39,7 +39,7 @@ def test_padding_is_neither_read_nor_trained_on(pool: WorkerPool, small_run: Run
     printed = pool.run(2, train_rank, run, tmp_path / "run")[0]
     with closing(Loader(open_dataset(run.config).samples("train"), None, Share(8), run.config.train.seed)) as loader:
         rows = [loader.batch(step) for step in range(3)]
-    counted = [int((each.labels != IGNORED).sum()) for each in rows]
+    counted = [int((each.labels != IGNORE_INDEX).sum()) for each in rows]
     # Every text here is shorter than a sample, so its tokens count but the end, which is read.
     read = [count + 8 for count in counted]
     assert [line["tokens"] for line in steps_of(tmp_path / "run").values()] == counted

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from threefold.data.samples import MixturePart, Samples
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.random.permutation import Int64Array
 
 
@@ -170,7 +170,7 @@ class Loader:
         indices = number * self.share.global_batch_size + self.share.rows
         past_end = indices >= len(samples)
         batch = self._make_batch(samples, np.where(past_end, 0, indices))
-        batch.labels.numpy()[past_end] = IGNORED
+        batch.labels.numpy()[past_end] = IGNORE_INDEX
         return batch
 
     def _make_batch(self, samples: Samples, indices: Int64Array) -> Batch:

@@ -9,7 +9,7 @@ from threefold.data.corpus import Corpus
 from threefold.data.samples import MixturePart
 from threefold.data.split import SPLITS, document_runs
 from threefold.errors import UserError
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.random.permutation import Int64Array, samples_at
 
 
@@ -90,7 +90,7 @@ class PackedSamples:
         windows = self.read(indices)
         tokens, labels = windows[:, :-1], windows[:, 1:].copy()
         # After the end of a document the next token belongs to another one, which nothing here could predict.
-        labels[self._ends(indices, tokens)] = IGNORED
+        labels[self._ends(indices, tokens)] = IGNORE_INDEX
         return tokens, labels
 
     def documents(self, indices: Int64Array) -> Int64Array:

@@ -10,7 +10,7 @@ from threefold.data.split import document_runs
 from threefold.data.token_storage import TOKENS_FILE
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.labels import IGNORED
+from threefold.labels import IGNORE_INDEX
 from threefold.random.permutation import Int64Array, samples_at
 
 
@@ -80,7 +80,7 @@ class PaddedSamples:
                 f"{self.name} split), outside the vocabulary of {vocab_size:,} tokens; delete that folder, which is a "
                 "cache."
             )
-        return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORED)
+        return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORE_INDEX)
 
     def documents(self, indices: Int64Array) -> Int64Array:
         return np.repeat(self._lines(indices)[:, None], self.sequence_length, axis=1)
