@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.plugin_package import write_package
 from threefold.checkpoint.folder import newest
-from threefold.checkpoint.naming import MODEL, OPTIMIZER
+from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 
 TOY = '''
