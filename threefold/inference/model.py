@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint
+from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
 from threefold.checkpoint.tensor_names import MODEL
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
 from threefold.comm.layout import Layout
@@ -74,7 +74,9 @@ class Trained:
         Raises:
             UserError: there is none.
         """
-        choice = select_checkpoint(run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged)
+        choice = select_checkpoint(
+            run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged
+        )
         return cls(choice.checkpoint, choice.config, choice.warnings)
 
     def check(self, layout: Layout) -> None:
