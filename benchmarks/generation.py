@@ -100,9 +100,10 @@ def _model():  # type: ignore[no-untyped-def]
     from threefold.inference.model import Model, Trained
     from threefold.models.registry import make_model, model_plan
     from threefold.parallel.parallelism import Parallelism
-    from threefold.parallel.parallelize import draw_, parallelize
+    from threefold.parallel.parallelize import parallelize
     from threefold.parallel.pipeline.placement import StageMap
     from threefold.parallel.pipeline.stage import whole_parameters
+    from threefold.parallel.weights import draw_
 
     config = shape.config("fp32")
     facts = Facts(0, 0, seed=0, eod=None, tokenizer_sha256=None, tokens=0, documents=0)

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from threefold.host import keep_freed_memory
-from threefold.models.layers.decoder import Linear, LinearCrossEntropy, chunk_loss_
+from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops.kernels import product
 
 COLUMNS, TOKENS = 8192, 256
@@ -42,8 +42,7 @@ def head_step(way: str, dtype: str, sizes: tuple[int, int, int], report: str) ->
     output = Linear(hidden, vocab, bias=False, dtype=kind)
     x = torch.randn(tokens, hidden, dtype=kind, requires_grad=True)
     labels = torch.randint(0, vocab, (tokens,))
-    loss = LinearCrossEntropy()
-    chunk_loss_([loss], COLUMNS if way == WAYS[1] else 0)
+    loss = LinearCrossEntropy(COLUMNS if way == WAYS[1] else 0)
     before = _resident()
 
     def step(_: int) -> None:

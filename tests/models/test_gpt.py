@@ -8,7 +8,7 @@ from threefold.labels import IGNORE_INDEX
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
-from threefold.parallel.parallelize import draw_
+from threefold.parallel.weights import draw_
 
 
 def config(**model: object) -> Config:

@@ -19,12 +19,12 @@ from threefold.comm.mesh import Axis
 from threefold.data.loader import Batch
 from threefold.labels import IGNORE_INDEX
 from threefold.models.sharding import AttentionCore, Split
-from threefold.parallel import parallelize, shard_modules
+from threefold.parallel import parallelize, shard_modules, weights
 from threefold.parallel.data import grad_buckets as data
 from threefold.parallel.pipeline import runner, stage, tied
 from threefold.parallel.tensor import layers as tensor
 from threefold.parallel.tensor import loss
-from threefold.train import engine, gradient_norm, optimizer
+from threefold.train import engine, gradient_norm
 from threefold.train.optimizers import base
 
 Patch = tuple[Any, str, Any]
@@ -57,16 +57,16 @@ def row_bias_added_by_every_rank() -> list[Patch]:
 
 
 def shards_seeded_alike() -> list[Patch]:
-    return [replace(parallelize, "offset", lambda parameter: (0,) * parameter.dim())]
+    return [replace(weights, "offset", lambda parameter: (0,) * parameter.dim())]
 
 
 def weights_seeded_by_rank() -> list[Patch]:
-    draw = parallelize.draw_
+    draw = weights.draw_
 
     def draw_by_rank(into: Tensor, parameter: Tensor, name: str, plan: Any, seed: int) -> Tensor:
         return draw(into, parameter, name, plan, seed + torch.distributed.get_rank())
 
-    return [replace(optimizer, "draw_", draw_by_rank)]
+    return [replace(weights, "draw_", draw_by_rank)]
 
 
 def mean_of_means() -> list[Patch]:

@@ -15,9 +15,10 @@ from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.context.sequence import sum_over_shares_
 from threefold.parallel.parallelism import Parallelism
-from threefold.parallel.parallelize import draw_, parallelize
+from threefold.parallel.parallelize import parallelize
 from threefold.parallel.parameter import is_split, local
 from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.weights import draw_
 from threefold.plan.capture import capturable, capture_step
 from threefold.random.dropout import sample_keys
 

@@ -19,7 +19,7 @@ from threefold.data.split import document_runs
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.parallel.parallelize import draw_
+from threefold.parallel.weights import draw_
 from threefold.train.engine import Engine
 from threefold.train.entry_point import open_loader
 from threefold.train.evaluate import evaluate

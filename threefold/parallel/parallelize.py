@@ -8,23 +8,22 @@ from dataclasses import dataclass
 from typing import overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from threefold.config import Config
 from threefold.dtypes import DTYPES
-from threefold.models.layers.decoder import chunk_loss_
-from threefold.models.sharding import ModelPlan, Normal
+from threefold.models.layers.decoder import LinearCrossEntropy
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.data.zero import ShardedGradients, share_out
 from threefold.parallel.parallelism import Parallelism
-from threefold.parallel.parameter import is_of_experts, like, local, offset, replace_parameters
+from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
 from threefold.parallel.plan_check import check_plan
 from threefold.parallel.recompute import apply_recompute, unwrapped
 from threefold.parallel.shard_modules import shard_modules
-from threefold.random.keys import stream_key
-from threefold.random.philox import fill_normal_
+from threefold.parallel.weights import Weight, initialise_, make_weights
 from threefold.random.rng import RandomStreams, give_streams
 
 
@@ -33,7 +32,7 @@ class ParallelModel:
     """This rank's part of a model.
 
     Attributes:
-        stages: its pipeline stages, in order, their weights allocated.
+        stages: its pipeline stages, in order, their parameters allocated.
         plan: of the whole model.
         parallelism: how the model is spread.
     """
@@ -46,10 +45,6 @@ class ParallelModel:
         """All modules of the stages, those whose activations are recomputed as themselves."""
         return [unwrapped(module) for stage in self.stages for module in stage.modules()]
 
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Each distinct parameter with its name in the whole model."""
-        return list(whole_parameters(self.stages))
-
 
 @dataclass(frozen=True)
 class TrainableModel(ParallelModel):
@@ -59,11 +54,13 @@ class TrainableModel(ParallelModel):
         tied: the tied weights that other ranks have too.
         streams: what modules that draw in sequence draw from.
         gradients: of its parameters, summed over the replicas.
+        weights: its parameters, with the master weights; set to their initial values.
     """
 
     tied: TiedWeights
     streams: RandomStreams
     gradients: Gradients
+    weights: list[Weight]
 
 
 @overload
@@ -103,36 +100,23 @@ def parallelize(
     if training is None:
         _allocate(stages, how)
         return ParallelModel(stages, plan, how)
+    train = training.train
     tied = TiedWeights(plan, how.stages, how.mesh)
-    # What each module computes with, keeps for the backward pass, and is compiled to.
-    streams = RandomStreams(training.train.seed, how.mesh.coordinates, how.mesh.device)
+    # Activation checkpointing (recompute), of modules that draw in sequence with their random streams; chunked losses.
+    streams = RandomStreams(train.seed, how.mesh.coordinates, how.mesh.device)
     give_streams(streams, nn.ModuleList(stages))
-    chunk_loss_(stages, training.train.loss_chunk_size)
-    apply_recompute(stages, training.train.recompute, training.train.recompute_every, streams)
-    if training.train.compile:
+    _chunk_losses(stages, train.loss_chunk_size)
+    apply_recompute(stages, train.recompute, train.recompute_every, streams)
+    # torch.compile.
+    if train.compile:
         _compile(stages)
     # Data parallelism, or ZeRO.
     _allocate(stages, how)
     gradients = _make_gradients(stages, how, training.parallel.gradient_compression)
-    return TrainableModel(stages, plan, how, tied, streams, gradients)
-
-
-@torch.no_grad()
-def draw_(into: Tensor, parameter: Tensor, name: str, plan: ModelPlan, seed: int) -> Tensor:
-    """Fill `into`, of the local shape of `parameter`, with the initial values of that part.
-
-    Args:
-        into: the tensor to fill, of any float dtype (a master copy may be wider than the parameter).
-        parameter: gives the whole shape and where the local part starts.
-        name: the parameter's name in the whole model.
-        plan: says which values it starts from.
-        seed: the run's seed.
-    """
-    initial = plan.initial(name)
-    if isinstance(initial, Normal):
-        key = stream_key("weights", seed, name)
-        return fill_normal_(into, initial.std, key, tuple(parameter.shape), offset(parameter))
-    return into.fill_(initial.value)
+    # Initial weights.
+    weights = make_weights(whole_parameters(stages), how.master_dtype)
+    initialise_(weights, plan, train.seed, gradients)
+    return TrainableModel(stages, plan, how, tied, streams, gradients, weights)
 
 
 def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
@@ -144,6 +128,15 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
             if first is not parameter:
                 module, _, attribute = name.rpartition(".")
                 setattr(stage.get_submodule(module), attribute, first)
+
+
+def _chunk_losses(stages: Sequence[Stage], size: int) -> None:
+    """Have losses compute `size` columns of the logits at a time; 0 for all at once."""
+    for stage in stages:
+        for name, module in list(stage.named_modules()):
+            if isinstance(module, LinearCrossEntropy):
+                parent, _, attribute = name.rpartition(".")
+                stage.get_submodule(parent).register_module(attribute, module.in_chunks(size))
 
 
 def _compile(stages: Sequence[Stage]) -> None:

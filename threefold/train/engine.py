@@ -82,11 +82,9 @@ class Engine:
         self.parallelism = Parallelism.of(config, plan, mesh)
         self.model = parallelize(make_model, plan, self.parallelism, config)
         self.stages, self.gradients, self.streams = self.model.stages, self.model.gradients, self.model.streams
-        how = self.parallelism
         self.optimizer = Optimizer(
-            self.model.parameters(), self.gradients, how.master_dtype, config.optimizer, plan, how.sharding_axes
+            self.model.weights, self.gradients, config.optimizer, plan, self.parallelism.sharding_axes
         )
-        self.optimizer.initialise(plan, config.train.seed)
         self.loss_scale = LossScale.of(config.precision)
         self.runner = self._make_runner()
         modules = self.model.modules()

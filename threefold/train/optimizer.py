@@ -12,8 +12,7 @@ from threefold.config.optimizer import OPTIMIZERS
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.matrices import ShardedMatrix
-from threefold.parallel.parallelize import draw_
-from threefold.parallel.parameter import local
+from threefold.parallel.weights import Weight, publish_
 from threefold.train.optimizers.base import Entry, UpdateRule
 
 
@@ -21,9 +20,8 @@ class Optimizer:
     """Updates a rank's parameters.
 
     Args:
-        parameters: each with its name in the whole model.
+        weights: with their masters.
         gradients: theirs.
-        dtype: what weights are updated in, and their gradients are.
         config: which optimizer, and its constants.
         plan: the model's layers; the weights between the first and the last are hidden.
         axes: those that may cut a parameter.
@@ -34,21 +32,18 @@ class Optimizer:
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, Tensor]],
+        weights: Sequence[Weight],
         gradients: Gradients,
-        dtype: torch.dtype,
         config: OptimizerConfig,
         plan: ModelPlan,
         axes: Iterable[Axis],
     ) -> None:
-        axes, self._gradients = tuple(axes), gradients
+        axes, self._weights, self._gradients = tuple(axes), weights, gradients
         self.entries: list[Entry] = []
-        for name, parameter in parameters:
-            leaf = local(parameter)
-            master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_()
-            matrix = ShardedMatrix(parameter, axes) if is_hidden_matrix(name, parameter.dim(), plan) else None
-            self.entries.append(Entry(name, parameter, leaf, master, gradients, matrix))
-        self._narrow = [entry for entry in self.entries if entry.master is not entry.leaf]
+        for weight in weights:
+            parameter = weight.parameter
+            matrix = ShardedMatrix(parameter, axes) if is_hidden_matrix(weight.name, parameter.dim(), plan) else None
+            self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, matrix))
         self.rule: UpdateRule = OPTIMIZERS.load(config.name)(self.entries, config)
 
     @torch.no_grad()
@@ -57,18 +52,9 @@ class Optimizer:
         self.rule.step(lr)
         self.publish()
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the tensors that the model computes with."""
-        self._gradients.weights_changed()
-        if self._narrow:
-            torch._foreach_copy_([entry.leaf.detach() for entry in self._narrow], [e.master for e in self._narrow])
-
-    def initialise(self, plan: ModelPlan, seed: int) -> None:
-        """Set masters and model to the initial weights of `seed`, the masters at their full width."""
-        for entry in self.entries:
-            draw_(entry.master, entry.parameter, entry.name, plan, seed)
-        self.publish()
+        publish_(self._weights, self._gradients)
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
         """The optimizer state: parameter name, state name, local tensor (scalars are the same on every rank)."""

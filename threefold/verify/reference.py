@@ -2,8 +2,8 @@
 
 Nothing of the engine, of `parallel` and of `comm` is used, so a mistake in them cannot hide on both sides of the
 comparison. Shared with the engine is what does not depend on the layout and has tests of its own: the single-device
-layers of `models` with their kernels (`ops`), the keyed random numbers of weights and dropout (`random`), and the
-learning-rate schedule.
+layers of `models` with their kernels (`ops`), the keyed random numbers of weights and dropout (`random`), the
+learning-rate schedule, and the update rule of an optimizer of another package (`reference_optimizers`).
 """
 
 from collections.abc import Callable

@@ -15,6 +15,7 @@ from threefold.config import OptimizerConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import Gradients
+from threefold.parallel.weights import make_weights
 from threefold.train.optimizer import Optimizer
 
 
@@ -207,7 +208,7 @@ class _Added(ReferenceOptimizer):
 
     def _make(self, weights: Mapping[str, nn.Parameter], plan: ModelPlan) -> Optimizer:
         dtype = next(iter(weights.values())).dtype
-        return Optimizer(list(weights.items()), _WholeGradients(), dtype, self.config, plan, axes=())
+        return Optimizer(make_weights(weights.items(), dtype), _WholeGradients(), self.config, plan, axes=())
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

@@ -14,7 +14,7 @@ from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.attention import Rotary
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.context.sequence import SequenceCut
-from threefold.parallel.parallelize import draw_
+from threefold.parallel.weights import draw_
 
 
 def case(**changes: object) -> Case:

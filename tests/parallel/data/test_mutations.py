@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from tests.parallel.test_mutations import Patch, replace, with_mistake
 from tests.support.parity import Case, departures
 from threefold.comm.axis import Axis
-from threefold.parallel import parallelize
+from threefold.parallel import weights
 from threefold.parallel.data import zero
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
@@ -68,12 +68,12 @@ def gradients_added_up_in_half_precision() -> list[Patch]:
 
 
 def shards_drawn_alike() -> list[Patch]:
-    return [replace(parallelize, "offset", lambda parameter: (0,) * parameter.dim())]
+    return [replace(weights, "offset", lambda parameter: (0,) * parameter.dim())]
 
 
 def replicas_cut_before_the_tensor_axis() -> list[Patch]:
     """The order in which a plain two-dimensional `DTensor` would be cut."""
-    offset = parallelize.offset
+    offset = weights.offset
 
     def other_order(parameter: Any) -> tuple[int, ...]:
         starts = list(offset(parameter))
@@ -83,7 +83,7 @@ def replicas_cut_before_the_tensor_axis() -> list[Patch]:
             starts[0] = (shard * tensors + tensor) * (parameter.shape[0] // (shards * tensors))
         return tuple(starts)
 
-    return [replace(parallelize, "offset", other_order)]
+    return [replace(weights, "offset", other_order)]
 
 
 MISTAKES = [

@@ -18,7 +18,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.labels import IGNORE_INDEX
-from threefold.models.layers.decoder import Linear, LinearCrossEntropy, chunk_loss_
+from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops import cross_entropy
 from threefold.parallel.parameter import local
 from threefold.parallel.tensor.layers import ColumnParallelLinear
@@ -50,8 +50,7 @@ class Problem:
         """The same by the module."""
         output = Linear(HIDDEN, len(self.weight), bias=False)
         output.weight = torch.nn.Parameter(self.weight.clone())
-        loss = LinearCrossEntropy()
-        chunk_loss_([loss], chunk)
+        loss = LinearCrossEntropy(chunk)
         x = self.x.clone().requires_grad_()
         losses = loss(x, output, self.labels)
         (losses * self.weights).sum().backward()
@@ -101,8 +100,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("chunk", "most"), [(50, 100 * 50), (0, 100 * 1000)])
 def test_logits_are_never_all_in_memory(chunk: int, most: int) -> None:
-    output, loss = Linear(4, 1000, bias=False), LinearCrossEntropy()
-    chunk_loss_([loss], chunk)
+    output, loss = Linear(4, 1000, bias=False), LinearCrossEntropy(chunk)
     x, labels = torch.randn(2, 50, 4, requires_grad=True), torch.randint(0, 1000, (2, 50))
     with _Largest() as forward:
         losses = loss(x, output, labels).sum()
@@ -115,15 +113,14 @@ def test_evaluation_keeps_nothing_and_gives_the_same() -> None:
     output, loss = Linear(4, 30, bias=False), LinearCrossEntropy()
     x, labels = torch.randn(2, 5, 4), torch.randint(0, 30, (2, 5))
     at_once = loss(x, output, labels)
-    chunk_loss_([loss], 7)
+    chunked = loss.in_chunks(7)
     with torch.no_grad(), recording_saved(output.parameters()) as saved:
-        torch.testing.assert_close(loss(x, output, labels), at_once.detach())
+        torch.testing.assert_close(chunked(x, output, labels), at_once.detach())
     assert saved.nbytes == 0
 
 
 def test_what_cannot_be_computed_is_an_error() -> None:
-    loss = LinearCrossEntropy()
-    chunk_loss_([loss], 7)
+    loss = LinearCrossEntropy(7)
     with pytest.raises(ValueError, match="chunk_size is 7 but the output layer has a bias"):
         loss(torch.zeros(1, 4), Linear(4, 10), torch.tensor([1]))
     with pytest.raises(RuntimeError, match="neither in the vocabulary of 10 nor -100"):

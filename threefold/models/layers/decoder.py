@@ -107,15 +107,19 @@ class CrossEntropy(nn.Module):
 class LinearCrossEntropy(nn.Module):
     """The head's product and the loss of each token together, so that the logits need not be in memory all at once.
 
-    Attributes:
-        chunk_size: columns of the logits that are (set by `chunk_loss_`); 0 for all.
+    Args:
+        chunk_size: columns of the logits that are in memory at once; 0 for all.
+        cross_entropy: of the logits; by default `CrossEntropy`.
     """
 
-    chunk_size = 0
-
-    def __init__(self) -> None:
+    def __init__(self, chunk_size: int = 0, cross_entropy: CrossEntropy | None = None) -> None:
         super().__init__()
-        self.cross_entropy = CrossEntropy()
+        self.chunk_size = chunk_size
+        self.cross_entropy = cross_entropy or CrossEntropy()
+
+    def in_chunks(self, chunk_size: int) -> "LinearCrossEntropy":
+        """The same loss, with so many columns of the logits in memory at once."""
+        return LinearCrossEntropy(chunk_size, self.cross_entropy)
 
     def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:
         """`x` [..., H], the layer `output` that makes logits [..., V] of it, `labels` int64 [...] → [...].
@@ -128,19 +132,6 @@ class LinearCrossEntropy(nn.Module):
         if output.bias is not None:
             raise ValueError(f"chunk_size is {self.chunk_size} but the output layer has a bias; use 0 or bias=False")
         return output.with_weight(lambda x, weight: self.cross_entropy.chunked(x, weight, labels, self.chunk_size), x)
-
-
-def chunk_loss_(modules: Iterable[nn.Module], size: int) -> None:
-    """Have every `LinearCrossEntropy` among these modules and inside them compute so many columns of logits at once.
-
-    Args:
-        modules: a model, or a rank's stages of one.
-        size: at least 1, or 0 for all.
-    """
-    for module in modules:
-        for child in module.modules():
-            if isinstance(child, LinearCrossEntropy):
-                child.chunk_size = size
 
 
 class Head(nn.Module):

@@ -12,27 +12,20 @@ from threefold.config import OptimizerConfig
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.matrices import ShardedMatrix
 from threefold.parallel.parameter import like
+from threefold.parallel.weights import Weight
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One parameter as the optimizer sees it.
+class Entry(Weight):
+    """One weight as the optimizer sees it.
 
     Attributes:
-        name: its name in the whole model.
-        parameter: as the stage stores it.
-        leaf: what the model computes with (the local shard).
-        master: what is updated, of the leaf's shape; the leaf itself where the model is wide enough.
         gradients: where its gradient is.
         hidden_matrix: gathers the whole matrix or matrices (the last two dims of the parameter) where it is a weight of
             two dims or more of a layer between the model's first and its last; None for embeddings, the head, norms and
             biases.
     """
 
-    name: str
-    parameter: Tensor
-    leaf: Tensor
-    master: Tensor
     gradients: Gradients
     hidden_matrix: ShardedMatrix | None = None
 

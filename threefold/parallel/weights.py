@@ -1,0 +1,74 @@
+"""A rank's weights: what its layers compute with, the wide masters that are updated, and the initial values of both."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from threefold.models.sharding import ModelPlan, Normal
+from threefold.parallel.data.grad_buckets import Gradients
+from threefold.parallel.parameter import local, offset
+from threefold.random.keys import stream_key
+from threefold.random.philox import fill_normal_
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter that a rank trains.
+
+    Attributes:
+        name: its name in the whole model.
+        parameter: as the stage stores it.
+        leaf: what the model computes with (the local shard).
+        master: what is updated, of the leaf's shape; the leaf itself where the model is wide enough.
+    """
+
+    name: str
+    parameter: Tensor
+    leaf: Tensor
+    master: Tensor
+
+
+def make_weights(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[Weight]:
+    """The weights of parameters, each given with its name in the whole model; masters in `dtype`, not yet set."""
+    weights = []
+    for name, parameter in parameters:
+        leaf = local(parameter)
+        master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_()
+        weights.append(Weight(name, parameter, leaf, master))
+    return weights
+
+
+def initialise_(weights: Sequence[Weight], plan: ModelPlan, seed: int, gradients: Gradients) -> None:
+    """Set masters and model to the initial weights of `seed`, the masters at their full width."""
+    for weight in weights:
+        draw_(weight.master, weight.parameter, weight.name, plan, seed)
+    publish_(weights, gradients)
+
+
+@torch.no_grad()
+def publish_(weights: Sequence[Weight], gradients: Gradients) -> None:
+    """Round the masters into the tensors that the model computes with."""
+    gradients.weights_changed()
+    narrow = [weight for weight in weights if weight.master is not weight.leaf]
+    if narrow:
+        torch._foreach_copy_([weight.leaf.detach() for weight in narrow], [weight.master for weight in narrow])
+
+
+@torch.no_grad()
+def draw_(into: Tensor, parameter: Tensor, name: str, plan: ModelPlan, seed: int) -> Tensor:
+    """Fill `into`, of the local shape of `parameter`, with the initial values of that part.
+
+    Args:
+        into: the tensor to fill, of any float dtype (a master copy may be wider than the parameter).
+        parameter: gives the whole shape and where the local part starts.
+        name: the parameter's name in the whole model.
+        plan: says which values it starts from.
+        seed: the run's seed.
+    """
+    initial = plan.initial(name)
+    if isinstance(initial, Normal):
+        key = stream_key("weights", seed, name)
+        return fill_normal_(into, initial.std, key, tuple(parameter.shape), offset(parameter))
+    return into.fill_(initial.value)
