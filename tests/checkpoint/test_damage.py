@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.checkpoint.support import Silent
 from tests.cli.conftest import Command, threefold  # noqa: F401
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import folders, path_of
@@ -90,7 +91,7 @@ DAMAGE = {
 """What is seen before anything is loaded: the file that is named, and how it is damaged."""
 
 
-@pytest.mark.parametrize(("name", "damage"), DAMAGE.values(), ids=DAMAGE)
+@sweep(("name", "damage"), DAMAGE.values(), ids=DAMAGE, quick=(0, 3, 6, 9))
 def test_the_one_before_is_chosen(
     small_run: Run, run: Path, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
@@ -258,7 +259,7 @@ def refusal(run: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["../../../../outside.bin", "/tmp/outside.bin", "..", "", "a/b"])
+@sweep("name", ["../../../../outside.bin", "/tmp/outside.bin", "..", "", "a/b"], quick=(0, 1))
 def test_no_file_outside_the_folder_is_opened(run: Path, name: str) -> None:
     (run.parent / "outside.bin").write_bytes(bytes(1 << 20))
     folder = path_of(run, 4)
@@ -287,13 +288,14 @@ def change_chunk(**values: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-@pytest.mark.parametrize(
+@sweep(
     "values",
     [{"offsets": [0, 0, 0]}, {"offsets": [1, 0]}, {"sizes": [47, 24]}, {"position": 1 << 40}, {"bytes": 3}]
     + [
         {key: value} for key in ("offsets", "sizes", "position", "bytes", "checksum") for value in (None, -1, {}, 1e400)
     ],
     ids=str,
+    quick=(0, 1, 2, 3, 4, 8, 11, 14, 17, 20, 22),
 )
 def test_an_index_that_cannot_be_is_refused(run: Path, values: dict[str, Any]) -> None:
     rewrite(path_of(run, 4) / "tensors.json", change_chunk(**values))
@@ -321,7 +323,7 @@ def resize(path: Path) -> None:
     rewrite(path.with_name("checkpoint.json"), lambda document: document["files"][path.name].update(bytes=held))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("before", "after"),
     [
         ("num_layers: 3", "num_layers: 2"),
@@ -331,6 +333,7 @@ def resize(path: Path) -> None:
         ("ffn_hidden_size: 96", "ffn_hidden_size: 48"),
         ("num_layers: 3", "num_layers: 999999999"),
     ],
+    quick=(0, 5),
 )
 def test_a_config_of_another_model_is_refused(
     threefold: Command,  # noqa: F811

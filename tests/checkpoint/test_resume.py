@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, manifest, same, steps_of, train_rank
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.metrics import read_metrics
@@ -22,8 +23,10 @@ def broken_run(pool: WorkerPool, before: Run, after: Run, folder: Path) -> list[
     return losses_of(folder)
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp", "pp", "optimizer"), [(1, 1, 1, "adamw"), (2, 2, 2, "adamw"), (1, 3, 1, "sgd"), (1, 1, 1, "sgd")]
+@sweep(
+    ("dp", "tp", "pp", "optimizer"),
+    [(1, 1, 1, "adamw"), (2, 2, 2, "adamw"), (1, 3, 1, "sgd"), (1, 1, 1, "sgd")],
+    quick=(1,),
 )
 def test_the_same_layout_goes_on_bit_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, dp: int, tp: int, pp: int, optimizer: str
@@ -34,7 +37,7 @@ def test_the_same_layout_goes_on_bit_equal(
     assert broken_run(pool, run, run, tmp_path / "broken") == losses_of(tmp_path / "unbroken")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("before", "after", "dtype"),
     [
         ((2, 2, 2), (1, 1, 1), "fp32"),
@@ -43,6 +46,7 @@ def test_the_same_layout_goes_on_bit_equal(
         ((1, 4, 1), (1, 1, 3), "fp64"),
         ((4, 1, 1), (1, 2, 2), "fp64"),
     ],
+    quick=(1,),
 )
 def test_another_layout_goes_on_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, before: tuple[int, ...], after: tuple[int, ...], dtype: str
@@ -58,7 +62,7 @@ def zero(stage: int, **changes: Any) -> dict[str, Any]:
     return {"dp": 2, "set": (("parallel.zero", stage),), **changes}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("before", "after"),
     [
         (zero(3, dp=3, tp=2), {"pp": 2}),
@@ -67,6 +71,7 @@ def zero(stage: int, **changes: Any) -> dict[str, Any]:
         (zero(2, dp=4, set=(("parallel.zero", 2), ("parallel.zero_shards", 2))), {"dtype": "fp64", "dp": 2}),
     ],
     ids=str,
+    quick=(0,),
 )
 def test_shards_of_the_replicas_go_on_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
@@ -78,6 +83,7 @@ def test_shards_of_the_replicas_go_on_equal(
     assert same(broken_run(pool, first, second, tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")
 
 
+@pytest.mark.slow
 def test_narrow_shards_go_on_bit_equal(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """The shards are the wide masters."""
     run = small_run.but(dtype="bf16", **zero(3))
@@ -85,6 +91,7 @@ def test_narrow_shards_go_on_bit_equal(pool: WorkerPool, small_run: Run, tmp_pat
     assert broken_run(pool, run, run, tmp_path / "broken") == losses_of(tmp_path / "unbroken")
 
 
+@pytest.mark.slow
 def test_untied_weights(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     run = small_run.but(set=(("model.tie_embeddings", False),))
     pool.run(1, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
@@ -92,7 +99,7 @@ def test_untied_weights(pool: WorkerPool, small_run: Run, tmp_path: Path) -> Non
     assert same(losses, losses_of(tmp_path / "unbroken"), "fp32")
 
 
-@pytest.mark.parametrize(("before", "after"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64")])
+@sweep(("before", "after"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64")], quick=(0,))
 def test_another_precision_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path, before: str, after: str) -> None:
     pool.run(1, train_rank, small_run.but(steps=WHOLE), tmp_path / "unbroken")
     losses = broken_run(pool, small_run.but(dtype=before, tp=2), small_run.but(dtype=after), tmp_path / "broken")
@@ -145,7 +152,7 @@ EXPERTS = (
 )
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("before", "after"),
     [
         ({"dp": 2, "tp": 2, "set": (("parallel.ep", 2),)}, {"pp": 2}),
@@ -156,6 +163,7 @@ EXPERTS = (
         ),
     ],
     ids=["ep2-tp2-to-pp2", "one-to-ep2-zero3", "ep2-tp2-zero1-to-ep4"],
+    quick=(1,),
 )
 def test_experts_go_on_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sweep import sweep
 from tests.train.support import Run, train_rank, write_tokens
 from threefold.checkpoint.resume import find_resumption
 from threefold.errors import UserError
@@ -23,7 +24,7 @@ def changed(run: Run, key: str, value: Any) -> Run:
     return run.but(steps=4, set=((key, value),))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("key", "value", "then"),
     [
         ("model.num_layers", 4, "3"),
@@ -37,6 +38,7 @@ def changed(run: Run, key: str, value: Any) -> Run:
         ("data.split", "70,30", "'80,20'"),
         ("optimizer.name", "sgd", "'adamw'"),
     ],
+    quick=(0, 4, 6, 8),
 )
 def test_another_run_is_refused(saved: Path, small_run: Run, key: str, value: Any, then: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -45,7 +47,7 @@ def test_another_run_is_refused(saved: Path, small_run: Run, key: str, value: An
     assert f"set it to {then}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("key", "value"),
     [
         ("optimizer.lr", 0.02),
@@ -53,19 +55,21 @@ def test_another_run_is_refused(saved: Path, small_run: Run, key: str, value: An
         ("precision.dtype", "bf16"),
         ("optimizer.betas", (0.8, 0.9)),
     ],
+    quick=(1,),
 )
 def test_what_changes_the_losses_is_warned_of(saved: Path, small_run: Run, key: str, value: Any) -> None:
     warnings = find_resumption(saved, changed(small_run, key, value).config).warnings
     assert any(warning.startswith(f"{key} is ") for warning in warnings)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "run",
     [
         {"dp": 2, "tp": 2, "pp": 2},
         {"set": (("parallel.schedule", "gpipe"), ("train.micro_batch_size", 2), ("log.every", 7))},
         {"set": (("checkpoint.every", 9), ("train.eval_every", 3), ("model.initializer_range", 0.1))},
     ],
+    quick=(0,),
 )
 def test_what_changes_nothing_is_free(saved: Path, small_run: Run, run: dict[str, Any]) -> None:
     found = find_resumption(saved, small_run.but(steps=4, **run).config)

@@ -13,6 +13,7 @@ import torch
 
 from tests.checkpoint.support import Silent, file_tensors
 from tests.cli.conftest import Command, threefold  # noqa: F401
+from tests.support.sweep import sweep
 from tests.train.support import losses_of
 from threefold.checkpoint.selection import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
@@ -41,7 +42,7 @@ def config_of(old: Path, *overrides: str) -> Config:
     return resolve(given, open_dataset(given).vocab_size)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@sweep(("tp", "pp"), [(2, 1), (1, 2)], quick=(1,))
 def test_a_run_goes_on(pool: WorkerPool, old: Path, tp: int, pp: int) -> None:
     expected = losses_of(old / "run")
     assert len(expected) == 4
@@ -119,7 +120,7 @@ def payload(old: Path, target: Path) -> None:
 ATTACKS = {"bare": bare, "protocol 0": bare_of_protocol_0, "nested": nested, "payload": payload}
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+@sweep("attack", ATTACKS.values(), ids=ATTACKS, quick=(0, 3))
 def test_a_foreign_checkpoint_runs_nothing(
     threefold: Command,  # noqa: F811
     pool: WorkerPool,
@@ -172,7 +173,7 @@ def everything(run: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@sweep("name", [".metadata", "__0_0.distcp"], quick=(1,))
 def test_no_flipped_bit_changes_a_tensor(old: Path, name: str) -> None:
     """Torch wrote checksums of the payloads, which it does not read itself."""
     random, expected = torch.Generator().manual_seed(1), everything(old / "run")

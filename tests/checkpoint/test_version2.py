@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sweep import sweep
 from tests.train.support import losses_of
 from threefold.config import Config, load_config, resolve
 from threefold.data.dataset import open_dataset
@@ -77,12 +78,13 @@ def test_a_run_resumes_with_the_recorded_losses(
     assert losses_of(run) == pytest.approx(recorded[kind]["losses"], rel=tolerance, abs=0.0)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("kind", "layout"),
     [
         ("gpt", ("parallel.tp=1", "parallel.sequence_parallel=false", "parallel.pp=2")),
         ("llama", ("parallel.dp=1", "parallel.zero=0", "parallel.tp=2")),
     ],
+    quick=(0,),
 )
 def test_a_run_resumes_in_another_layout(
     pool: WorkerPool, old: Path, recorded: dict[str, Any], tmp_path: Path, kind: str, layout: tuple[str, ...]

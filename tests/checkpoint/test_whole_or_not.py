@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, newest, path_of, prune
 from threefold.checkpoint.manifest import Facts
@@ -35,7 +36,7 @@ def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None
     train_rank(run, folder, True)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("event", "place", "rank"),
     [
         ("open", "step_00000004.partial/tensors-00001.bin", 1),  # before its tensors
@@ -43,6 +44,7 @@ def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None
         ("os.rename", "step_00000004.partial", 0),  # at the last moment
         ("shutil.rmtree", "step_00000002.partial", 0),  # while the old one is deleted
     ],
+    quick=(1,),
 )
 def test_a_kill_while_saving_leaves_a_whole_one(
     pool: WorkerPool, small_run: Run, tmp_path: Path, event: str, place: str, rank: int
@@ -74,7 +76,7 @@ def on_a_small_disk(run: Run, folder: Path, largest_file: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("largest_file", [20_000, 30_000_000])
+@sweep("largest_file", [20_000, 30_000_000], quick=(0,))
 def test_a_full_disk_leaves_the_one_before(pool: WorkerPool, small_run: Run, tmp_path: Path, largest_file: int) -> None:
     run = small_run.but(dp=2, set=(("checkpoint.keep", 1),))
     pool.run(2, train_rank, run.but(steps=2), tmp_path)
@@ -118,9 +120,7 @@ def steps(run_dir: Path) -> list[int]:
     return [checkpoint.step for checkpoint in complete(run_dir)]
 
 
-@pytest.mark.parametrize(
-    "name", ["checkpoint.json", "tensors.json", "tensors-00000.bin", "tokenizer.json", "config.yaml"]
-)
+@sweep("name", ["checkpoint.json", "tensors.json", "tensors-00000.bin", "tokenizer.json", "config.yaml"], quick=(0, 2))
 def test_one_that_lost_a_file_is_not_whole(two: Path, name: str) -> None:
     assert steps(two) == [2, 4]
     (path_of(two, 4) / name).unlink()

@@ -78,6 +78,7 @@ def _cmdline(process: Path) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["local", "torchrun"])
 def test_second_run_in_the_folder_is_refused_once(config_file: Path, tmp_path: Path, launcher: tuple[str, ...]) -> None:
     run = tmp_path / "run"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import children, command, end_of, losses, read_until, start, wait_for
+from tests.support.sweep import sweep
 
 LONG = tuple(
     word
@@ -53,9 +54,10 @@ def continued(output: str, *more: str) -> list[str]:
     return [sys.executable, "-m", *words, *more]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("ranks", "number", "status", "to_group"),
     [(1, signal.SIGTERM, 0, False), (2, signal.SIGINT, 130, True)],
+    quick=(0,),
 )
 def test_signal_saves_and_the_run_continues_bit_for_bit(
     config_file: Path, tmp_path: Path, ranks: int, number: signal.Signals, status: int, to_group: bool
@@ -108,7 +110,7 @@ def test_second_signal_ends_at_once(config_file: Path, tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@sweep("number", [signal.SIGTERM, signal.SIGINT], quick=(0,))
 def test_signal_at_start_up(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
     """While the ranks are being started, before any of them trains."""
     run = tmp_path / "run"
@@ -178,6 +180,7 @@ def test_run_whose_last_step_is_made_ends_normally(config_file: Path, tmp_path: 
     assert (run / "checkpoints" / "step_00000001").exists()
 
 
+@pytest.mark.slow
 def test_deleted_run_folder_is_one_sentence(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(command(config_file, run, *LONG, "--set", "parallel.dp=2"))

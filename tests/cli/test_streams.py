@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sweep import sweep
 from threefold.checkpoint.folder import complete
 
 THREEFOLD = f"{sys.executable} -m threefold"
@@ -44,8 +45,10 @@ def test_an_error_that_cannot_be_told_keeps_its_status() -> None:
         assert shell(f"{THREEFOLD} config show missing.yaml {where}").returncode == 2
 
 
-@pytest.mark.parametrize(
-    "where", [">&-", "| true", *(pytest.param(where, marks=pytest.mark.slow) for where in (">/dev/full", "| head -1"))]
+@sweep(
+    "where",
+    [">&-", "| true", *(pytest.param(where, marks=pytest.mark.slow) for where in (">/dev/full", "| head -1"))],
+    quick=(1,),
 )
 def test_a_run_goes_on(config_file: Path, tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"
@@ -68,6 +71,7 @@ def test_a_run_of_two_ranks_goes_on_and_resumes(config_file: Path, tmp_path: Pat
     assert [checkpoint.step for checkpoint in complete(run)] == [2, 4]
 
 
+@pytest.mark.slow
 def test_files_of_a_run_on_a_full_disk(config_file: Path, tmp_path: Path) -> None:
     """Each is named once; the steps are made and the checkpoints saved."""
     run = tmp_path / "run"
@@ -113,8 +117,8 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize(
-    ("where", "status", "error"), [(">&-", 0, ""), (">/dev/full", 2, FULL), ("| true", 141, "")], ids=str
+@sweep(
+    ("where", "status", "error"), [(">&-", 0, ""), (">/dev/full", 2, FULL), ("| true", 141, "")], ids=str, quick=(1,)
 )
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_generating_for_nobody(trained: Path, tp: int, where: str, status: int, error: str) -> None:
@@ -122,7 +126,7 @@ def test_generating_for_nobody(trained: Path, tp: int, where: str, status: int, 
     assert (ended.returncode, ended.stderr.decode()) == (status, error)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("prompt", "sentence"),
     [
         (r"printf 'caf\xe9' | {} ", "Standard input is not UTF-8 text (byte 3 is 0xe9); convert it first"),
@@ -130,6 +134,7 @@ def test_generating_for_nobody(trained: Path, tp: int, where: str, status: int, 
         (r"{} <&-", "--prompt is empty"),
     ],
     ids=["standard input", "argument", "closed"],
+    quick=(0,),
 )
 def test_prompts_that_are_no_text(trained: Path, prompt: str, sentence: str) -> None:
     ended = shell(prompt.format(f"{THREEFOLD} generate {trained}"))

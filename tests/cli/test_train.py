@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from threefold.config import load_config
 from threefold.launch.output import log_file
 from threefold.launch.training_run import resolve_run
@@ -66,6 +68,7 @@ def test_run_and_resume_in_another_layout(config_file: Path, tmp_path: Path) -> 
     assert len(losses(run)) == 6
 
 
+@pytest.mark.slow
 def test_same_losses_from_the_command_from_torchrun_and_from_python(config_file: Path, tmp_path: Path) -> None:
     options = ("--set", "parallel.dp=2", "--set", "train.eval_every=0")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -91,6 +94,7 @@ def test_interrupt_is_quiet(config_file: Path, tmp_path: Path) -> None:
     assert (process.returncode, error) == (130, "")
 
 
+@pytest.mark.slow
 def test_killed_rank_is_named_in_one_message(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = started(config_file, run, "--set", "parallel.dp=2")

@@ -16,6 +16,7 @@ def verify(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*VERIFY, *map(str, arguments)], text=True, capture_output=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_table_of_layouts_that_are_equal(config_file: Path) -> None:
     """On the config's own data."""
     ended = verify(config_file, "dp2", "tp2,pp2:gpipe")
@@ -54,6 +55,7 @@ def test_misuse_is_one_sentence(threefold, config_file: Path, arguments: tuple[s
     assert sentence in error
 
 
+@pytest.mark.slow
 def test_interrupt_is_quiet_and_leaves_no_worker(config_file: Path) -> None:
     process = subprocess.Popen(
         [*VERIFY, str(config_file), "dp2", "--steps", "300"],

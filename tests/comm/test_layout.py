@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.sweep import sweep
 from threefold.comm.layout import AXES, Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
@@ -71,7 +72,7 @@ def place(layout: Layout) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(1, 4, 2), Layout(3, 1, 2), Layout(1, 1, 1)], ids=str)
+@sweep("layout", [Layout(2, 2, 2), Layout(1, 4, 2), Layout(3, 1, 2), Layout(1, 1, 1)], ids=str, quick=(0, 2))
 def test_every_getter_on_every_rank(pool, layout: Layout) -> None:
     for rank, found in enumerate(pool.run(layout.world_size, place, layout)):
         assert found["rank"] == rank

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.sweep import sweep
 from threefold.comm import shared_memory_setup
 from threefold.comm.shared_memory import DEFAULT_CAPACITY, PeerLostError, SharedMemoryGroup
 
@@ -27,17 +28,17 @@ def test_one_rank(pool):
     _check(pool.run(1, _all_operations, PAGE))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@sweep("world_size", [2, 3, 4, 8], quick=(1, 3))
 def test_every_operation_dtype_and_shape(pool, world_size):
     _check(pool.run(world_size, _all_operations, PAGE))
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@sweep("world_size", [3, 4], quick=(0,))
 def test_large_sums_are_shared_out(pool, world_size):
     _check(pool.run(world_size, _large_sums))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@sweep("world_size", [2, 3], quick=(1,))
 def test_a_thousand_operations_in_a_row(pool, world_size):
     _check(pool.run(world_size, _random_operations, 1000))
 

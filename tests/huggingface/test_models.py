@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoint.support import Silent, file_tensors, model_of, same_tensors, stored
+from tests.support.sweep import sweep
 from threefold.huggingface import weights
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
@@ -97,7 +98,7 @@ def random_model(transformers: Any, name: str, dtype: torch.dtype = torch.float3
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@sweep("name", MODELS, quick=(0, 2, 4, 8))
 @torch.no_grad()
 def test_same_logits_and_bits_both_ways(transformers: Any, tmp_path: Path, name: str) -> None:
     theirs = random_model(transformers, name)
@@ -138,7 +139,7 @@ def test_narrow_weights_stay_as_they_are(transformers: Any, tmp_path: Path) -> N
     assert same_tensors(file_tensors(tmp_path / "wide"), widened)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@sweep("name", MODELS, quick=(0, 11))
 @torch.no_grad()
 def test_the_same_tokens_are_likeliest(transformers: Any, tmp_path: Path, name: str) -> None:
     theirs = random_model(transformers, name)

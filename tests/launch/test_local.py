@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sweep import sweep
 from threefold.errors import UserError
 from threefold.launch.failure import RankFailed
 from threefold.launch.output import log_file
@@ -65,7 +66,7 @@ def pids_of(folder: Path) -> list[int]:
     return [int(path.read_text()) for path in folder.glob("pid_*")]
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, ""), (4, ""), (2, "start_method='spawn'")])
+@sweep(("ranks", "options"), [(1, ""), (4, ""), (2, "start_method='spawn'")], quick=(1,))
 def test_all_ranks_meet_and_log(tmp_path: Path, ranks: int, options: str) -> None:
     code, output, error = spawned(tmp_path, "report_sum", "(folder,)", ranks, options)
     assert (code, error) == (0, "")
@@ -76,6 +77,7 @@ def test_all_ranks_meet_and_log(tmp_path: Path, ranks: int, options: str) -> Non
         assert log_of(tmp_path, rank) == f"hello from {rank}\nnative words of {rank}\n"
 
 
+@pytest.mark.slow
 def test_restart_appends_to_the_logs(tmp_path: Path) -> None:
     for _ in range(2):
         spawned(tmp_path, "report_sum", "(folder,)", 2)
@@ -88,7 +90,7 @@ def test_chosen_ranks_on_the_console(tmp_path: Path) -> None:
     assert sorted(output.splitlines()) == sorted(expected)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("rank", "how", "error"),
     [
         (0, "raise", "ValueError: the cat sat on the keyboard"),
@@ -96,6 +98,7 @@ def test_chosen_ranks_on_the_console(tmp_path: Path) -> None:
         (2, "kill", "its process was killed by SIGKILL, as when memory runs out"),
         (0, "exit", "its process ended with exit status 7"),
     ],
+    quick=(0,),
 )
 def test_one_message_names_the_rank_that_failed(tmp_path: Path, rank: int, how: str, error: str) -> None:
     code, output, message = spawned(tmp_path, "fail", f"(folder, {rank}, {how!r})", 4)

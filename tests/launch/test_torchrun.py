@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from threefold.launch.output import log_file
 
 HERE = Path(__file__).parent
@@ -38,6 +40,7 @@ def test_ranks_meet_and_log(tmp_path: Path) -> None:
         assert log_file(tmp_path / "run", rank).read_text() == f"hello from {rank}\nnative words of {rank}\n"
 
 
+@pytest.mark.slow
 def test_first_failure_is_told_once(tmp_path: Path) -> None:
     ended = torchrun(tmp_path, "fail", "(folder, 1, 'raise')")
     assert ended.returncode == 1

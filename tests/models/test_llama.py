@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
-
 from tests.support.parity import Case, Trace, departures, in_layout
+from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 
 SIZES = (
@@ -24,7 +23,7 @@ SHARED = (("parallel.sequence_parallel", True),)
 RING = (("parallel.cp_method", "ring"),)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "case",
     [
         LLAMA.with_layout(1, 2, 2, settings=SHARED),
@@ -35,6 +34,7 @@ RING = (("parallel.cp_method", "ring"),)
         replace(LLAMA, tie=True, dtype="fp32", steps=1).with_layout(2, 1, 2),
     ],
     ids=["tp2-pp2-shared", "tp3", "tp2-cp2-shared", "ring3", "dp2-tp2-zero3", "tied-fp32"],
+    quick=(0, 3, 4),
 )
 def test_a_layout_trains_what_one_process_trains(
     pool: WorkerPool, expected: Callable[[Case], Trace], case: Case

@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
+from tests.support.sweep import sweep
 from threefold.config import Config, resolve
 from threefold.config.presets import PRESETS, PresetName
 from threefold.models.registry import make_model
@@ -43,7 +44,7 @@ def resolved(preset: str) -> Config:
     return resolve(Config.model_validate({"model": {"preset": preset}, "data": {"path": "unused"}}), 1)
 
 
-@pytest.mark.parametrize("preset", PUBLISHED)
+@sweep("preset", PUBLISHED, quick=(0, 4, 12, 20, 24))
 def test_published_sizes(preset: str) -> None:
     with torch.device("meta"):
         model = make_model(resolved(preset).model)

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.support.parity import Case, Trace, departures, in_layout
+from tests.support.sweep import sweep
 from threefold.comm import collectives
 from threefold.comm.mesh import Axis
 from threefold.data.loader import Batch
@@ -230,10 +230,11 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("mistake", "layout", "sign"),
     MISTAKES,
     ids=[f"{mistake.__name__}-dp{dp}-tp{tp}-pp{pp}" for mistake, (dp, tp, pp), _ in MISTAKES],
+    quick=(0, 3, 6, 10, 12, 16, 18),
 )
 def test_mistake_is_found(
     pool, expected, mistake: Callable[[], list[Patch]], layout: tuple[int, int, int], sign: str
@@ -243,7 +244,7 @@ def test_mistake_is_found(
     assert any(sign in departure for departure in found), found[:5]
 
 
-@pytest.mark.parametrize("layout", [DP, TP, PP, ALL], ids=str)
+@sweep("layout", [DP, TP, PP, ALL], ids=str, quick=(3,))
 def test_without_a_mistake_nothing_is_found(pool, expected, layout: tuple[int, int, int]) -> None:
     case = Case(dtype="fp64", dropout=0.1).with_layout(*layout)
     assert not departures(expected(case), pool.run(case.world_size, with_mistake, list, case), case)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.parity import Case, departures, in_layout
+from tests.support.sweep import sweep
 from threefold.verify.compare import relative_error
 
 LAYOUTS = [
@@ -46,7 +47,7 @@ def name(layout: tuple[int, int, int]) -> str:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "fp64"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@sweep("layout", LAYOUTS, ids=name, quick=(0, 3, 6, 9, 12, 15))
 def test_layout(pool, expected, layout: tuple[int, int, int], dtype: str) -> None:
     """With dropout, accumulation, uneven masks, 7 layers, a vocabulary of 67."""
     check(pool, expected, Case(layers=7, dropout=0.2, dtype=dtype).with_layout(*layout))
@@ -58,7 +59,7 @@ def test_layout_without_dropout_accumulation_or_masks(pool, expected, layout: tu
     check(pool, expected, Case(layers=7, dtype="fp64", uneven=False, accumulation=1).with_layout(*layout))
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 2)], ids=name)
+@sweep("layout", [(2, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 2)], ids=name, quick=(3,))
 @pytest.mark.parametrize(
     "changes",
     [
@@ -78,20 +79,20 @@ def test_variant(pool, expected, layout: tuple[int, int, int], changes: dict) ->
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("micro_batches", [1, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
-@pytest.mark.parametrize("pp", [2, 3, 4])
+@sweep("pp", [2, 3, 4], quick=(1,))
 def test_schedule(pool, expected, schedule: str, micro_batches: int, pp: int) -> None:
     """Micro-batches fewer than, as many as and more than the stages."""
     case = Case(dtype="fp64", layers=4, accumulation=micro_batches, schedule=schedule, steps=2, dropout=0.1)
     check(pool, expected, case.with_layout(1, 1, pp))
 
 
-@pytest.mark.parametrize("layout", EIGHT, ids=name)
+@sweep("layout", EIGHT, ids=name, quick=(4,))
 def test_every_product_of_eight_ranks_for_ten_steps(pool, expected, layout: tuple[int, int, int]) -> None:
     layers = 8 if layout[2] == 8 else 4
     check(pool, expected, Case(dtype="fp64", layers=layers, steps=10, accumulation=3, dropout=0.1).with_layout(*layout))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])  # fp32 in every other layout is for the slow run
+@sweep("tp", [1, 2, 3, 4], quick=(2,))  # fp32 in every other layout is for the slow run
 def test_loss_curve_of_twenty_steps_in_single_precision(pool, expected, tp: int) -> None:
     case = Case(dtype="fp32", steps=20).with_layout(1, tp, 1)
     trace = pool.run(tp, in_layout, case)[0]
@@ -125,6 +126,7 @@ def test_compiled_layers(pool, expected, layout: tuple[int, int, int], dropout: 
     check(pool, expected, Case(layers=2, compile=True, dropout=dropout).with_layout(*layout))
 
 
+@pytest.mark.slow
 def test_half_precision_follows_single_precision_in_every_layout(pool, expected) -> None:
     """bf16 with fp32 masters: twenty steps stay within a hundredth of one process in fp32."""
     reference = expected(Case(steps=20)).losses

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
@@ -266,7 +267,7 @@ def test_ranks_refuse_a_plan_that_does_not_fit(pool) -> None:
     assert isinstance(told.value.__cause__, UserError)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@sweep("preset", PRESETS, quick=(0, 12, 16, 22, 28, 32))
 def test_the_plans_of_the_families_fit(preset: str) -> None:
     given = {"data": {"path": "unused"}, "model": {"preset": preset}}
     config = resolve(Config.model_validate(given), 1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of
+from tests.support.sweep import sweep
 from threefold.comm.mesh import Event
 from threefold.config import Config
 from threefold.config.resolve import resolve
@@ -32,7 +33,7 @@ def traces(case: Case, modes: list[tuple[str, int]]) -> list[Trace]:
     return [in_layout(case), *(in_layout(with_recompute(case, *mode)) for mode in modes)]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("layout", "changes"),
     [
         ((1, 1, 1), {"dtype": "fp32"}),
@@ -48,6 +49,7 @@ def traces(case: Case, modes: list[tuple[str, int]]) -> list[Trace]:
         ((1, 2, 1), {"sequence": 12, "cp": 2}),
     ],
     ids=str,
+    quick=(1, 6, 7, 10),
 )
 def test_gradients_keep_every_bit(pool, layout: tuple[int, int, int], changes: dict[str, Any]) -> None:
     """Gradients, losses and weights after three steps with dropout, on every rank."""
@@ -60,7 +62,7 @@ def test_gradients_keep_every_bit(pool, layout: tuple[int, int, int], changes: d
                 assert all(tensor.equal(expected[name]) for name, tensor in got.items())
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@sweep("mode", MODES, ids=str, quick=(0,))
 def test_it_computes_what_one_process_computes(pool, expected, mode: tuple[str, int]) -> None:
     case = with_recompute(Case(dtype="fp64", dropout=0.2).with_layout(2, 2, 2), *mode)
     found = departures(expected(case), pool.run(8, in_layout, case), case)
@@ -129,11 +131,12 @@ def sizes(case: Case) -> BlockSizes:
     )
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(
+@sweep("tp", [1, 2], quick=(1,))
+@sweep(
     "changes",
     [{}, {"dropout": 0.1}, {"dtype": "bf16"}, {"dtype": "bf16", "dropout": 0.1}, {"dtype": "fp64"}],
     ids=str,
+    quick=(0, 3),
 )
 def test_blocks_keep_what_the_formula_says(pool, changes: dict[str, Any], tp: int) -> None:
     _check_kept(pool, Case(layers=3, sequence=17, batch=2, accumulation=1, **changes).with_layout(1, tp, 1))
@@ -144,7 +147,7 @@ def test_shares_of_the_sequence_keep_what_the_formula_says(pool) -> None:
     _check_kept(pool, case.with_layout(1, 3, 1))
 
 
-@pytest.mark.parametrize("changes", [{}, {"dropout": 0.1}, {"dtype": "bf16"}], ids=str)
+@sweep("changes", [{}, {"dropout": 0.1}, {"dtype": "bf16"}], ids=str, quick=(0,))
 def test_context_ranks_keep_what_the_formula_says(pool, changes: dict[str, Any]) -> None:
     case = Case(layers=2, sequence=24, batch=2, accumulation=1, cp=2, **changes)
     for mode in ("none", "selective", "full"):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, global_batch
+from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -65,7 +66,7 @@ def _eager(loss_of, leaves, update_, batch) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["tp", "sequence"])
+@sweep("shared", [False, True], ids=["tp", "sequence"], quick=(1,))
 def test_gpt(pool, shared: bool) -> None:
     settings = (("parallel.sequence_parallel", True),) if shared else ()
     case = Case(tp=2, sequence=12, batch=4, layers=2, dropout=0.1, uneven=False, settings=settings)
@@ -88,7 +89,7 @@ def axis_operations() -> None:
     assert other.all_reduce_max_(x.clone()).equal(axis.all_reduce_max_(x.clone()))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@sweep("ranks", [1, 2, 3], quick=(1,))
 def test_operations_of_a_capturable_axis(pool, ranks: int) -> None:
     pool.run(ranks, axis_operations)
 

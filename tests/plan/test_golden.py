@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -99,7 +100,7 @@ def train_captured(graph: str) -> tuple[list[float], Counter[str]]:
     return losses, Counter(str(node.target) for node in step.graph.graph.nodes if node.op == "call_function")
 
 
-@pytest.mark.parametrize(("graph", "printed"), [("dynamic", DYNAMIC), ("static", STATIC)])
+@sweep(("graph", "printed"), [("dynamic", DYNAMIC), ("static", STATIC)], quick=(0,))
 def test_printed_losses_by_a_captured_graph(pool, graph: str, printed: list[float]) -> None:
     (first, operators), (second, _) = pool.run(2, train_captured, graph)
     assert first == second

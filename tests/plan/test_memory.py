@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.parity import Case, make_engine
+from tests.support.sweep import sweep
 from tests.train.support import Run
 from threefold.config import Config, resolve
 from threefold.host import _group_limits, memory
@@ -84,7 +85,7 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("name", [*ALONE, *SPREAD])
+@sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 8, 12, 16, 20))
 def test_what_is_kept_is_never_more_than_the_formula_says(pool: WorkerPool, name: str) -> None:
     case = {**ALONE, **SPREAD}[name]
     sizes = block_sizes(case.config, "cpu", case.layers - 1)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.parity import Case, make_engine
+from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.data.vocabulary import resolve_without_data
@@ -118,7 +119,7 @@ MOE: tuple[tuple[str, Any], ...] = (
 MIXTURE = Case(model=MOE, positions="rope", sequence=12, tie=False)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "case",
     [
         Case(dp=2, tp=2, pp=2, dtype="bf16"),
@@ -129,6 +130,7 @@ MIXTURE = Case(model=MOE, positions="rope", sequence=12, tie=False)
         Case(dp=2, cp=2, tp=2, sequence=12, settings=(("parallel.zero", 2), ("parallel.zero_shards", 1))),
     ],
     ids=["bf16", "zbv-tp4", "ep2-tp2-pp2", "zero1-tp2", "zero3-ep2-tp2", "hybrid"],
+    quick=(0, 4),
 )
 def test_ranks_hold_what_is_counted(pool: WorkerPool, case: Case) -> None:
     size, layout, parallel = ModelSize(case.config), Layout.of(case.config.parallel), case.config.parallel

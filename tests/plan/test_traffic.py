@@ -3,9 +3,8 @@
 from collections import defaultdict
 from unittest.mock import patch
 
-import pytest
-
 from tests.support.parity import Case, make_engine, shard_of
+from tests.support.sweep import sweep
 from threefold.parallel.data import grad_buckets as data
 from threefold.plan.traffic import Table, Volume, step_traffic, wire_bytes
 
@@ -73,7 +72,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@sweep("name", CASES, quick=(0, 1, 2, 6, 7, 11, 17, 19, 21, 27, 30))
 def test_what_is_counted_is_what_is_computed(pool, name: str) -> None:
     case = CASES[name]
     for counted, computed in pool.run(case.world_size, counted_and_computed, case):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sweep import sweep
 from tests.train.support import Run, manifest, steps_of, train_rank
 from threefold.checkpoint.folder import complete, newest, path_of
 from threefold.errors import UserError
@@ -33,7 +34,7 @@ def diverged(pool: WorkerPool, run: Run, run_dir: Path) -> str:
     return str(caught.value.error)
 
 
-@pytest.mark.parametrize(("layout", "keep"), [({}, 1), ({"dp": 2}, 2), ({"pp": 2}, 1)], ids=["1", "dp2", "pp2"])
+@sweep(("layout", "keep"), [({}, 1), ({"dp": 2}, 2), ({"pp": 2}, 1)], ids=["1", "dp2", "pp2"], quick=(1,))
 def test_skipped_steps_replace_no_good_checkpoint(
     pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int], keep: int
 ) -> None:
@@ -76,7 +77,7 @@ def test_a_save_that_is_due_while_steps_are_skipped_waits(pool: WorkerPool, smal
     assert saved[-1] == 14
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@sweep("dtype", ["fp32", "bf16"], quick=(0,))
 @pytest.mark.parametrize(("lr", "saved"), [(1e25, True), (1e38, False)], ids=["huge", "infinite"])
 def test_a_loss_that_is_no_number_replaces_no_good_checkpoint(
     pool: WorkerPool, small_run: Run, tmp_path: Path, dtype: str, lr: float, saved: bool

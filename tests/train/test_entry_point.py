@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, same, steps_of, train_rank
 from threefold.errors import UserError
 from threefold.launch import RankInfo, spawn
@@ -67,7 +68,7 @@ def test_the_newest_checkpoints_are_kept(finished: tuple[Path, list[str]]) -> No
     assert sorted(path.name for path in (finished[0] / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
 
 
-@pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 2), (1, 4, 1), (1, 1, 3), (4, 1, 1)])
+@sweep(("dp", "tp", "pp"), [(2, 2, 2), (1, 4, 1), (1, 1, 3), (4, 1, 1)], quick=(0,))
 def test_every_layout_has_the_same_losses(
     pool: WorkerPool, small_run: Run, tmp_path: Path, dp: int, tp: int, pp: int
 ) -> None:
@@ -118,6 +119,7 @@ def test_workers_started_from_python_have_the_same_losses(pool: WorkerPool, smal
     assert losses_of(tmp_path / "spawn") == losses_of(tmp_path / "pool")
 
 
+@pytest.mark.slow
 def test_torchrun_has_the_same_losses(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     run = small_run.but(dp=2)
     pool.run(2, train_rank, run, tmp_path / "pool")

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 
+from tests.support.sweep import sweep
 from tests.train.support import Run, write_ids
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -60,9 +61,7 @@ def evaluated(run: Run, batches: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("batches", [2, 10_000])  # the latter takes the whole part, whose last batch is not full
-@pytest.mark.parametrize(
-    ("dp", "tp", "pp", "cp"), [(1, 1, 1, 1), (4, 1, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (1, 2, 2, 2)]
-)
+@sweep(("dp", "tp", "pp", "cp"), [(1, 1, 1, 1), (4, 1, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (1, 2, 2, 2)], quick=(2,))
 def test_it_equals_an_offline_average(
     pool: WorkerPool, small_run: Run, dp: int, tp: int, pp: int, cp: int, batches: int
 ) -> None:
@@ -106,7 +105,7 @@ def plain_steps(run: Run) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@sweep("pp", [1, 2], quick=(1,))
 def test_it_leaves_gradients_and_randomness_alone(pool: WorkerPool, small_run: Run, pp: int) -> None:
     run = small_run.but(tp=2, pp=pp, dropout=0.2, set=(("train.eval_every", 1),))
     found = pool.run(run.world_size, with_and_without, run)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.support.parity import Case, Trace, in_layout
+from tests.support.sweep import sweep
 from threefold.verify.compare import relative_error
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 1, 3)], ids=str)
+@sweep("layout", [(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 1, 3)], ids=str, quick=(2,))
 def test_fifty_steps_of_fp16_follow_fp32(pool, expected, layout: tuple[int, int, int]) -> None:
     reference = expected(Case(steps=50)).losses
     case = Case(steps=50, dtype="fp16").with_layout(*layout)
@@ -35,7 +36,7 @@ def narrow_departures(expected: Trace, traces: list[Trace], limit: float) -> lis
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bf16", 1.5e-2), ("fp16", 3e-3)])
-@pytest.mark.parametrize(
+@sweep(
     "layout",
     [
         {},
@@ -45,6 +46,7 @@ def narrow_departures(expected: Trace, traces: list[Trace], limit: float) -> lis
         {"dp": 2, "tp": 2, "settings": (("parallel.zero", 2),)},
     ],
     ids=str,
+    quick=(1, 3),
 )
 def test_gradients_are_those_of_fp32_to_what_the_dtype_rounds(
     pool, expected, dtype: str, limit: float, layout: dict[str, Any]
@@ -55,7 +57,7 @@ def test_gradients_are_those_of_fp32_to_what_the_dtype_rounds(
     assert not narrow_departures(exact, pool.run(case.world_size, in_layout, case), limit)
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 3, "zero": 1}], ids=str)
+@sweep("layout", [{}, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 3, "zero": 1}], ids=str, quick=(1,))
 def test_pure_bf16_follows_fp32(pool, expected, layout: dict[str, int]) -> None:
     """Weights, gradients and Adam's memory in bf16: ten steps within two hundredths; what ranks share, bit-equal."""
     reference = expected(Case(steps=10)).losses

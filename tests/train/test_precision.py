@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.parity import Case, make_engine, shard_of
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
 from threefold.comm.layout import Layout
 from threefold.config import Config
@@ -80,7 +81,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "name"), PLACES, ids=str)
+@sweep(("place", "name"), PLACES, ids=str, quick=(0, 3))
 def test_an_overflow_on_one_rank_makes_every_rank_skip(pool, place: tuple[int, ...], name: str) -> None:
     """S39: on one replica, one tensor rank or one stage, split weights or whole ones; the step after goes on."""
     case = FP16.with_layout(2, 2, 2)
@@ -88,7 +89,7 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(pool, place: tuple[int, .
     check_skipped_by_all(pool.run(8, overflowing, case, place, name, 1, value), 1)
 
 
-@pytest.mark.parametrize(("layout", "zero"), [((2, 1, 1), 1), ((2, 2, 1), 3)], ids=str)
+@sweep(("layout", "zero"), [((2, 1, 1), 1), ((2, 2, 1), 3)], ids=str, quick=(0,))
 def test_an_overflow_in_one_shard_makes_every_rank_skip(pool, layout: tuple[int, int, int], zero: int) -> None:
     case = replace(FP16.with_layout(*layout), settings=(("parallel.zero", zero), ("precision.loss_scale", 2.0**40)))
     ranks = pool.run(case.world_size, losses_and_skips, case, 3)
@@ -145,10 +146,11 @@ def test_the_scale_doubles_after_a_window_and_halves_to_a_floor() -> None:
     assert scale.is_least
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("before", "after", "window"),
     [((2, 1, 2), (2, 1, 2), 3), ((1, 1, 2), (2, 2, 1), 1000)],  # which scale overflows depends on the micro-batches
     ids=str,
+    quick=(0,),
 )
 def test_half_and_half_is_the_whole(
     pool, small_run: Run, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int], window: int

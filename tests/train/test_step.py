@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.parity import Case, make_engine, shard_of
+from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.parameter import is_split
 from threefold.train.engine import Engine
@@ -21,7 +22,7 @@ def syncs_of_a_step(case: Case) -> tuple[Counter[tuple[str, str]], int, list[flo
     return Counter((event.axis, event.operation) for event in events), len(engine.gradients), losses
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@sweep("pp", [1, 2], quick=(1,))
 def test_accumulation_syncs_and_clips_once(pool: WorkerPool, pp: int) -> None:
     """However many micro-batches: each bucket and the count of tokens once over dp, loss and norm once over all."""
     seen = []
@@ -51,7 +52,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@sweep("dtype", ["fp32", "bf16"], quick=(0,))
 def test_unsplit_weights_stay_bit_equal_in_a_tp_group(pool: WorkerPool, dtype: str) -> None:
     case = Case(layers=2, dropout=0.1, dtype=dtype).with_layout(1, 4, 1)
     first, *others = pool.run(4, after_steps, case, 20)

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.parallel import test_mutations as mistakes
+from tests.support.sweep import sweep
 from tests.verify.support import LAYOUTS, MistakenPool, config, task, verify
 from threefold.verify.compare import Comparison, Held, coverage
 from threefold.verify.reference import Trace
@@ -14,8 +14,8 @@ from threefold.verify.report import DEPARTS, EQUAL, FAILED, LayoutResult
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@sweep("dtype", ["fp64", "fp32"], quick=(1,))
+@sweep("optimizer", ["adamw", "sgd"], quick=(0,))
 def test_layouts_are_equal(pool, tmp_path: Path, dtype: str, optimizer: str) -> None:
     given = config(model=DROPOUT, optimizer={"name": optimizer})
     todo = task(*LAYOUTS, dtype=dtype, given=given)
@@ -41,7 +41,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("mistake", "layout", "what", "step"), MISTAKES, ids=[each[0].__name__ for each in MISTAKES])
+@sweep(("mistake", "layout", "what", "step"), MISTAKES, ids=[each[0].__name__ for each in MISTAKES], quick=(0, 4, 8))
 def test_mistake_is_found_and_placed(pool, tmp_path: Path, mistake, layout: str, what: str, step: int) -> None:
     todo = task(layout, given=config(model=DROPOUT))
     [result] = verify(MistakenPool(pool, mistake), todo, tmp_path, layout)
@@ -92,12 +92,13 @@ def raises() -> list[mistakes.Patch]:
     return [(Engine, "update", update)]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("mistake", "message"),
     [
         (dies, "rank 1 failed: its process ended, killed by SIGKILL"),
         (raises, "failed: ValueError: the shapes do not fit"),
     ],
+    quick=(0,),
 )
 def test_layout_that_fails_is_a_verdict_and_the_others_go_on(pool, tmp_path: Path, mistake, message: str) -> None:
     todo = task("dp2", "tp2")

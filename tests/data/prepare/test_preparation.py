@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.support.sweep import sweep
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.prepare.preparation import PrepareRequest, prepare
 from threefold.errors import UserError
@@ -207,8 +208,8 @@ def start(*arguments: object, prelude: str = "") -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@sweep("workers", [1, 2], quick=(1,))
+@sweep("how", [signal.SIGKILL, signal.SIGINT], quick=(1,))
 def test_an_interrupted_run_leaves_nothing_half_made(
     tmp_path: Path, word_tokenizer: Path, how: int, workers: int
 ) -> None:
@@ -248,7 +249,7 @@ def test_idle_workers_go_with_a_killed_process(tmp_path: Path, word_tokenizer: P
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@sweep("workers", [1, 2], quick=(1,))
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, word_tokenizer: Path, workers: int) -> None:
     lines = write_lines(tmp_path / "a.jsonl", TEXTS * 20)
     out = tmp_path / "made" / "out"

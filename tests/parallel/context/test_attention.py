@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.parallel.test_parity import check
 from tests.support.parity import Case, in_layout, make_engine, shard_of
+from tests.support.sweep import sweep
 from threefold.comm.axis import Event
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
@@ -23,25 +24,26 @@ def case(**changes: object) -> Case:
     return Case(**{"dtype": "fp64", "dropout": 0.2, **sizes, **changes})
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
-@pytest.mark.parametrize("positions", ["learned", "rope"])
-@pytest.mark.parametrize("documents", [False, True], ids=["packed", "separate"])
+@sweep("cp", [2, 3, 4], quick=(0, 1))
+@sweep("positions", ["learned", "rope"], quick=(1,))
+@sweep("documents", [False, True], ids=["packed", "separate"], quick=(1,))
 def test_cp(pool, expected, cp: int, positions: str, documents: bool) -> None:
     check(pool, expected, case(cp=cp, positions=positions, documents=documents))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-@pytest.mark.parametrize(
+@sweep("dtype", ["fp32", "fp64"], quick=(1,))
+@sweep(
     "layout",
     [{"dp": 2}, {"tp": 2}, {"tp": 3}, {"pp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}],
     ids=lambda layout: "-".join(f"{axis}{size}" for axis, size in layout.items()),
+    quick=(4, 5),
 )
 def test_cp_with_the_other_axes(pool, expected, layout: dict[str, int], dtype: str) -> None:
     """With dropout everywhere, RoPE, documents, accumulation, uneven masks and a tied vocabulary of 67."""
     check(pool, expected, case(cp=2, positions="rope", documents=True, dtype=dtype, **layout))
 
 
-@pytest.mark.parametrize(
+@sweep(
     "changes",
     [
         {"dropout": 0.0},
@@ -57,6 +59,7 @@ def test_cp_with_the_other_axes(pool, expected, layout: dict[str, int], dtype: s
         {"schedule": "dualpipev", "pp": 2, "accumulation": 4, "layers": 4, "documents": True},
     ],
     ids=str,
+    quick=(1, 4, 9),
 )
 @pytest.mark.parametrize("cp", [2])
 def test_variant(pool, expected, cp: int, changes: dict) -> None:
@@ -67,7 +70,7 @@ def test_eight_context_ranks_for_three_steps(pool, expected) -> None:
     check(pool, expected, case(cp=8, sequence=48, steps=3, positions="rope", documents=True))
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope"])
+@sweep("positions", ["learned", "rope"], quick=(1,))
 def test_cp_with_sequence_parallelism(pool, expected, positions: str) -> None:
     """The positions of a context rank are shared once more over tp between the split layers."""
     shared = (("parallel.sequence_parallel", True),)
@@ -77,7 +80,7 @@ def test_cp_with_sequence_parallelism(pool, expected, positions: str) -> None:
 RING = (("parallel.cp_method", "ring"),)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "changes",
     [
         {"cp": 2},
@@ -90,23 +93,25 @@ RING = (("parallel.cp_method", "ring"),)
         {"cp": 3, "counted": (4, 8), "settings": (*RING, ("train.recompute", "full"))},
     ],
     ids=str,
+    quick=(1, 5, 6),
 )
 def test_ring(pool, expected, changes: dict) -> None:
     """Keys and values that come one rank's after the other."""
     check(pool, expected, case(**{"settings": RING, **changes}))
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@sweep("zero", [1, 3], quick=(1,))
 def test_cp_with_sharded_data_parallelism(pool, expected, zero: int) -> None:
     check(pool, expected, case(cp=2, dp=2, documents=True, settings=(("parallel.zero", zero),)))
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope"])
+@sweep("positions", ["learned", "rope"], quick=(1,))
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_documents_and_positions_without_cp(pool, expected, layout: dict[str, int], positions: str) -> None:
     check(pool, expected, case(positions=positions, documents=True, sequence=11, **layout))
 
 
+@pytest.mark.slow
 def test_half_precision_follows_single_precision(pool, expected) -> None:
     reference = case(dtype="fp32", steps=10, dropout=0.0, documents=True, positions="rope")
     losses = expected(reference).losses

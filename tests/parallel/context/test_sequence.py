@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
+from tests.support.sweep import sweep
 from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -38,18 +39,18 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@sweep("layout", LAYOUTS, ids=str, quick=(2, 5))
 def test_layout(pool, expected, layout: dict) -> None:
     """With dropout, accumulation, uneven masks and tied embeddings."""
     check(pool, expected, shared(dtype="fp64", dropout=0.2, **layout))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[2:4], ids=str)
+@sweep("layout", LAYOUTS[2:4], ids=str, quick=(0,))
 def test_layout_in_single_precision(pool, expected, layout: dict) -> None:
     check(pool, expected, shared(dropout=0.2, **layout))
 
 
-@pytest.mark.parametrize(
+@sweep(
     "changes",
     [
         {"tp": 3, "tie": False},
@@ -58,6 +59,7 @@ def test_layout_in_single_precision(pool, expected, layout: dict) -> None:
         {"tp": 2, "pp": 2, "schedule": "gpipe"},
     ],
     ids=str,
+    quick=(0, 3),
 )
 def test_variant(pool, expected, changes: dict) -> None:
     check(pool, expected, shared(**{"dtype": "fp64", "dropout": 0.1, **changes}))
@@ -66,7 +68,7 @@ def test_variant(pool, expected, changes: dict) -> None:
 RECOMPUTED = (*SHARED, ("train.recompute", "full"))
 
 
-@pytest.mark.parametrize(
+@sweep(
     "layout",
     [
         {"tp": 2, "cp": 2, "settings": RECOMPUTED},
@@ -75,17 +77,19 @@ RECOMPUTED = (*SHARED, ("train.recompute", "full"))
         {"tp": 2, "pp": 2, "schedule": "zero-bubble", "settings": RECOMPUTED, "accumulation": 4, "layers": 4},
     ],
     ids=str,
+    quick=(1, 3),
 )
 def test_with_what_else_touches_activations_and_gradients(pool, expected, layout: dict) -> None:
     check(pool, expected, shared(**{"dtype": "fp64", "dropout": 0.1, **layout}))
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "dualpipev"])
+@sweep("schedule", ["interleaved", "zero-bubble", "dualpipev"], quick=(1,))
 def test_schedule(pool, expected, schedule: str) -> None:
     """Weight gradients that are put off find the gathered activations that they need."""
     check(pool, expected, shared(dtype="fp64", dropout=0.1, layers=4, tp=2, pp=2, schedule=schedule, accumulation=4))
 
 
+@pytest.mark.slow
 def test_ranks_agree_bit_for_bit(pool) -> None:
     """What all tensor ranks hold whole, norms and biases among it, is the same bits on them after twenty steps."""
     case = shared(steps=20, dropout=0.1, tp=3, dp=2, batch=12)
@@ -96,6 +100,7 @@ def test_ranks_agree_bit_for_bit(pool) -> None:
         assert all(trace.final[name].equal(weight) for name, weight in traces[0].final.items())
 
 
+@pytest.mark.slow
 def test_half_precision_follows_single_precision(pool, expected) -> None:
     reference = expected(shared(steps=20)).losses
     trace = pool.run(4, in_layout, shared(steps=20, dtype="bf16", tp=4))[0]

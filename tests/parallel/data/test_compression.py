@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, make_engine, shard_of, whole_tensors
+from tests.support.sweep import sweep
 from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -40,7 +41,7 @@ def narrow_sums(name: str, sizes: list[float]) -> tuple[list[Tensor], list[Event
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@sweep("replicas", [2, 3, 8], quick=(1,))
 def test_the_error_is_bounded(pool, name: str, replicas: int) -> None:
     """Of gradients that fp16 cannot hold, too, whether too small or too large."""
     sizes = [1.0, 1e-20, 1e20, 3e-38 if name == "fp16" else 1e-30]
@@ -73,7 +74,7 @@ def not_finite(name: str, value: float) -> Tensor:
     return flat
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@sweep("value", [float("inf"), float("nan")], quick=(0,))
 @pytest.mark.parametrize("name", NAMES)
 def test_an_overflow_is_not_hidden(pool, name: str, value: float) -> None:
     for flat in pool.run(3, not_finite, name, value):
@@ -110,9 +111,7 @@ def compressed(case: Case, name: str) -> Case:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "layout", [{"dp": 3}, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 2, "cp": 2, "sequence": 12}], ids=str
-)
+@sweep("layout", [{"dp": 3}, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 2, "cp": 2, "sequence": 12}], ids=str, quick=(1,))
 def test_training_stays_near_and_replicas_stay_equal(pool, expected, name: str, layout: dict[str, int]) -> None:
     case = Case(dropout=0.1, **layout)
     exact = expected(case)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of, whole_tensors
+from tests.support.sweep import sweep
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
 from threefold.parallel.parameter import whole
 
@@ -22,14 +23,14 @@ def check(pool, expected, case: Case) -> None:
     assert not found, "\n".join(found[:10])
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (3, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
+@sweep("layout", [(2, 1, 1), (3, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str, quick=(3,))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_layout(pool, expected, stage: int, layout: tuple[int, int, int]) -> None:
     """Three replicas and a vocabulary of 67 rows over two tensor ranks: no cut comes out even."""
     check(pool, expected, zero(stage).with_layout(*layout))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("stage", "layout", "changes"),
     [
         (1, (2, 1, 1), {"dtype": "fp32", "accumulation": 3}),
@@ -40,6 +41,7 @@ def test_layout(pool, expected, stage: int, layout: tuple[int, int, int]) -> Non
         (2, (2, 2, 1), {"dtype": "fp32", "clip": 0.0}),
     ],
     ids=str,
+    quick=(1, 4),
 )
 def test_variant(pool, expected, stage: int, layout: tuple[int, int, int], changes: dict) -> None:
     check(pool, expected, zero(stage, **changes).with_layout(*layout))
@@ -50,36 +52,37 @@ def test_some_ranks_have_nothing(pool, expected) -> None:
     check(pool, expected, zero(3, accumulation=1).with_layout(8, 1, 1))
 
 
-@pytest.mark.parametrize(("stage", "layout"), [(1, (4, 1, 1)), (2, (4, 1, 2)), (3, (4, 2, 1))], ids=str)
+@sweep(("stage", "layout"), [(1, (4, 1, 1)), (2, (4, 1, 2)), (3, (4, 2, 1))], ids=str, quick=(2,))
 def test_hybrid(pool, expected, stage: int, layout: tuple[int, int, int]) -> None:
     """Two copies, each shared by two neighbours."""
     check(pool, expected, zero(stage, shards=2).with_layout(*layout))
 
 
-@pytest.mark.parametrize(("stage", "dp", "shards"), [(1, 1, 1), (2, 4, 2), (3, 2, 2)])
+@sweep(("stage", "dp", "shards"), [(1, 1, 1), (2, 4, 2), (3, 2, 2)], quick=(1,))
 def test_context_ranks_share_too(pool, expected, stage: int, dp: int, shards: int) -> None:
     check(pool, expected, zero(stage, shards=shards, dp=dp, cp=2, sequence=16))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@sweep("stage", [1, 3], quick=(1,))
 def test_sequence_parallel(pool, expected, stage: int) -> None:
     """Norms and biases get partial gradients over tp, which are summed in their shards."""
     case = zero(stage, dp=2, tp=2, sequence=12)
     check(pool, expected, replace(case, settings=(*case.settings, ("parallel.sequence_parallel", True))))
 
 
-@pytest.mark.parametrize(("stage", "schedule"), [(1, "interleaved"), (2, "looped-bfs"), (3, "interleaved")])
+@sweep(("stage", "schedule"), [(1, "interleaved"), (2, "looped-bfs"), (3, "interleaved")], quick=(2,))
 def test_several_stages_a_rank(pool, expected, stage: int, schedule: str) -> None:
     check(pool, expected, zero(stage, dp=2, pp=2, layers=4, schedule=schedule, accumulation=4))
 
 
-@pytest.mark.parametrize(("stage", "pp"), [(2, 2), (3, 1)])
+@sweep(("stage", "pp"), [(2, 2), (3, 1)], quick=(1,))
 def test_recompute(pool, expected, stage: int, pp: int) -> None:
     """What is computed again in the backward pass needs the gathered weights again."""
     case = zero(stage, dp=2, pp=pp)
     check(pool, expected, replace(case, settings=(*case.settings, ("train.recompute", "full"))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "layout"), [(2, (2, 1, 2)), (3, (2, 1, 1))], ids=str)
 def test_half_precision_follows_single_precision(pool, expected, stage: int, layout: tuple[int, int, int]) -> None:
     """The shards are fp32 masters; weights are gathered in bf16."""
@@ -109,7 +112,7 @@ def evaluated(case: Case) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@sweep("stage", [1, 3], quick=(1,))
 def test_evaluation_sees_the_updated_weights(pool, stage: int) -> None:
     (alone,) = pool.run(1, evaluated, Case(dtype="fp64"))
     assert len(set(alone)) == len(alone)
@@ -129,7 +132,7 @@ def positions_unused_by_the_first(case: Case) -> Tensor:
     return whole_tensors(engine, "gradient")["embed.positions.weight"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@sweep("stage", [1, 3], quick=(1,))
 def test_a_parameter_that_one_replica_did_not_use_is_summed_all_the_same(pool, stage: int) -> None:
     case = Case(dp=2, dtype="fp64", tie=False)
     expected = pool.run(2, positions_unused_by_the_first, case)[0]

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tests.support.parity import Case, make_engine, shard_of
+from tests.support.sweep import sweep
 from threefold.models.gpt.model import GPT
 from threefold.train.engine import Engine
 
@@ -91,8 +92,8 @@ def sizes(case: Case) -> tuple[int, int]:
     return sum(counts), max(counts)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("dp", [2, 4])
+@sweep("dtype", ["fp32", "bf16"], quick=(1,))
+@sweep("dp", [2, 4], quick=(0,))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_per_rank_are_those_of_the_formula(pool, stage: int, dp: int, dtype: str) -> None:
     case = replace(EVEN, dp=dp, dtype=dtype, settings=(("parallel.zero", stage),))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.parity import Case, Trace, departures, in_layout
+from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 
 SIZES: tuple[tuple[str, Any], ...] = (
@@ -35,7 +36,7 @@ def slow(case: Case) -> Any:
     return pytest.param(case, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "case",
     [
         over(2, 1, 1, ep=2),
@@ -65,6 +66,7 @@ def slow(case: Case) -> Any:
         "ep2-pp2-cp2-zero2",
         "ep4-fp32",
     ],
+    quick=(0, 3, 8),
 )
 def test_a_layout_trains_what_one_process_trains(
     pool: WorkerPool, expected: Callable[[Case], Trace], case: Case

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace as changed
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from tests.models.test_llama import LLAMA
 from tests.parallel.expert.test_experts import SHARED, over
 from tests.parallel.test_mutations import Patch, replace, with_mistake
 from tests.support.parity import Case, departures
+from tests.support.sweep import sweep
 from threefold.comm import mesh
 from threefold.models.layers import router as routing
 from threefold.models.sharding import ModelPlan
@@ -101,7 +101,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("mistake", "case", "sign"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
+@sweep(("mistake", "case", "sign"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""), quick=(0, 1))
 def test_mistake_is_found(pool, expected, mistake: Callable[[], list[Patch]], case: Case, sign: str) -> None:
     case = changed(case, steps=1)
     found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.parity import Case, make_engine, shard_of
+from tests.support.sweep import sweep
 from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
@@ -181,7 +182,7 @@ def alive_at_most(case: Case) -> int:
     return max(seen)
 
 
-@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 1), (2, 6), (3, 2), (3, 6), (4, 4), (4, 8)])
+@sweep(("pp", "micro_batches"), [(2, 1), (2, 6), (3, 2), (3, 6), (4, 4), (4, 8)], quick=(1, 3))
 def test_one_forward_one_backward_keeps_few_micro_batches(pool, pp: int, micro_batches: int) -> None:
     case = Case(layers=4, accumulation=micro_batches, steps=1).with_layout(1, 1, pp)
     alive = pool.run(pp, alive_at_most, case)

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
+from tests.support.sweep import sweep
 from threefold.config.pipeline_checks import accepts
 from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.pipeline import runner
@@ -35,13 +36,13 @@ def chunked(schedule: str, chunks: int = 2, **changes) -> Case:
     return Case(**base | {"schedule": schedule, "settings": (("parallel.stage_chunks", chunks),)} | changes)
 
 
-@pytest.mark.parametrize(("pp", "tie"), [(2, False), (4, True)], ids=["pp2-untied", "pp4-tied"])
+@sweep(("pp", "tie"), [(2, False), (4, True)], ids=["pp2-untied", "pp4-tied"], quick=(1,))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages_a_rank(pool, expected, schedule: str, pp: int, tie: bool) -> None:
     check(pool, expected, chunked(schedule, pp=pp, tie=tie))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("schedule", "chunks", "pp", "micro_batches"),
     [
         ("interleaved", 3, 2, 1),
@@ -57,17 +58,18 @@ def test_two_stages_a_rank(pool, expected, schedule: str, pp: int, tie: bool) ->
         ("dualpipev", 2, 3, 6),
         ("dualpipev", 2, 2, 12),
     ],
+    quick=(2, 5, 7, 9),
 )
 def test_few_and_many_micro_batches(pool, expected, schedule: str, chunks: int, pp: int, micro_batches: int) -> None:
     check(pool, expected, chunked(schedule, chunks, pp=pp, accumulation=micro_batches))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@sweep("schedule", SCHEDULES, quick=(3,))
 def test_with_replicas_and_tensor_ranks(pool, expected, schedule: str) -> None:
     check(pool, expected, chunked(schedule, dp=2, tp=2, pp=2, accumulation=4, steps=3))
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+@sweep("schedule", ["interleaved", "zbv"], quick=(0,))
 def test_in_single_precision(pool, expected, schedule: str) -> None:
     check(pool, expected, chunked(schedule, pp=3, accumulation=6, dtype="fp32", optimizer="sgd", clip=0.0))
 
@@ -96,7 +98,7 @@ def evaluated(case: Case) -> tuple[float, float, float]:
     return before / count, trained, engine.update(loss, tokens, 1).grad_norm
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
+@sweep("schedule", ["interleaved", "zero-bubble", "zbv"], quick=(1,))
 def test_evaluation_leaves_training_alone(pool, expected, schedule: str) -> None:
     case = chunked(schedule, pp=2, dropout=0.0, steps=1)
     one = pool.run(1, evaluated, case.unsplit)[0]
@@ -245,7 +247,7 @@ def metadata(case: Case) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", "dualpipev"])
+@sweep("schedule", ["zero-bubble", "dualpipev"], quick=(0,))
 def test_stages_exchange_no_metadata(pool, schedule: str) -> None:
     """At the first step four bytes each way and stage: torch's stages agree that all shapes are declared."""
     for first, later in pool.run(2, metadata, chunked(schedule, pp=2, accumulation=4)):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.parity import Case, departures
+from tests.support.sweep import sweep
 from tests.support.tied_model import SHARED, in_layout, one_process
 from threefold.errors import UserError
 from threefold.models.gpt.sharding import gpt_plan
@@ -23,7 +24,7 @@ def one(pool) -> Any:
     return cache(lambda case: pool.run(1, one_process, case)[0])
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("schedule", "dp", "tp", "pp", "chunks", "partition"),
     [
         ("1f1b", 2, 1, 1, 1, "cost"),
@@ -34,6 +35,7 @@ def one(pool) -> Any:
         ("zero-bubble", 2, 1, 2, 2, "cost"),
         ("zbv", 1, 2, 3, 2, (1, 3, 4, 5, 8)),
     ],
+    quick=(2, 4, 6),
 )
 def test_three_layers_share_their_weights(
     pool, one, schedule: str, dp: int, tp: int, pp: int, chunks: int, partition: Any
@@ -44,6 +46,7 @@ def test_three_layers_share_their_weights(
     assert not found, "\n".join(found[:10])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "chunks"), [("zero-bubble", 3), ("zbv", 2)])
 def test_copies_are_the_same_bits_after_fifty_steps(pool, schedule: str, chunks: int) -> None:
     settings = (("parallel.stage_chunks", chunks),)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parallel.test_mutations import Patch, _with, patched, replace
 from tests.parallel.test_recompute import sizes
 from tests.support.parity import Case, Trace, departures, in_layout, make_engine
+from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -148,7 +149,7 @@ def split(vocab: int, scale: float, chunk: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4])
+@sweep("scale", [1.0, 1e4], quick=(1,))
 @pytest.mark.parametrize(("size", "vocab"), [(2, 37), (3, 37), (4, 5)])  # of 5 the fourth of four ranks has none
 def test_split_vocabulary(pool, size: int, vocab: int, scale: float) -> None:
     for chunk in (2, 100):
@@ -192,6 +193,7 @@ def test_layout(pool, expected, layout: dict[str, Any]) -> None:
     assert not found, "\n".join(found[:10])
 
 
+@pytest.mark.slow
 def test_single_precision_over_twenty_steps(pool, expected) -> None:
     case = Case(tp=2, steps=20, settings=(CHUNK,))
     assert pool.run(2, in_layout, case)[0].losses == pytest.approx(expected(case).losses, rel=1e-5)
@@ -264,7 +266,7 @@ def kept(case: Case) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("tp", [1, 2])
+@sweep("tp", [1, 2], quick=(1,))
 def test_the_head_keeps_what_the_formula_says(pool, tp: int, dtype: str) -> None:
     shared = [(), (("parallel.sequence_parallel", True),)][:tp]
     for settings in shared:

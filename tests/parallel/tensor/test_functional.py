@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support.sweep import sweep
 from threefold.comm.collectives import gather_from, local_part, reduce_from
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -85,10 +86,10 @@ def linear(axis: int, gather_out: bool, bias: bool, input_whole: bool) -> None:
         assert_equal(local_part(own.grad, over, 1), local_part(x.grad, over, 1))
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@sweep("bias", [True, False], quick=(0,))
 @pytest.mark.parametrize("gather_out", [True, False])
 @pytest.mark.parametrize(("axis", "input_whole"), [(0, True), (0, False), (1, True)])
-@pytest.mark.parametrize("ranks", [2, 3])
+@sweep("ranks", [2, 3], quick=(0,))
 def test_linear(pool, ranks: int, axis: int, input_whole: bool, gather_out: bool, bias: bool) -> None:
     pool.run(ranks, linear, axis, gather_out, bias, input_whole)
 
@@ -106,7 +107,7 @@ def embedding(gather_out: bool) -> None:
 
 
 @pytest.mark.parametrize("gather_out", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3])
+@sweep("ranks", [2, 3], quick=(1,))
 def test_embedding_is_always_summed(pool, ranks: int, gather_out: bool) -> None:
     pool.run(ranks, embedding, gather_out)
 

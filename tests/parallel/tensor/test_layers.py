@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
 from threefold.labels import IGNORE_INDEX
@@ -85,15 +86,15 @@ def shard(size: int, shards: int, index: int) -> tuple[int, int]:
     return int(pieces[index][0]), int(pieces[index][-1]) + 1
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("bias", [True, False])
+@sweep("size", SIZES, quick=(2,))
+@sweep("bias", [True, False], quick=(0,))
 @pytest.mark.parametrize(("gather", "pad_to"), [(True, 1), (False, 1), (True, 8), (False, 3)])
 def test_column_parallel_linear(pool, size: int, bias: bool, gather: bool, pad_to: int) -> None:
     pool.run(size, against_linear, "column", bias, gather, pad_to)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("bias", [True, False])
+@sweep("size", SIZES, quick=(2,))
+@sweep("bias", [True, False], quick=(0,))
 @pytest.mark.parametrize("scatter", [True, False])
 def test_row_parallel_linear(pool, size: int, bias: bool, scatter: bool) -> None:
     pool.run(size, against_linear, "row", bias, scatter, 1)
@@ -122,8 +123,8 @@ def against_embedding(vocab: int, pad_to: int) -> int:
     return local(layer.weight).shape[0]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("pad_to", [1, 4])
+@sweep("size", SIZES, quick=(3,))
+@sweep("pad_to", [1, 4], quick=(0,))
 @pytest.mark.parametrize("vocab", [20, 10, 5])
 def test_vocab_parallel_embedding(pool, size: int, vocab: int, pad_to: int) -> None:
     rows = pool.run(size, against_embedding, vocab, pad_to)
@@ -184,8 +185,8 @@ def against_cross_entropy(vocab: int, scale: float, dtype: torch.dtype) -> dict[
     }
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("scale", [1.0, 1e4])
+@sweep("size", SIZES, quick=(3,))
+@sweep("scale", [1.0, 1e4], quick=(1,))
 @pytest.mark.parametrize("vocab", [12, 10, 5])
 def test_parallel_cross_entropy(pool, size: int, vocab: int, scale: float) -> None:
     for found in pool.run(size, against_cross_entropy, vocab, scale, torch.float64):
