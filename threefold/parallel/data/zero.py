@@ -30,6 +30,7 @@ from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.expert.experts import ParallelExperts
 from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters, stored
 from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.recompute import unwrapped
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ def share_out(stages: Sequence[Stage], sharing: Sharing, mesh: Mesh, dtype: torc
 def _wrap_experts(stage: Stage, sharing: Sharing, axis: Axis, dtype: torch.dtype) -> None:
     """Experts that replicas share are cut among those that have the same ones."""
     for module in stage.modules():
-        if isinstance(module, ParallelExperts) and module.region.ep.size > 1:
+        experts = unwrapped(module)
+        if isinstance(experts, ParallelExperts) and experts.region.ep.size > 1:
             # Along the hidden dim, as the expert and the tensor axis have cut the other two.
-            places = {module.gate_up: Shard(2), module.down: Shard(1)}
+            places = {experts.gate_up: Shard(2), experts.down: Shard(1)}
             fully_shard(
                 module,
                 mesh=axis.device_mesh,
