@@ -60,7 +60,7 @@ def batch(engine: Engine) -> Batch:
 def block_kept(settings: Config) -> int:
     """Bytes that the first block of this rank keeps."""
     engine = make_engine(settings)
-    positions = LENGTH // engine.parallelism.region.cut.shares
+    positions = LENGTH // engine.parallelism.context.cut.shares
     x = torch.randn(MICRO_BATCH, positions, shape.HIDDEN, requires_grad=True) * 1
     stage = engine.stages[0]
     with recording_saved([local(parameter) for parameter in stage.parameters()]) as saved:

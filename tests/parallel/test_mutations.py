@@ -35,7 +35,7 @@ def replace(owner: Any, name: str, new: Any) -> Patch:
 
 
 def sharded_by(rule: type[Split], make: Callable[[Any, Any, Any], Any]) -> Patch:
-    """Modules of a rule are replaced by `make(rule, module, region)`."""
+    """Modules of a rule are replaced by `make(rule, module, context)`."""
     table = shard_modules.SHARDINGS
     return replace(shard_modules, "SHARDINGS", {**table, rule: table[rule]._replace(make=make)})
 
@@ -152,7 +152,7 @@ def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
 
 
 def same_mask_on_every_head_shard() -> list[Patch]:
-    return [sharded_by(AttentionCore, lambda rule, module, region: module)]
+    return [sharded_by(AttentionCore, lambda rule, module, context: module)]
 
 
 def different_masks_in_the_replicated_region() -> list[Patch]:

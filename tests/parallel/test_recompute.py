@@ -94,7 +94,7 @@ def kept(case: Case, mode: str, every: int = 1) -> tuple[int, int]:
     engine = make_engine(with_recompute(case, mode, every))
     stage, keys = engine.stages[0], sample_keys(1, 0, torch.arange(case.batch)) if case.dropout else None
     dtype = engine.parallelism.dtype
-    positions = case.sequence // engine.parallelism.region.cut.shares
+    positions = case.sequence // engine.parallelism.context.cut.shares
     x = torch.randn(case.batch, positions, case.heads * case.head_dim).to(dtype).requires_grad_()
 
     def run() -> Tensor:

@@ -37,7 +37,7 @@ def kept(case: Case) -> tuple[int, int]:
     """Bytes that the last block and the head of a rank keep of a micro-batch."""
     engine = make_engine(case)
     (stage,) = engine.stages
-    positions = case.sequence // engine.parallelism.region.cut.shares
+    positions = case.sequence // engine.parallelism.context.cut.shares
     batch = case.config.train.micro_batch_size
     x = torch.randn(batch, positions, case.heads * case.head_dim, dtype=engine.parallelism.dtype).requires_grad_()
     keys = sample_keys(1, 0, torch.arange(batch)) if case.dropout else None

@@ -163,7 +163,7 @@ class PerHead(Split):
 
 
 @dataclass(frozen=True)
-class OverRegion(Split):
+class TokenRouting(Split):
     """A `Routing`, whose capacity and load balancing loss need the other positions of a sequence."""
 
 

@@ -10,7 +10,7 @@ from threefold.config import Config
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.context.sequence import Region
+from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.data.zero import Sharing, make_sharing
 from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.pipeline.placement import StageMap, stage_ranks
@@ -58,9 +58,9 @@ class Parallelism:
         )
 
     @property
-    def region(self) -> Region:
+    def context(self) -> ShardingContext:
         """What single parallel layers need of it."""
-        return Region(self.mesh.tp, self.mesh.cp, self.mesh.ep, self.sequence_parallel, self.cp_method)
+        return ShardingContext(self.mesh.tp, self.mesh.cp, self.mesh.ep, self.sequence_parallel, self.cp_method)
 
     @property
     def sharding_axes(self) -> tuple[Axis, ...]:

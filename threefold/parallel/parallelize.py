@@ -94,7 +94,7 @@ def parallelize(
     numbers = how.stages.held_by(how.mesh.pp.index)
     stages = [Stage(model, plan, *how.stages.layers(number)) for number in numbers]
     # Tensor, sequence, context and expert parallelism: parallel layers in the place of single-device ones.
-    shard_modules(stages, plan.split, how.region)
+    shard_modules(stages, plan.split, how.context)
     # Tied weights.
     _tie(stages, plan)
     if training is None:

@@ -16,18 +16,18 @@ from threefold.models.sharding import (
     Column,
     OverContext,
     OverExperts,
-    OverRegion,
     OverSequence,
     PerHead,
     Replicated,
     Row,
     Split,
+    TokenRouting,
     Vocab,
     VocabLoss,
 )
 from threefold.parallel.context.attention import ContextParallelAttention
 from threefold.parallel.context.ring_attention import RingAttention
-from threefold.parallel.context.sequence import Region
+from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.expert.experts import ParallelExperts
 from threefold.parallel.expert.routing import ParallelRouting
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -43,58 +43,58 @@ class Sharding(NamedTuple):
 
     Attributes:
         kinds: the modules that it is for.
-        make: (rule, module, region) → the module's version for this rank, or the module itself.
+        make: (rule, module, context) → the module's version for this rank, or the module itself.
     """
 
     kinds: tuple[type[nn.Module], ...]
-    make: Callable[[Any, Any, Region], nn.Module]
+    make: Callable[[Any, Any, ShardingContext], nn.Module]
 
 
-def _column(rule: Column, module: nn.Linear, region: Region) -> nn.Module:
-    return ColumnParallelLinear.from_linear(module, region.tp, gather_output=False, sequence_dim=region.sequence_dim)
+def _column(rule: Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
+    return ColumnParallelLinear.from_linear(module, context.tp, gather_output=False, sequence_dim=context.sequence_dim)
 
 
-def _row(rule: Row, module: nn.Linear, region: Region) -> nn.Module:
-    return RowParallelLinear.from_linear(module, region.tp, input_is_parallel=True, sequence_dim=region.sequence_dim)
+def _row(rule: Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
+    return RowParallelLinear.from_linear(module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim)
 
 
-def _vocab(rule: Vocab, module: nn.Embedding, region: Region) -> nn.Module:
-    return VocabParallelEmbedding.from_embedding(module, region.tp, sequence_dim=region.sequence_dim)
+def _vocab(rule: Vocab, module: nn.Embedding, context: ShardingContext) -> nn.Module:
+    return VocabParallelEmbedding.from_embedding(module, context.tp, sequence_dim=context.sequence_dim)
 
 
-def _vocab_loss(rule: VocabLoss, module: nn.Module, region: Region) -> nn.Module:
-    return ParallelCrossEntropy(rule.vocab_size, region.tp)
+def _vocab_loss(rule: VocabLoss, module: nn.Module, context: ShardingContext) -> nn.Module:
+    return ParallelCrossEntropy(rule.vocab_size, context.tp)
 
 
-def _attention_core(rule: AttentionCore, module: CausalAttention, region: Region) -> nn.Module:
-    start, _ = shard_bounds(rule.heads, region.tp.size, region.tp.index)
+def _attention_core(rule: AttentionCore, module: CausalAttention, context: ShardingContext) -> nn.Module:
+    start, _ = shard_bounds(rule.heads, context.tp.size, context.tp.index)
     heads = Slice(start, rule.heads)
-    if region.cp.size > 1:
-        return _CONTEXT_ATTENTION[region.cp_method](module, region.cp, heads)
+    if context.cp.size > 1:
+        return _CONTEXT_ATTENTION[context.cp_method](module, context.cp, heads)
     module.dropout = module.dropout.of_part({1: heads})  # of the weights [B, heads, queries, keys]
     return module
 
 
-def _over_context(rule: OverContext, module: Rotary, region: Region) -> nn.Module:
-    cut = region.cut.across_context
+def _over_context(rule: OverContext, module: Rotary, context: ShardingContext) -> nn.Module:
+    cut = context.cut.across_context
     return module.of_positions(cut) if cut.shares > 1 else module
 
 
-def _over_sequence(rule: OverSequence, module: Dropout | PositionEmbedding, region: Region) -> nn.Module:
+def _over_sequence(rule: OverSequence, module: Dropout | PositionEmbedding, context: ShardingContext) -> nn.Module:
     if isinstance(module, Dropout):
-        return module.of_part({1: region.cut})
-    return module.of_positions(region.cut) if region.cut.shares > 1 else module
+        return module.of_part({1: context.cut})
+    return module.of_positions(context.cut) if context.cut.shares > 1 else module
 
 
-def _over_region(rule: OverRegion, module: Routing, region: Region) -> nn.Module:
-    return ParallelRouting(module, region)
+def _token_routing(rule: TokenRouting, module: Routing, context: ShardingContext) -> nn.Module:
+    return ParallelRouting(module, context)
 
 
-def _over_experts(rule: OverExperts, module: Experts, region: Region) -> nn.Module:
-    return ParallelExperts(module, region) if region.ep.size * region.tp.size > 1 else module
+def _over_experts(rule: OverExperts, module: Experts, context: ShardingContext) -> nn.Module:
+    return ParallelExperts(module, context) if context.ep.size * context.tp.size > 1 else module
 
 
-def _unchanged(rule: Split, module: nn.Module, region: Region) -> nn.Module:
+def _unchanged(rule: Split, module: nn.Module, context: ShardingContext) -> nn.Module:
     return module
 
 
@@ -106,7 +106,7 @@ SHARDINGS: dict[type[Split], Sharding] = {
     AttentionCore: Sharding((CausalAttention,), _attention_core),
     OverContext: Sharding((Rotary,), _over_context),
     OverSequence: Sharding((Dropout, PositionEmbedding), _over_sequence),
-    OverRegion: Sharding((Routing,), _over_region),
+    TokenRouting: Sharding((Routing,), _token_routing),
     OverExperts: Sharding((Experts,), _over_experts),
     Replicated: Sharding((nn.Module,), _unchanged),
     PerHead: Sharding((nn.Module,), _unchanged),
@@ -114,36 +114,36 @@ SHARDINGS: dict[type[Split], Sharding] = {
 """Rule → what it does."""
 
 
-def shard_modules(stages: Sequence[nn.Module], table: Mapping[str, Split], region: Region) -> None:
-    """Replace each module that the table names by its version for `region`, in place.
+def shard_modules(stages: Sequence[nn.Module], table: Mapping[str, Split], context: ShardingContext) -> None:
+    """Replace each module that the table names by its version for `context`, in place.
 
     Args:
         stages: all that a rank has of a model, as they may have modules in common.
         table: of the whole model.
-        region: what the versions are for.
+        context: what the versions are for.
 
     Raises:
         ValueError: a parameter lies in no module of the table.
     """
     named = [(stage, *each) for stage in stages for each in _named(stage, table)]
-    if not region.divides:
+    if not context.divides:
         return
     made: dict[nn.Module, nn.Module] = {}  # a module that appears in several places is split once
     for stage, name, module, rule in named:
-        if rule.needs_tensor_axis and region.tp.size == 1:
+        if rule.needs_tensor_axis and context.tp.size == 1:
             continue
         if module not in made:
-            made[module] = _shard(rule, module, region)
+            made[module] = _shard(rule, module, context)
         parent, _, attribute = name.rpartition(".")
         setattr(stage.get_submodule(parent), attribute, made[module])
 
 
-def _shard(rule: Split, module: nn.Module, region: Region) -> nn.Module:
+def _shard(rule: Split, module: nn.Module, context: ShardingContext) -> nn.Module:
     kinds, make = SHARDINGS[type(rule)]
     if not isinstance(module, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"{type(rule).__name__} is for {names}, not {type(module).__name__}")
-    return make(rule, module, region)
+    return make(rule, module, context)
 
 
 def _named(model: nn.Module, table: Mapping[str, Split]) -> list[tuple[str, nn.Module, Split]]:

@@ -96,7 +96,7 @@ class Engine:
         train, how = self.config.train, self.parallelism
         if self.mesh.pp.size == 1:
             return LoopRunner(self.stages[0], train.gradient_accumulation_steps)
-        positions = self.config.data.sequence_length // how.region.cut.shares
+        positions = self.config.data.sequence_length // how.context.cut.shares
         activation = (train.micro_batch_size, positions, self.config.model.hidden_size)
         schedule = self.config.parallel.schedule
         return PipelineRunner(
@@ -228,7 +228,7 @@ class Engine:
         """This rank's positions of every sequence, on its device."""
         device = self.mesh.device
         tokens, labels = batch.tokens.to(device), batch.labels.to(device)
-        cut = self.parallelism.region.cut.across_context
+        cut = self.parallelism.context.cut.across_context
         if cut.shares > 1:
             held = cut.indices(tokens.shape[1] // cut.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]

@@ -36,7 +36,7 @@ def labels_shifted_after_the_split() -> list[Patch]:
     work = engine.Engine._local_batch
 
     def shifted(self: engine.Engine, batch: Batch, *facts: Tensor | None) -> LocalBatch:
-        cut = self.parallelism.region.cut.across_context
+        cut = self.parallelism.context.cut.across_context
         held = cut.indices(batch.tokens.shape[1] // cut.shares, torch.device("cpu"))
         follow = torch.cat([batch.labels[:, held[1:] - 1], torch.full((len(batch.labels), 1), IGNORE_INDEX)], 1)
         right = work(self, batch, *facts)
@@ -50,15 +50,15 @@ def learned_positions_restart_on_each_rank() -> list[Patch]:
     return [
         sharded_by(
             OverSequence,
-            lambda rule, module, region: (
-                module if isinstance(module, PositionEmbedding) else make(rule, module, region)
+            lambda rule, module, context: (
+                module if isinstance(module, PositionEmbedding) else make(rule, module, context)
             ),
         )
     ]
 
 
 def rotary_positions_restart_on_each_rank() -> list[Patch]:
-    return [sharded_by(OverContext, lambda rule, module, region: module)]
+    return [sharded_by(OverContext, lambda rule, module, context: module)]
 
 
 def plain_causal_mask_on_balanced_chunks() -> list[Patch]:
@@ -115,7 +115,7 @@ def mean_of_means_over_the_context_ranks() -> list[Patch]:
     count = engine.Engine._count
 
     def own(self: engine.Engine, batch: Batch) -> tuple[int, int]:
-        cut = self.parallelism.region.cut.across_context
+        cut = self.parallelism.context.cut.across_context
         held = cut.indices(batch.labels.shape[1] // cut.shares, batch.labels.device)
         counted, padding = count(
             self, dataclasses.replace(batch, tokens=batch.tokens[:, held], labels=batch.labels[:, held])
@@ -142,8 +142,8 @@ def attention_mask_of_a_shorter_sequence() -> list[Patch]:
 def hidden_mask_by_local_position() -> list[Patch]:
     make = SHARDINGS[OverSequence].make
 
-    def restart(rule: OverSequence, module: Any, region: Any) -> Any:
-        return module.of_part({1: Slice()}) if isinstance(module, Dropout) else make(rule, module, region)
+    def restart(rule: OverSequence, module: Any, context: Any) -> Any:
+        return module.of_part({1: Slice()}) if isinstance(module, Dropout) else make(rule, module, context)
 
     return [sharded_by(OverSequence, restart)]
 

@@ -150,7 +150,7 @@ def test_a_parameter_that_the_table_forgets_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     plan = ModelPlan({"0": Replicated()}, ("0", "1"), (1.0, 1.0), lambda name: Normal(1.0))
     with pytest.raises(ValueError, match=r"says nothing about the parameter '1\.weight'"):
-        shard_modules([model], plan.split, region=None)  # type: ignore[arg-type]
+        shard_modules([model], plan.split, context=None)  # type: ignore[arg-type]
 
 
 def test_tied_weights_know_the_stages_that_share_them() -> None:

@@ -255,7 +255,7 @@ def test_mistake_is_found(pool, expected, mistake: Any, layout: dict[str, Any], 
 def kept(case: Case) -> int:
     """Bytes that this rank's head keeps of the whole batch."""
     engine = make_engine(case)
-    stage, cut = engine.stages[0], engine.parallelism.region.cut
+    stage, cut = engine.stages[0], engine.parallelism.context.cut
     x = torch.randn(case.batch, case.sequence // cut.shares, case.heads * case.head_dim)
     labels = torch.zeros(case.batch, case.sequence, dtype=torch.int64)
     with recording_saved([local(parameter) for parameter in stage.parameters()]) as saved:

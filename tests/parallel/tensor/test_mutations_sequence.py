@@ -13,7 +13,7 @@ from threefold.comm.axis import Axis
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.sharding import OverSequence
 from threefold.ops.kernels import linear
-from threefold.parallel.context.sequence import Region
+from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.parameter import local
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.tensor import layers as tensor
@@ -71,8 +71,8 @@ def row_bias_added_by_every_rank() -> list[Patch]:
 def dropout_mask_by_local_position() -> list[Patch]:
     make = SHARDINGS[OverSequence].make
 
-    def local_place(rule: OverSequence, module: nn.Module, region: Region) -> nn.Module:
-        return module.of_part({1: Slice()}) if isinstance(module, Dropout) else make(rule, module, region)
+    def local_place(rule: OverSequence, module: nn.Module, context: ShardingContext) -> nn.Module:
+        return module.of_part({1: Slice()}) if isinstance(module, Dropout) else make(rule, module, context)
 
     return [sharded_by(OverSequence, local_place)]
 
@@ -80,8 +80,8 @@ def dropout_mask_by_local_position() -> list[Patch]:
 def positions_start_anew_on_every_rank() -> list[Patch]:
     make = SHARDINGS[OverSequence].make
 
-    def anew(rule: OverSequence, module: nn.Module, region: Region) -> nn.Module:
-        return module if isinstance(module, PositionEmbedding) else make(rule, module, region)
+    def anew(rule: OverSequence, module: nn.Module, context: ShardingContext) -> nn.Module:
+        return module if isinstance(module, PositionEmbedding) else make(rule, module, context)
 
     return [sharded_by(OverSequence, anew)]
 

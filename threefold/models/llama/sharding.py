@@ -8,12 +8,12 @@ from threefold.models.sharding import (
     ModelPlan,
     OverContext,
     OverExperts,
-    OverRegion,
     OverSequence,
     PerHead,
     Replicated,
     Row,
     Split,
+    TokenRouting,
     Unit,
     Vocab,
     VocabLoss,
@@ -62,7 +62,7 @@ def _mlp_split(config: ModelConfig) -> dict[str, Split]:
     if any(mixtures):
         split |= {
             "blocks.*.mlp.router": Replicated(),
-            "blocks.*.mlp.routing": OverRegion(),
+            "blocks.*.mlp.routing": TokenRouting(),
             "blocks.*.mlp.experts": OverExperts(
                 Unit("num_experts", config.num_experts),
                 Unit("expert_ffn_hidden_size", config.expert_ffn_hidden_size, _GATED),

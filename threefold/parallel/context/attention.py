@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 from threefold.comm.axis import Axis
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.parallel.context.sequence import Region, SequenceCut
+from threefold.parallel.context.sequence import SequenceCut, ShardingContext
 from threefold.random.positions import Slice
 
 
@@ -86,12 +86,12 @@ def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return _GatherSequence.apply(x, axis, dim)
 
 
-def whole_sequence(x: Tensor, region: Region) -> Tensor:
+def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:
     """What the ranks have of a sequence along dim 1, joined in its order; no gradient passes."""
-    if region.sequence_parallel:
-        x = region.tp.all_gather_equal(x, 1)
-    if region.cp.size > 1:
-        x = _take_chunks(region.cp.all_gather_equal(x, 1), 1, _places(region.cp.size))
+    if context.sequence_parallel:
+        x = context.tp.all_gather_equal(x, 1)
+    if context.cp.size > 1:
+        x = _take_chunks(context.cp.all_gather_equal(x, 1), 1, _places(context.cp.size))
     return x
 
 

@@ -1,4 +1,4 @@
-"""Which positions of a sequence a rank works on."""
+"""Which positions of a sequence a rank works on, and the mesh axes that parallel layers are made for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,13 +63,13 @@ class SequenceCut:
 
 
 @dataclass(frozen=True)
-class Region:
-    """Where the work of a layer is divided: what a split needs to know of the mesh.
+class ShardingContext:
+    """The axes of the mesh that parallel layers are made for, and this rank's place on them.
 
     Attributes:
         tp, cp: the axes.
         ep: the replicas that share the experts.
-        sequence_parallel: whether activations between the split layers are cut along the sequence over tp.
+        sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
     """
 
@@ -81,13 +81,13 @@ class Region:
 
     @property
     def cut(self) -> SequenceCut:
-        """The part of the sequence that this rank's activations between the split layers cover."""
+        """The part of the sequence that this rank's activations between parallel layers cover."""
         context = SequenceCut(self.cp.size, self.cp.index)
         return replace(context, tp=self.tp.size, tp_index=self.tp.index) if self.sequence_parallel else context
 
     @property
     def sequence_dim(self) -> int | None:
-        """The dim of activations [B, S, H] that the tensor ranks share between the split layers, if they do."""
+        """The dim of activations [B, S, H] that is sharded over the tensor ranks between parallel layers, if any."""
         return 1 if self.sequence_parallel else None
 
     @property

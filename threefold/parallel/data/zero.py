@@ -79,7 +79,7 @@ def _wrap_experts(stage: Stage, sharing: Sharing, axis: Axis, dtype: torch.dtype
     """Experts that replicas share are cut among those that have the same ones."""
     for module in stage.modules():
         experts = unwrapped(module)
-        if isinstance(experts, ParallelExperts) and experts.region.ep.size > 1:
+        if isinstance(experts, ParallelExperts) and experts.context.ep.size > 1:
             # Along the hidden dim, as the expert and the tensor axis have cut the other two.
             places = {experts.gate_up: Shard(2), experts.down: Shard(1)}
             fully_shard(

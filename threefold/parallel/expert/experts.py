@@ -14,7 +14,7 @@ from threefold.comm.collectives import copy_to, gather_shares, reduce_from, redu
 from threefold.models.layers.experts import Experts, swiglu, through
 from threefold.models.layers.router import Choice
 from threefold.models.sharding import OverExperts
-from threefold.parallel.context.sequence import Region
+from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.parameter import local, split_parameter, split_parameter_twice
 
 
@@ -23,18 +23,18 @@ class ParallelExperts(nn.Module):
 
     Args:
         experts: all of them.
-        region: says where this rank is.
+        context: says where this rank is.
     """
 
-    def __init__(self, experts: Experts, region: Region) -> None:
+    def __init__(self, experts: Experts, context: ShardingContext) -> None:
         super().__init__()
-        self.region, self.count = region, len(experts.gate_up)
-        self.gate_up = _part("gate_up", experts.gate_up, region)
-        self.down = _part("down", experts.down, region)
+        self.context, self.count = context, len(experts.gate_up)
+        self.gate_up = _part("gate_up", experts.gate_up, context)
+        self.down = _part("down", experts.down, context)
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """[B, S, H], the same on every rank of the tensor axis or its share of the sequence → the same."""
-        tp, dim = self.region.tp, self.region.sequence_dim
+        tp, dim = self.context.tp, self.context.sequence_dim
         if dim is None:
             x, choice = copy_to(x, tp), Choice(choice.experts, copy_to(choice.weights, tp))
         else:
@@ -45,7 +45,7 @@ class ParallelExperts(nn.Module):
 
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send `rows` to the ranks of their experts, and take their answers back."""
-        ep = self.region.ep
+        ep = self.context.ep
         weights = local(self.gate_up), local(self.down)
         if ep.size == 1:
             return swiglu(rows, *weights, counts)
@@ -80,12 +80,12 @@ def all_to_all(rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -
     return _AllToAll.apply(rows, axis, sent, received)
 
 
-def _part(name: str, weight: nn.Parameter, region: Region) -> nn.Parameter:
+def _part(name: str, weight: nn.Parameter, context: ShardingContext) -> nn.Parameter:
     """This rank's experts, and of each the tensor rank's part."""
     (_, experts), (_, dim) = OverExperts().cuts(name)
-    if region.ep.size == 1:
-        return split_parameter(weight, region.tp, dim)
-    return split_parameter_twice(weight, (region.ep, region.tp), (experts, dim))
+    if context.ep.size == 1:
+        return split_parameter(weight, context.tp, dim)
+    return split_parameter_twice(weight, (context.ep, context.tp), (experts, dim))
 
 
 class _AllToAll(torch.autograd.Function):

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from threefold.models.layers.router import Routing
 from threefold.parallel.context.attention import whole_sequence
-from threefold.parallel.context.sequence import Region
+from threefold.parallel.context.sequence import ShardingContext
 
 
 class ParallelRouting(Routing):
@@ -12,10 +12,10 @@ class ParallelRouting(Routing):
 
     Args:
         routing: of the whole sequence.
-        region: how the sequence is spread over ranks.
+        context: how the sequence is spread over ranks.
     """
 
-    def __init__(self, routing: Routing, region: Region) -> None:
+    def __init__(self, routing: Routing, context: ShardingContext) -> None:
         super().__init__(
             routing.experts,
             routing.per_token,
@@ -24,16 +24,16 @@ class ParallelRouting(Routing):
             routing.aux_loss,
             routing.z_loss,
         )
-        self._region = region
+        self._context = context
 
     def _whole(self, own: Tensor) -> Tensor:
-        return whole_sequence(own, self._region)
+        return whole_sequence(own, self._context)
 
     def _own(self, whole: Tensor) -> Tensor:
-        cut = self._region.cut
+        cut = self._context.cut
         return whole if cut.shares == 1 else whole[:, cut.indices(whole.shape[1] // cut.shares, whole.device)]
 
     def _sum_over_shares(self, counts: Tensor) -> Tensor:
-        if self._region.sequence_parallel:
-            counts = self._region.tp.all_reduce(counts)
-        return self._region.cp.all_reduce(counts)
+        if self._context.sequence_parallel:
+            counts = self._context.tp.all_reduce(counts)
+        return self._context.cp.all_reduce(counts)
