@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
+from threefold.config.schedule_actions import Action
+from threefold.config.schedules import SCHEDULES
 from threefold.data.loader import Batch
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
@@ -30,12 +32,11 @@ from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.sharding import Constant, ModelPlan, Replicated
 from threefold.ops.kernels import DEFERRED
-from threefold.parallel.pipeline.pipe import Action, Timed
 from threefold.parallel.pipeline.runner import PipelineRunner
+from threefold.parallel.pipeline.scheduled_stage import TimedAction
 from threefold.plan.simulate import simulate
 from threefold.train.engine import Engine
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 BLOCKS, PASS_SECONDS, WIDTH, VOCAB = 8, 0.008, 8, 64
 GOAL = 1.10  # for 1f1b, of the theory
 
@@ -103,7 +104,7 @@ class Measured(NamedTuple):
     """One rank's part: its order of work, and when it did what in each step."""
 
     order: list[Action]
-    steps: list[list[Timed]]
+    steps: list[list[TimedAction]]
 
 
 def config(schedule: str, pp: int, micro_batches: int, **sections: dict[str, Any]) -> Config:
@@ -166,7 +167,7 @@ def compare(ranks: Sequence[Measured]) -> Result:
     return Result(*(statistics.median(values) for values in zip(*results, strict=True)))
 
 
-def _costs(spans: Sequence[Timed]) -> dict[tuple[int, str], float]:
+def _costs(spans: Sequence[TimedAction]) -> dict[tuple[int, str], float]:
     """What each kind of action takes on each stage, the mean over the micro-batches."""
     found: dict[tuple[int, str], list[float]] = {}
     for action, start, end in spans:

@@ -3,3 +3,90 @@
 No other file imports a name of torch that begins with an underscore; `tests/test_torch_private.py` has a test of each
 part here, whose failure says in a sentence what torch has changed.
 """
+
+from collections.abc import Iterable
+
+import torch.distributed.pipelining.schedules as _schedules
+import torch.distributed.pipelining.stage as _stage
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe
+
+# ---- torch.distributed.pipelining -----------------------------------------------------------------------------------
+
+PipelineSchedule = _schedules._PipelineSchedule
+"""Base class of all schedules, whose `step` and `eval` are documented. Why: the type of either kind of schedule. A
+public name of it would replace it."""
+
+PipelineScheduleRuntime = _schedules._PipelineScheduleRuntime
+"""The schedule that runs any list of actions with sends and receives among them. Why: schedules of CSV files, and
+evaluation, whose order is none of a training schedule's. A public constructor from actions would replace it."""
+
+PipelineAction = _schedules._Action
+"""An action of such a list: stage, kind, micro-batch, actions inside. Why: to write lists of them, and to read those of
+torch's schedules. It would be public with the above."""
+
+add_send_recv = _schedules._add_send_recv
+"""Puts sends and receives between actions of computation, in an order in which no rank waits forever. Why: the runtime
+leaves that to its subclasses. It would be part of a constructor from a list of actions."""
+
+RecvInfo = _stage._RecvInfo
+"""A receive buffer of a stage: `buffer`, and `is_root_arg` for the model's own inputs. Why: buffers are made when a
+micro-batch arrives and dropped after its backward pass, so that memory does not grow with the number of micro-batches.
+Torch allocating them like that itself would replace it."""
+
+
+class BufferedPipelineStage(PipelineStage):
+    """A stage that says when torch has made its receive buffers, those of all micro-batches at once.
+
+    Why: `_setup_forward_recv_info` and `_setup_backward_recv_info` are the only places where they are made. A public
+    hook, or buffers that are made on arrival, would replace it.
+    """
+
+    def receive_buffers_made(self, buffers: Iterable[tuple[RecvInfo, ...]]) -> None:
+        """Called with the buffers of each micro-batch of one direction."""
+
+    def is_on_this_rank(self, stage: int) -> bool:
+        """Whether this rank holds `stage` too."""
+        return bool(self._is_same_rank(stage))
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        self.receive_buffers_made(self.args_recv_info.values())
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        self.receive_buffers_made(self.grad_recv_info.values())
+
+
+class Schedule1F1BOfAnyCount(Schedule1F1B):
+    """1F1B that also takes fewer micro-batches than stages.
+
+    Why: its algorithm is right for them (the warm-up is cut to the micro-batches there are); only the check in its
+    constructor refuses, so the constructor of its base class is called instead. Dropping the check would replace it.
+    """
+
+    def __init__(self, stage: PipelineStage, n_microbatches: int, **options: object) -> None:
+        PipelineScheduleSingle.__init__(self, stage, n_microbatches, **options)  # type: ignore[arg-type]
+
+
+def planned_actions(schedule: PipelineSchedule) -> list[PipelineAction]:
+    """What a training schedule has this rank compute, in order.
+
+    Why: to show and to check what runs. A public accessor of a schedule's order would replace it.
+    """
+    if isinstance(schedule, PipelineScheduleRuntime):
+        return [
+            each
+            for action in schedule.pipeline_order_with_comms[schedule.rank]
+            for each in (action.sub_actions or () if action.computation_type == _schedules.OVERLAP_F_B else (action,))
+            if each.is_compute_op
+        ]
+    assert isinstance(schedule, PipelineScheduleSingle)
+    stage, count = schedule._stage.stage_index, schedule._n_microbatches
+    ahead = count if isinstance(schedule, ScheduleGPipe) else min(count, schedule._num_stages - stage)
+    order = [PipelineAction(stage, _schedules.F, number) for number in range(ahead)]
+    for number in range(count):
+        order.append(PipelineAction(stage, _schedules.B, number))
+        if ahead + number < count:
+            order.append(PipelineAction(stage, _schedules.F, ahead + number))
+    return order

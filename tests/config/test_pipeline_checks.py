@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from threefold.config import Config
-from threefold.config.pipeline_checks import accepts
 from threefold.config.resolve import resolve
+from threefold.config.schedules import SCHEDULES
 from threefold.errors import UserError
 
 
@@ -52,4 +52,4 @@ def test_default_micro_batches_are_a_number_that_the_schedule_takes(
 ) -> None:
     train = resolved({"pp": pp, "schedule": schedule}, global_batch_size=total).train
     assert (train.micro_batch_size, train.gradient_accumulation_steps) == expected
-    assert accepts(schedule, pp, train.gradient_accumulation_steps)
+    assert SCHEDULES[schedule].accepts(pp, train.gradient_accumulation_steps)

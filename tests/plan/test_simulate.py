@@ -2,7 +2,7 @@
 
 import pytest
 
-from threefold.parallel.pipeline.pipe import Action
+from threefold.config.schedule_actions import Action
 from threefold.plan.simulate import simulate
 
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}

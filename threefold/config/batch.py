@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from threefold.config.config_error import divisors, nearest_divisor, nearest_multiple, problem
-from threefold.config.pipeline_checks import accepts
 from threefold.config.schema import Config
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
@@ -87,9 +86,9 @@ def _quotient(config: Config, share: int, key: str) -> int:
 def _default_micro_batches(config: Config, share: int) -> list[int]:
     """Divisors of a replica's share that keep a pipeline busy, by a number of them that its schedule takes, the largest
     first; the smallest divisor where none does."""
-    parallel = config.parallel
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1
     counts = divisors(share)
-    taken = [count for count in counts if accepts(parallel.schedule, parallel.pp, count)] or counts
+    taken = [count for count in counts if schedule.accepts(parallel.pp, count)] or counts
     busy = [share // count for count in taken if count >= wanted]
     return busy or [share // taken[-1]]

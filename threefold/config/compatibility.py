@@ -9,13 +9,6 @@ from dataclasses import dataclass
 from threefold.config.config_error import problem
 from threefold.config.schema import Config
 
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
-"""Schedules that compute the gradients of the weights apart from those of the activations."""
-
-
-def _is_hybrid(config: Config) -> bool:
-    return config.parallel.zero > 0 and config.parallel.zero_shards < config.parallel.dp
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -68,9 +61,9 @@ RULES: tuple[Rule, ...] = (
         "zero",
         "zero-bubble",
         "parallel.zero",
-        lambda config: config.parallel.zero > 0 and config.parallel.schedule in SPLIT_BACKWARD,
-        "parallel.schedule {config.parallel.schedule} puts the gradients of the weights off until after their layer's "
-        "backward pass, at whose end fully_shard shares them out; use 0 or schedule interleaved",
+        lambda config: config.parallel.zero > 0 and config.parallel.pipeline_schedule.defers_weight_gradients,
+        "parallel.schedule {config.parallel.schedule} defers weight gradients until after their layer's backward pass, "
+        "at whose end fully_shard reduces and scatters them; use 0 or schedule interleaved",
     ),
     Rule(
         "zero",
@@ -101,8 +94,8 @@ RULES: tuple[Rule, ...] = (
         "compile",
         "zero-bubble",
         "train.compile",
-        lambda config: config.train.compile and config.parallel.schedule in SPLIT_BACKWARD,
-        "compiled layers cannot put the gradients of their weights off, which is what parallel.schedule "
+        lambda config: config.train.compile and config.parallel.pipeline_schedule.defers_weight_gradients,
+        "compiled layers cannot defer their weight gradients, which is what parallel.schedule "
         "{config.parallel.schedule} is for; use false or schedule interleaved",
     ),
     Rule(

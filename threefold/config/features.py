@@ -11,6 +11,7 @@ from typing import Any
 from threefold.config.compatibility import RULES, Rule
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
+from threefold.config.schedules import SCHEDULES, TorchSchedule
 from threefold.config.schema import Config
 from threefold.errors import UserError
 
@@ -45,9 +46,12 @@ class Feature:
         return any(self.settings[key] != other.settings[key] for key in self.settings.keys() & other.settings.keys())
 
 
-def _schedule(name: str, *kinds: str, micro_batches: int = 2) -> Feature:
+def _schedule(row: TorchSchedule) -> Feature:
+    micro_batches = next(count for count in (2, 4) if row.accepts(2, count))
     needs = {"parallel.pp": 2, "train.gradient_accumulation_steps": micro_batches}
-    return Feature(name, f"pipeline schedule `{name}`", {"parallel.schedule": name}, needs, ("pp", *kinds))
+    deferring = ("zero-bubble",) if row.defers_weight_gradients and row.name != "zero-bubble" else ()
+    title = f"pipeline schedule `{row.name}`"
+    return Feature(row.name, title, {"parallel.schedule": row.name}, needs, ("pp", *deferring))
 
 
 def _zero(stage: int, shares: str) -> Feature:
@@ -69,12 +73,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("ring", "context parallelism as a ring", {"parallel.cp_method": "ring"}, {"parallel.cp": 2}, ("cp",)),
     Feature("sp", "sequence parallelism", {"parallel.sequence_parallel": True}, {"parallel.tp": 2}, ("tp",)),
-    _schedule("gpipe"),
-    _schedule("interleaved"),
-    _schedule("looped-bfs"),
-    _schedule("zero-bubble"),
-    _schedule("zbv", "zero-bubble"),
-    _schedule("dualpipev", "zero-bubble", micro_batches=4),
+    *(_schedule(row) for row in SCHEDULES.values() if row.name != "1f1b"),
     _zero(1, "optimizer states"),
     _zero(2, "optimizer states and gradients"),
     _zero(3, "optimizer states, gradients and weights"),

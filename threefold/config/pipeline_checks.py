@@ -1,23 +1,9 @@
-"""Rules of the pipeline's schedules: their stages and micro-batches."""
+"""Checks of the pipeline's settings: the schedule, its stages and its number of micro-batches."""
 
 from threefold.config.config_error import divisors, problem
-from threefold.config.schema import Config, Schedule
+from threefold.config.schema import Config
 
-ONE_STAGE: tuple[Schedule, ...] = ("1f1b", "gpipe")
-IN_ROUNDS: tuple[Schedule, ...] = ("interleaved", "zero-bubble")
-V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 PARTITIONS = ("cost", "uniform")
-
-
-def accepts(schedule: Schedule, pp: int, micro_batches: int) -> bool:
-    """Whether a schedule works with so many micro-batches a step.
-
-    `interleaved` and `zero-bubble` run them in equal rounds of at least `pp`, as many rounds as fit; `dualpipev` keeps
-    two for each rank under way.
-    """
-    if schedule in IN_ROUNDS:
-        return micro_batches % max(1, micro_batches // pp) == 0
-    return schedule != "dualpipev" or micro_batches >= 2 * pp
 
 
 def check_pipeline(config: Config) -> None:
@@ -26,13 +12,16 @@ def check_pipeline(config: Config) -> None:
     Raises:
         UserError: the first rule that is broken.
     """
-    parallel = config.parallel
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     _check_partition(config)
-    if parallel.schedule not in ONE_STAGE and parallel.pp == 1:
-        rule = "there is no pipeline where parallel.pp is 1; use 1f1b or parallel.pp 2"
+    if parallel.pp == 1 and (schedule.ranks is not None or schedule.stages_per_rank != 1):
+        rule = f"there is no pipeline where parallel.pp is 1; use 1f1b or parallel.pp {max(2, schedule.ranks or 2)}"
         raise problem(config, "parallel.schedule", rule)
+    if schedule.ranks not in (None, parallel.pp):
+        rule = f"parallel.schedule {schedule.name} has a line for each of {schedule.ranks} ranks; use {schedule.ranks}"
+        raise problem(config, "parallel.pp", rule)
     _check_stages(config)
-    if parallel.pp > 1 and not accepts(parallel.schedule, parallel.pp, config.train.gradient_accumulation_steps):
+    if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
         raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
 
 
@@ -44,20 +33,20 @@ def _check_partition(config: Config) -> None:
 
 
 def _check_stages(config: Config) -> None:
-    parallel, layers = config.parallel, config.model.num_layers
-    chunks, schedule = parallel.stage_chunks, parallel.schedule
-    for schedules, needed in ((ONE_STAGE, 1), (V_SHAPED, 2)):
-        if schedule in schedules and chunks != needed:
-            other = "interleaved" if needed == 1 else "zero-bubble"
-            rule = f"parallel.schedule {schedule} has {needed} of them on each rank; use {needed} or schedule {other}"
-            raise problem(config, "parallel.stage_chunks", rule)
+    parallel, layers, schedule = config.parallel, config.model.num_layers, config.parallel.pipeline_schedule
+    needed = schedule.stages_per_rank
+    if needed is not None and parallel.stage_chunks != needed:
+        other = "interleaved" if needed == 1 else "zero-bubble"
+        rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
+        raise problem(config, "parallel.stage_chunks", rule)
     if parallel.pp > layers:
         rule = f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
         raise problem(config, "parallel.pp", rule)
-    if parallel.pp * chunks > layers + 2:
+    stages = len(schedule.stage_ranks(parallel.pp, parallel.stage_chunks))
+    if stages > layers + 2:
         rule = (
-            f"parallel.pp {parallel.pp} then has {parallel.pp * chunks} stages for {layers + 2} layers, the embedding "
-            f"and the head among them; use {_fewer(config)} or model.num_layers {parallel.pp * chunks - 2}"
+            f"parallel.pp {parallel.pp} then has {stages} stages for {layers + 2} layers, the embedding "
+            f"and the head among them; use {_fewer(config)} or model.num_layers {stages - 2}"
         )
         raise problem(config, "parallel.stage_chunks", rule)
 
@@ -65,21 +54,20 @@ def _check_stages(config: Config) -> None:
 def _fewer(config: Config) -> str:
     """A setting that leaves each stage a layer."""
     parallel, layers = config.parallel, config.model.num_layers + 2
-    if parallel.schedule not in V_SHAPED:
+    schedule = parallel.pipeline_schedule
+    if schedule.stages_per_rank is None:
         return str(layers // parallel.pp)
-    return f"parallel.pp {layers // 2}" if layers >= 4 else "schedule 1f1b"
+    return f"parallel.pp {layers // 2}" if layers >= 4 and schedule.ranks is None else "schedule 1f1b"
 
 
 def _micro_batch_rule(config: Config) -> str:
     """What the schedule needs, and the nearest number of micro-batches, with the same global batch if there is one."""
-    train, schedule, pp, dp = config.train, config.parallel.schedule, config.parallel.pp, config.parallel.dp
+    train, schedule, pp, dp = config.train, config.parallel.pipeline_schedule, config.parallel.pp, config.parallel.dp
     given, share = train.gradient_accumulation_steps, train.global_batch_size // dp
-    if schedule == "dualpipev":
-        need = f"parallel.schedule dualpipev needs at least 2 for each of the {pp} pipeline ranks"
-    else:
-        need = f"parallel.schedule {schedule} runs them in {given // pp} equal rounds of at least parallel.pp {pp}"
-    fitting = [count for count in divisors(share) if accepts(schedule, pp, count)]
+    need = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}"
+    fitting = [count for count in divisors(share) if schedule.accepts(pp, count)]
     if fitting:
         return f"{need}; use {min(fitting, key=lambda count: (abs(count - given), count))}"
-    larger = next(count for count in range(given, 2 * pp + given) if accepts(schedule, pp, count))
+    counts = [schedule.micro_batches] if schedule.micro_batches else range(given, 2 * pp + given)
+    larger = next(count for count in counts if schedule.accepts(pp, count))
     return f"{need}; use {larger} with train.global_batch_size {larger * train.micro_batch_size * dp}"

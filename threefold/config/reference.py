@@ -68,6 +68,8 @@ def _value(field: FieldInfo) -> str:
     named = [rule.registry for rule in field.metadata if isinstance(rule, NameIn)]
     if named:
         return ", ".join(f"`{choice}`" for choice in named[0].built_in)
+    if field.examples:
+        return ", ".join(f"`{choice}`" for choice in field.examples)
     if get_origin(kind) in (Union, UnionType):
         return "text, or list of whole numbers"
     if get_origin(kind) is dict:

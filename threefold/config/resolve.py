@@ -122,7 +122,7 @@ def _derived(config: Config, vocab_size: int) -> dict[str, Any]:
         **{f"model.{name}": value for name, value in model.filled(sequence).items()},
         "model.vocab_size": vocab_size,
         "data.sequence_length": sequence,
-        "parallel.stage_chunks": 1 if config.parallel.schedule in ("1f1b", "gpipe") else 2,
+        "parallel.stage_chunks": config.parallel.pipeline_schedule.default_stages_per_rank,
         "parallel.zero_shards": config.parallel.dp,
         "optimizer.min_lr": float(f"{optimizer.lr / 10:.12g}"),  # no 5.9999999999999995e-05
         "optimizer.warmup_steps": warmup,

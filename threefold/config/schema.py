@@ -5,17 +5,29 @@ resolved config; everything after resolving may rely on it.
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic_core import PydanticCustomError
 
 from threefold.config.data import DataConfig
 from threefold.config.model import MOST_LAYERS, ModelConfig
 from threefold.config.optimizer import OptimizerConfig
+from threefold.config.schedules import SCHEDULES, Schedule, find_schedule, schedule_name
 from threefold.config.section import MOST_IDS, MOST_RANKS, MOST_SEQUENCES, MOST_STEPS, PathText, Section, derived
 
-Schedule = Literal["1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+
+def _schedule_name(given: Any) -> str:
+    try:
+        return schedule_name(str(given))
+    except ValueError as error:
+        raise PydanticCustomError("schedule", "{rule}", {"rule": str(error)}) from None
+
+
+ScheduleName = Annotated[PathText, BeforeValidator(_schedule_name)]
+"""A pipeline schedule of the table in `threefold.config.schedules`, or the path of a CSV file of actions."""
 
 
 class ParallelConfig(Section):
@@ -35,13 +47,14 @@ class ParallelConfig(Section):
     cp_method: Literal["all-gather", "ring"] = "all-gather"
     """How keys and values reach the queries of other context-parallel ranks: `all-gather` brings all of them to every
     rank at once, `ring` one rank's after the other, so that none ever holds all."""
-    schedule: Schedule = "1f1b"
-    """Order of the micro-batches in the pipeline: `1f1b` keeps the activations of at most `pp` of them alive, `gpipe`
-    of all of them. `interleaved`, `looped-bfs` and `zero-bubble` give each rank `stage_chunks` stages; `zbv` and
-    `dualpipev` give it two, the first and the last on one rank. `zero-bubble`, `zbv` and `dualpipev` fill the idle time
-    with the gradients of the weights."""
+    schedule: ScheduleName = Field(default="1f1b", examples=[*SCHEDULES, "FILE.csv"])
+    """Pipeline schedule, the order of the micro-batches: `1f1b` keeps the activations of at most `pp` of them alive,
+    `gpipe` of all of them. `interleaved`, `looped-bfs` and `zero-bubble` give each rank `stage_chunks` stages; `zbv`
+    and `dualpipev` give it two, the first and the last on one rank. `zero-bubble`, `zbv` and `dualpipev` fill the
+    bubble with deferred weight gradients. The classes of `torch.distributed.pipelining` are other names of these, such
+    as `ScheduleInterleaved1F1B`; a CSV file of actions is a schedule of your own (docs/parallel/pipeline.md)."""
     stage_chunks: int = derived(ge=1, le=MOST_LAYERS)
-    """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, else 2."""
+    """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, those of a CSV file, else 2."""
     partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
     """How layers are shared among the pipeline stages: `cost` balances what they compute, `uniform` their number,
     `class:NAME` those of one class, such as `class:Block`; or the first layer of each stage but the first, such as
@@ -57,6 +70,15 @@ class ParallelConfig(Section):
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
     """What gradients are rounded to while they are summed over the data- and context-parallel ranks: half the bytes,
     for sums that are off by as many roundings as there are ranks. Before that they are added up in fp32."""
+
+    @cached_property
+    def pipeline_schedule(self) -> Schedule:
+        """The schedule that `schedule` names; a file is read when it is first asked for, once.
+
+        Raises:
+            UserError: the file cannot be read or its actions break a rule.
+        """
+        return find_schedule(self.schedule)
 
 
 class TrainConfig(Section):

@@ -13,7 +13,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.data.zero import Sharing, make_sharing
 from threefold.parallel.pipeline.partition import stage_bounds
-from threefold.parallel.pipeline.placement import StageMap, stage_ranks
+from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.tied import between_stages_of_a_rank
 
 
@@ -83,7 +83,7 @@ def stage_map(plan: ModelPlan, config: Config) -> StageMap:
     parallel = config.parallel
     if parallel.pp == 1:
         return StageMap((0, len(plan.layers)), (0,))
-    ranks = stage_ranks(parallel.schedule, parallel.pp, parallel.stage_chunks)
+    ranks = parallel.pipeline_schedule.stage_ranks(parallel.pp, parallel.stage_chunks)
     stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), parallel.partition)), ranks)
     if parallel.zero and (found := between_stages_of_a_rank(plan, stages)):
         one, other, place = found

@@ -137,15 +137,7 @@ def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
 def _under_way(config: Config, pp_rank: int) -> float:
     """Micro-batches, of all its layers, that a rank keeps at once; weights whose gradients wait count as whole ones."""
     parallel, batches = config.parallel, config.train.gradient_accumulation_steps
-    pp, chunks, after = parallel.pp, parallel.stage_chunks, parallel.pp - pp_rank - 1
-    if pp == 1:
+    if parallel.pp == 1:
         return 1
-    warm_up = after + (chunks - 1) * pp + 1  # of its stages, as Megatron-LM counts them
-    of_stages = {
-        "1f1b": after + 1,
-        "interleaved": warm_up + after,
-        "zero-bubble": warm_up + pp_rank + 1,
-        "zbv": 2 * pp + 2 * pp_rank + 1,
-        "dualpipev": 2 * pp + 1 + pp_rank + 1,
-    }.get(parallel.schedule, batches * chunks)
-    return min(of_stages / chunks, batches)
+    held = parallel.pipeline_schedule.in_flight(parallel.pp, pp_rank, parallel.stage_chunks)
+    return batches if held is None else min(held, batches)

@@ -98,7 +98,7 @@ class Engine:
             return LoopRunner(self.stages[0], train.gradient_accumulation_steps)
         positions = self.config.data.sequence_length // how.context.cut.shares
         activation = (train.micro_batch_size, positions, self.config.model.hidden_size)
-        schedule = self.config.parallel.schedule
+        schedule = self.config.parallel.pipeline_schedule
         return PipelineRunner(
             self.stages, how, schedule, train.gradient_accumulation_steps, activation, self.gradients.add_
         )

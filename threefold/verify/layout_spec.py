@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any
 
 from threefold.comm.layout import Layout
-from threefold.config.schema import Schedule
+from threefold.config.schedules import SCHEDULES as ROWS
+from threefold.config.schedules import is_schedule_file
 from threefold.errors import UserError
 
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
+SCHEDULES: tuple[str, ...] = tuple(ROWS)
 NUMBERS = {
     "zero": "parallel.zero",
     "shards": "parallel.zero_shards",
@@ -22,6 +23,7 @@ _AXES = ("dp", "tp", "pp", "cp", "ep")
 _AXIS = re.compile(rf"({'|'.join(_AXES)})=?(\d+)")
 _AXIS_LIST = re.compile(rf"(({'|'.join(_AXES)})=?\d+x?)+")
 _NUMBER = re.compile(rf"({'|'.join(NUMBERS)})[=-]?(\d+)")
+_SCHEDULE_FILE = re.compile(r"(?<!\S)schedule=(\S+\.csv)(?!\S)", re.IGNORECASE)
 _SEPARATORS = re.compile(r"[\s,·×:+*/]+")
 _EXAMPLE = "dp2·tp2·pp2 zbv zero1 sp"
 
@@ -90,22 +92,29 @@ def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
 def parse(text: str) -> LayoutSpec:
     """One layout: axes with their sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
 
-    Between the words may stand spaces, commas, colons, `·`, `×`, `+`; `=` before a number is optional.
+    Between the words may stand spaces, commas, colons, `·`, `×`, `+`; `=` before a number is optional. A CSV file of
+    pipeline actions is `schedule=PATH.csv`, with spaces around it.
 
     Raises:
         UserError: a word is unknown, or the same thing is said twice.
     """
     sizes: dict[str, int] = {}
     settings: dict[str, Any] = {}
-    for word in _SEPARATORS.split(text.strip().lower()):
-        for key, value in _facts(word, text) if word else ():
-            known = sizes if key in _AXES else settings
-            if key in known:
-                raise UserError(f"The layout {text!r} sets {key} twice; once is enough, as in {_EXAMPLE!r}.")
-            known[key] = value
+    for key, value in _all_facts(text):
+        known = sizes if key in _AXES else settings
+        if key in known:
+            raise UserError(f"The layout {text!r} sets {key} twice; once is enough, as in {_EXAMPLE!r}.")
+        known[key] = value
     if not sizes:
         raise UserError(f"The layout {text!r} names no axis; write one such as {_EXAMPLE!r}.")
     return LayoutSpec(Layout(**sizes), tuple(settings.items()))
+
+
+def _all_facts(text: str) -> Iterator[tuple[str, Any]]:
+    yield from (("parallel.schedule", found[1]) for found in _SCHEDULE_FILE.finditer(text))
+    for word in _SEPARATORS.split(_SCHEDULE_FILE.sub(" ", text).strip().lower()):
+        if word:
+            yield from _facts(word, text)
 
 
 def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
@@ -142,6 +151,8 @@ def _facts(word: str, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _word(key: str, value: Any) -> str:
+    if key == "parallel.schedule" and is_schedule_file(value):
+        return f"schedule={value}"
     if key in ("parallel.schedule", "parallel.cp_method", "train.recompute"):
         return str(value)
     if key == "parallel.sequence_parallel":

@@ -9,7 +9,7 @@ from threefold.config.batch import batch_sizes
 from threefold.config.loading import config_of
 from threefold.config.model import ModelConfig
 from threefold.config.optimizer import hyper_parameters
-from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED
+from threefold.config.schedules import Schedule, find_schedule
 from threefold.verify.layout_spec import LayoutSpec
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
@@ -61,7 +61,8 @@ def shrink(config: Config, specs: Sequence[LayoutSpec]) -> Config:
     if chunk := config.train.loss_chunk_size:  # as many chunks as before
         vocab = settings["model"]["vocab_size"]
         settings["train"]["loss_chunk_size"] = max(1, round(chunk * vocab / model.vocab_size))
-    settings["train"]["global_batch_size"] = 2 * lcm(*(spec.layout.dp * spec.layout.pp for spec in specs))
+    fewest = (each.layout.dp * (_schedule(each).micro_batches or each.layout.pp) for each in specs)
+    settings["train"]["global_batch_size"] = 2 * lcm(*fewest)
     settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
     return resolve(config_of(settings), vocab_size=1)
 
@@ -132,18 +133,26 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
         settings[section][name] = value
     share = base.train.global_batch_size // layout.dp
     if not base.train.global_batch_size % layout.dp and "gradient_accumulation_steps" not in settings["train"]:
-        wanted = [count for count in (2 * layout.pp, layout.pp, 1) if share % count == 0]
-        settings["train"]["gradient_accumulation_steps"] = wanted[0]
+        wanted = next((count for count in _micro_batches(spec) if share % count == 0), None)
+        settings["train"]["gradient_accumulation_steps"] = wanted
     return resolve(config_of(settings), vocab_size=1)
 
 
 def stages(spec: LayoutSpec) -> int:
     """Pipeline stages of a spec, over all ranks."""
-    schedule = spec.setting("parallel.schedule", "1f1b")
-    chunks = 1 if schedule in SINGLE else 2
-    if schedule not in V_SHAPED:
-        chunks = spec.setting("parallel.stage_chunks", chunks)
-    return spec.layout.pp * (chunks if spec.layout.pp > 1 else 1)
+    pp, schedule = spec.layout.pp, _schedule(spec)
+    chunks = schedule.stages_per_rank or spec.setting("parallel.stage_chunks", schedule.default_stages_per_rank)
+    return len(schedule.stage_ranks(pp, chunks)) if pp > 1 else 1
+
+
+def _schedule(spec: LayoutSpec) -> Schedule:
+    return find_schedule(spec.setting("parallel.schedule", "1f1b"))
+
+
+def _micro_batches(spec: LayoutSpec) -> list[int]:
+    """Numbers of micro-batches to run a spec with, the preferred one first."""
+    pp, fixed = spec.layout.pp, _schedule(spec).micro_batches
+    return [fixed] if fixed else [2 * pp, pp, 1]
 
 
 def changes(before: Config, after: Config) -> list[str]:

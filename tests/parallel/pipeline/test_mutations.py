@@ -10,11 +10,12 @@ from torch import Tensor
 from tests.parallel.test_mutations import Patch, patched, replace
 from tests.support import tied_model
 from tests.support.parity import Case, Trace, departures, in_layout
+from threefold.config.schedules import TorchSchedule
 from threefold.launch.worker_pool import WorkerError
 from threefold.models.sharding import ModelPlan
-from threefold.parallel import parallelism, parallelize
+from threefold.parallel import parallelize
 from threefold.parallel.data import grad_buckets as data
-from threefold.parallel.pipeline import deferred, pipe, placement, runner
+from threefold.parallel.pipeline import deferred, placement, runner, scheduled_stage
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 
@@ -44,14 +45,14 @@ def weight_gradients_after_the_optimizer() -> list[Patch]:
 
 
 def last_micro_batch_not_worked_off() -> list[Patch]:
-    work_off = pipe.Pipe.backward_weight_one_chunk
+    work_off = scheduled_stage.ScheduledStage.backward_weight_one_chunk
 
-    def skip_last(self: pipe.Pipe, bwd_chunk_id: int, last_backward: bool = False) -> None:
+    def skip_last(self: scheduled_stage.ScheduledStage, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if last_backward:
             self.dw_runner[bwd_chunk_id] = partial(_forget, self.dw_runner[bwd_chunk_id])
         work_off(self, bwd_chunk_id, last_backward)
 
-    return [replace(pipe.Pipe, "backward_weight_one_chunk", skip_last)]
+    return [replace(scheduled_stage.ScheduledStage, "backward_weight_one_chunk", skip_last)]
 
 
 def _forget(run: Any) -> None:
@@ -65,10 +66,10 @@ def bias_gradient_forgotten() -> list[Patch]:
 
 
 def first_and_last_stage_on_different_ranks() -> list[Patch]:
-    def looped(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
+    def looped(self: TorchSchedule, pp: int, chunks: int) -> tuple[int, ...]:
         return tuple(stage % pp for stage in range(pp * chunks))
 
-    return [replace(parallelism, "stage_ranks", looped)]
+    return [replace(TorchSchedule, "stage_ranks", looped)]
 
 
 def layer_dropped_at_the_end_of_a_stage() -> list[Patch]:
@@ -109,10 +110,10 @@ def ties_of_borrowers_alone_forgotten() -> list[Patch]:
 
 
 def micro_batches_of_the_labels_reversed() -> list[Patch]:
-    work = runner.LocalBatch
+    batch = runner.LocalBatch
 
     def reversed_labels(self: Any, run: Any, given: Any, scale: float) -> Tensor:
-        return loss(self, run, work(given.tokens, given.labels.flip(0), given.samples), scale)
+        return loss(self, run, batch(given.tokens, given.labels.flip(0), given.samples), scale)
 
     loss = runner.PipelineRunner._loss
     return [replace(runner.PipelineRunner, "_loss", reversed_labels)]

@@ -167,18 +167,18 @@ def alive_at_most(case: Case) -> int:
     """The most micro-batches whose activations this stage held at once."""
     engine = make_engine(case)
     assert isinstance(engine.runner, PipelineRunner)
-    (pipe,) = engine.runner.pipes
+    (stage,) = engine.runner.scheduled_stages
     seen: list[int] = []
-    forward = pipe.forward_one_chunk
+    forward = stage.forward_one_chunk
 
     def watch(*args: Any, **options: Any) -> Any:
         out = forward(*args, **options)
-        seen.append(len(pipe.fwd_cache))
+        seen.append(len(stage.fwd_cache))
         return out
 
-    with patch.object(pipe, "forward_one_chunk", watch):
+    with patch.object(stage, "forward_one_chunk", watch):
         engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
-    assert not pipe.fwd_cache
+    assert not stage.fwd_cache
     return max(seen)
 
 
@@ -211,7 +211,7 @@ def objects_sent(case: Case) -> tuple[int, int]:
         for step in range(3):
             engine.train_step(shard_of(case, step, engine.mesh.dp.index), step)
     assert isinstance(engine.runner, PipelineRunner)
-    return len(sent), len(engine.runner.pipes[0]._stage_meta.inputs or ())
+    return len(sent), len(engine.runner.scheduled_stages[0]._stage_meta.inputs or ())
 
 
 def test_declared_shapes_need_no_metadata_traffic(pool) -> None:

@@ -1,4 +1,4 @@
-"""S22, S23, S24: every schedule with several stages a rank computes what one process computes."""
+"""Every schedule with several stages a rank computes what one process computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,16 +13,17 @@ import torch.distributed as dist
 
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
-from threefold.config.pipeline_checks import accepts
+from threefold.config.schedule_actions import Action
+from threefold.config.schedules import SCHEDULES as ROWS
 from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.pipeline import runner
-from threefold.parallel.pipeline.pipe import Action, Pipe
-from threefold.parallel.pipeline.placement import SINGLE, V_SHAPED, stage_ranks
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.parallel.pipeline.schedules import SPLITTING, actions, training_schedule
+from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
+from threefold.parallel.pipeline.torch_schedules import actions, training_schedule
 from threefold.plan.simulate import simulate
 from threefold.verify.compare import relative_error
 
+SINGLE = ["1f1b", "gpipe"]
 SCHEDULES = ["interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 
 
@@ -74,7 +75,7 @@ def test_in_single_precision(pool, expected, schedule: str) -> None:
     check(pool, expected, chunked(schedule, pp=3, accumulation=6, dtype="fp32", optimizer="sgd", clip=0.0))
 
 
-def test_narrow_gradients_that_were_put_off_are_added_up_wide(pool) -> None:
+def test_narrow_deferred_gradients_are_accumulated_wide(pool) -> None:
     """Twenty-four micro-batches in bf16: added up in bf16, their gradients would be off by a part in a hundred."""
     settings = {"dtype": "bf16", "accumulation": 24, "steps": 4, "layers": 4}
     plain = pool.run(1, in_layout, Case(**settings))[0]
@@ -109,7 +110,7 @@ def test_evaluation_leaves_training_alone(pool, expected, schedule: str) -> None
 
 def alone(schedule: str, pp: int, chunks: int, rank: int, micro_batches: int) -> Any:
     """The schedule as a rank makes it, without any process."""
-    ranks = stage_ranks(schedule, pp, chunks)
+    ranks = ROWS[schedule].stage_ranks(pp, chunks)
     pipes = [
         SimpleNamespace(num_stages=len(ranks), group_size=pp, group_rank=rank, submod=None, stage_index=number)
         for number, place in enumerate(ranks)
@@ -117,20 +118,20 @@ def alone(schedule: str, pp: int, chunks: int, rank: int, micro_batches: int) ->
     ]
     for pipe in pipes:
         pipe.is_last = pipe.stage_index == len(ranks) - 1
-    return training_schedule(schedule, pipes, micro_batches, lambda *_: None)  # type: ignore[arg-type]
+    return training_schedule(ROWS[schedule], pipes, micro_batches, lambda *_: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_rules_for_micro_batches_are_those_of_torch_and_no_rank_waits_for_ever(schedule: str) -> None:
     for pp in (2, 3, 4):
-        for chunks in (2,) if schedule in V_SHAPED else (1, 2, 3):
+        for chunks in (2,) if ROWS[schedule].shape == "v" else (1, 2, 3):
             for count in range(1, 4 * pp + 3):
                 try:
                     orders = [actions(alone(schedule, pp, chunks, rank, count)) for rank in range(pp)]
                 except ValueError:
-                    assert not accepts(schedule, pp, count)
+                    assert not ROWS[schedule].accepts(pp, count)
                     continue
-                assert accepts(schedule, pp, count)
+                assert ROWS[schedule].accepts(pp, count)
                 timeline = simulate(orders, lambda action: {"F": 1, "B": 2, "I": 1, "W": 1}[action.kind])
                 assert sum(timeline.busy) == 3 * count * pp * chunks
 
@@ -138,9 +139,9 @@ def test_the_rules_for_micro_batches_are_those_of_torch_and_no_rank_waits_for_ev
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_stages_are_where_torch_has_them(schedule: str, pp: int) -> None:
-    for chunks in (2,) if schedule in V_SHAPED else (1, 2, 3):
+    for chunks in (2,) if ROWS[schedule].shape == "v" else (1, 2, 3):
         torchs = alone(schedule, pp, chunks, 0, 2 * pp).stage_index_to_group_rank
-        assert tuple(torchs[number] for number in range(pp * chunks)) == stage_ranks(schedule, pp, chunks)
+        assert tuple(torchs[number] for number in range(pp * chunks)) == ROWS[schedule].stage_ranks(pp, chunks)
 
 
 def most_alive(order: list[Action]) -> int:
@@ -205,7 +206,7 @@ def timed(case: Case) -> tuple[list[Action], list[Action], int]:
     engine.train_step(batch, 1)
     engine.evaluate(batch)
     assert all(before.end <= after.start for before, after in pairwise(log))
-    pipes = (*engine.runner.pipes, *engine.runner._eval._stages)  # type: ignore[attr-defined]
+    pipes = (*engine.runner.scheduled_stages, *engine.runner._eval._stages)  # type: ignore[attr-defined]
     infos = [info for pipe in pipes for each in (pipe.args_recv_info, pipe.grad_recv_info) for info in each.values()]
     kept = [info for several in infos for info in several if info.buffer is not None]
     kept += [each for pipe in pipes for pair in pipe.fwd_cache.values() for each in (*pair[0], *pair[1])]
@@ -219,7 +220,7 @@ def test_what_is_planned_is_done_and_no_buffer_stays(pool, schedule: str) -> Non
     for planned, done, kept in pool.run(2, timed, case):
         assert planned == done
         assert kept == 0
-        assert ("W" in {action.kind for action in done}) == (schedule in SPLITTING)
+        assert ("W" in {action.kind for action in done}) == ROWS[schedule].defers_weight_gradients
 
 
 def metadata(case: Case) -> list[int]:
@@ -256,13 +257,13 @@ def test_stages_exchange_no_metadata(pool, schedule: str) -> None:
 
 
 def declared_wrongly(case: Case) -> None:
-    make = Pipe.__init__
+    make = ScheduledStage.__init__
 
-    def wrong(self: Pipe, *args: Any) -> None:
+    def wrong(self: ScheduledStage, *args: Any) -> None:
         *others, shapes, deferred = args
         make(self, *others, shapes._replace(activation=shapes.activation[:, 1:]), deferred)
 
-    with patch.object(runner.Pipe, "__init__", wrong):
+    with patch.object(runner.ScheduledStage, "__init__", wrong):
         in_layout(case)
 
 

@@ -1,4 +1,4 @@
-"""Running the micro-batches of a step: one loop without a pipeline, torch's schedules with one."""
+"""Runs the micro-batches of a step: a loop (gradient accumulation) on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.config.schedule_actions import Action
+from threefold.config.schedules import Schedule
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.deferred import DeferredGradients
-from threefold.parallel.pipeline.pipe import Action, Pipe, Shapes, Timed
-from threefold.parallel.pipeline.placement import SINGLE
-from threefold.parallel.pipeline.schedules import SPLITTING, actions, evaluation_schedule, training_schedule
+from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, Shapes, TimedAction
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
+from threefold.parallel.pipeline.torch_schedules import actions, evaluation_schedule, training_schedule
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """A replica's samples of one step.
+    """The samples of one step on a rank: those of its replica, its positions of each.
 
     Attributes:
         tokens, labels: int64 [B, S], this rank's positions of each sequence.
@@ -42,17 +43,16 @@ class LocalBatch:
             raise ValueError(f"{len(self.tokens)} samples do not divide into {parts} micro-batches")
         facts = [[None] * parts if fact is None else fact.chunk(parts) for fact in self.samples]
         samples = [SampleInfo(*each) for each in zip(*facts, strict=True)]
-        return [
-            LocalBatch(*each) for each in zip(self.tokens.chunk(parts), self.labels.chunk(parts), samples, strict=True)
-        ]
+        micro_batches = zip(self.tokens.chunk(parts), self.labels.chunk(parts), samples, strict=True)
+        return [LocalBatch(*each) for each in micro_batches]
 
 
 class Runner(ABC):
-    """Runs a replica's micro-batches through its stages.
+    """Runs a replica's micro-batches through the stages of its ranks.
 
     Attributes:
         has_loss: whether this rank has the last stage, which computes the loss.
-        arrivals: how many gradients autograd gives each parameter in a step; None where that differs among them.
+        arrivals: how many gradients autograd gives each parameter in a step; None where it differs among parameters.
     """
 
     has_loss: bool
@@ -60,11 +60,11 @@ class Runner(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: LocalBatch, scale: float) -> Tensor:
-        """Forward and backward passes of all micro-batches; gradients add up in the parameters' leaves.
+        """Forward and backward passes of all micro-batches; gradients are accumulated in the parameters' leaves.
 
         Args:
             batch: the replica's samples, the same on all its stages.
-            scale: what each summed loss is multiplied by (the loss scale over the number of tokens that count).
+            scale: what each summed loss is multiplied by (the loss scale over the number of tokens with labels).
 
         Returns:
             the scaled loss of all micro-batches together where `has_loss`, zero elsewhere (fp32 or fp64 scalar).
@@ -76,11 +76,11 @@ class Runner(ABC):
 
 
 class LoopRunner(Runner):
-    """One stage: a plain loop.
+    """One stage: gradient accumulation in a plain loop.
 
     Args:
         stage: the whole model (or this tensor rank's part of it).
-        micro_batches: how many the samples are cut into.
+        micro_batches: how many the samples are split into.
     """
 
     has_loss = True
@@ -103,15 +103,15 @@ class LoopRunner(Runner):
 
 
 class PipelineRunner(Runner):
-    """Several stages, run by one of `torch.distributed.pipelining`'s schedules.
+    """Several stages, run in the order of a pipeline schedule by `torch.distributed.pipelining`.
 
-    The activations' shape is declared, so that stages never exchange metadata.
+    The shape of the activations is declared, so that stages never exchange metadata.
 
     Args:
         stages: this rank's, in the pipeline's order.
-        parallelism: says where the others are.
-        schedule: its name in `parallel.schedule`.
-        micro_batches: how many the samples are cut into.
+        parallelism: says which ranks hold the others.
+        schedule: as the config names it.
+        micro_batches: how many the samples are split into.
         activation: shape [b, S, H] of one micro-batch's activations between stages.
         add_gradient: adds to the gradient of a leaf what did not come from autograd.
     """
@@ -120,15 +120,15 @@ class PipelineRunner(Runner):
         self,
         stages: Sequence[Stage],
         parallelism: Parallelism,
-        schedule: str,
+        schedule: Schedule,
         micro_batches: int,
         activation: tuple[int, int, int],
         add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
         self._stages, self._parallelism = stages, parallelism
         self.has_loss = any(stage.gives_loss for stage in stages)
-        # With several stages on a rank, a tied weight may get a gradient from each, or one that was put off.
-        self.arrivals = micro_batches if schedule in SINGLE else None
+        # With several stages on a rank, a tied weight may get a gradient from each, or one that was deferred.
+        self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
         loss_dtype = torch.promote_types(parallelism.dtype, torch.float32)
         self._zero = torch.zeros((), dtype=loss_dtype, device=parallelism.mesh.device)
         self._shapes = Shapes(
@@ -137,20 +137,20 @@ class PipelineRunner(Runner):
             torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True),
         )
         self._deferred = None
-        if schedule in SPLITTING:
+        if schedule.defers_weight_gradients:
             leaves = [local(parameter) for _, parameter in whole_parameters(stages)]
             self._deferred = DeferredGradients(leaves, add_gradient)
-        self.pipes = self._make_pipes(self._deferred)
-        self._train = training_schedule(schedule, self.pipes, micro_batches, _scaled)
-        # Stages of their own: torch's remember buffers and shapes of the last pass, with or without gradients.
-        self._eval = evaluation_schedule(self._make_pipes(), parallelism.stages, micro_batches, _scaled)
+        self.scheduled_stages = self._make_stages(self._deferred)
+        self._train = training_schedule(schedule, self.scheduled_stages, micro_batches, _scaled)
+        # Stages of its own: torch's keep buffers and shapes of the last pass, with or without gradients.
+        self._eval = evaluation_schedule(self._make_stages(), parallelism.stages, micro_batches, _scaled)
 
-    def _make_pipes(self, deferred: DeferredGradients | None = None) -> list[Pipe]:
-        mesh, places = self._parallelism.mesh, self._parallelism.stages
+    def _make_stages(self, deferred: DeferredGradients | None = None) -> list[ScheduledStage]:
+        mesh, placement = self._parallelism.mesh, self._parallelism.stages
         later = None if deferred is None else deferred.take
-        numbers = places.held_by(mesh.pp.index)
+        numbers = placement.held_by(mesh.pp.index)
         return [
-            Pipe(stage, number, places, mesh, self._shapes, later)
+            ScheduledStage(stage, number, placement, mesh, self._shapes, later)
             for stage, number in zip(self._stages, numbers, strict=True)
         ]
 
@@ -159,16 +159,16 @@ class PipelineRunner(Runner):
         return actions(self._train)
 
     @contextmanager
-    def timing(self) -> Iterator[list[Timed]]:
-        """Collect when each action of the block's steps ran; on a GPU this has every action waited for."""
-        log: list[Timed] = []
-        for pipe in self.pipes:
-            pipe.log = log
+    def timing(self) -> Iterator[list[TimedAction]]:
+        """Log when each action of the block's steps ran; on a GPU this synchronizes after every action."""
+        log: list[TimedAction] = []
+        for stage in self.scheduled_stages:
+            stage.log = log
         try:
             yield log
         finally:
-            for pipe in self.pipes:
-                pipe.log = None
+            for stage in self.scheduled_stages:
+                stage.log = None
 
     def forward_backward(self, batch: LocalBatch, scale: float) -> Tensor:
         with nullcontext() if self._deferred is None else self._deferred.collecting():
@@ -180,7 +180,7 @@ class PipelineRunner(Runner):
 
     def _loss(self, run: Callable[..., Any], batch: LocalBatch, scale: float) -> Tensor:
         losses: list[Tensor] = []
-        has_tokens = any(pipe.is_first for pipe in self.pipes)
+        has_tokens = any(stage.is_first for stage in self.scheduled_stages)
         run(
             *([batch.tokens] if has_tokens else []),
             target=batch.labels if self.has_loss else None,

@@ -1,6 +1,6 @@
-"""A stage as torch's schedules drive it: what it holds, what it sends, and when it computes."""
+"""A pipeline stage as torch's schedules run it: its receive buffers, what it sends, and when it computes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -8,32 +8,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.stage import _RecvInfo
 
 from threefold.comm.mesh import Mesh
+from threefold.config.schedule_actions import Action
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
+from threefold.torch_private import BufferedPipelineStage, RecvInfo
 
 DeferredWeights = Callable[[], Callable[[], None]]
 
 
-class Action(NamedTuple):
-    """A piece of work of a schedule.
-
-    Attributes:
-        stage: its number in the whole pipeline.
-        kind: `F` forward, `B` full backward, `I` backward but for the weights that can wait, `W` those weights.
-        micro_batch: its number in the step.
-    """
-
-    stage: int
-    kind: str
-    micro_batch: int
-
-
-class Timed(NamedTuple):
+class TimedAction(NamedTuple):
     """When an action ran: seconds of `time.perf_counter`, on this rank."""
 
     action: Action
@@ -41,8 +27,8 @@ class Timed(NamedTuple):
     end: float
 
 
-class _Chunk(nn.Module):
-    """A stage as torch's schedules call it: they cut tensors among the micro-batches, so facts come one by one."""
+class _StageWithKeywords(nn.Module):
+    """A stage as torch's schedules call it: they split tensors into micro-batches, so facts come as keywords."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -54,12 +40,12 @@ class _Chunk(nn.Module):
 
 
 class Shapes(NamedTuple):
-    """What passes between stages, declared on the meta device so that they need not tell each other.
+    """Shapes of what stages receive and send, declared on the meta device so that stages exchange no metadata.
 
     Attributes:
-        tokens: what the first stage gets.
-        activation: what every other stage gets, and every stage but the last gives.
-        loss: what the last stage gives.
+        tokens: input of the first stage.
+        activation: input of every other stage, and output of every stage but the last.
+        loss: output of the last stage.
     """
 
     tokens: Tensor
@@ -67,19 +53,19 @@ class Shapes(NamedTuple):
     loss: Tensor
 
 
-class Pipe(PipelineStage):
-    """One stage of a rank.
+class ScheduledStage(BufferedPipelineStage):
+    """One stage of a rank, as a `PipelineStage` of torch.
 
-    Beside what torch's class does, it has a buffer for each micro-batch that is under way only, counts what it sends in
-    the mesh's recorder, refuses activations of another shape than declared, and can tell when it computed.
+    Beside what torch's class does, it has receive buffers for the micro-batches in flight only, counts its sends in the
+    mesh's recorder, refuses activations of another shape than declared, and can log when it computed.
 
     Args:
         stage: the layers.
-        number: its place in the pipeline.
-        stages: where the others are.
-        mesh: this rank's place.
-        shapes: what passes between stages.
-        deferred: called after each backward pass, gives what computes the weight gradients that it left out.
+        number: its index in the pipeline.
+        stages: which ranks hold the others.
+        mesh: of this rank.
+        shapes: of what stages receive and send.
+        deferred: called after each backward pass; returns what computes the weight gradients that the pass left out.
     """
 
     def __init__(
@@ -92,7 +78,7 @@ class Pipe(PipelineStage):
         deferred: DeferredWeights | None = None,
     ) -> None:
         super().__init__(
-            _Chunk(stage),
+            _StageWithKeywords(stage),
             number,
             len(stages.ranks),
             mesh.device,
@@ -101,7 +87,7 @@ class Pipe(PipelineStage):
             group=mesh.pp.group,
             dw_builder=deferred,
         )
-        self.log: list[Timed] | None = None
+        self.log: list[TimedAction] | None = None
         self._recorder, self._declared = mesh.recorder, shapes
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
@@ -110,8 +96,8 @@ class Pipe(PipelineStage):
         if not self.is_last:
             self._check(out)
         if not self.has_backward:
-            _drop(self.args_recv_info, fwd_chunk_id)
-            if self.is_last or self._is_same_rank(self.stage_index + 1):
+            _drop(self.args_recv_info[fwd_chunk_id])
+            if self.is_last or self.is_on_this_rank(self.stage_index + 1):
                 del self.fwd_cache[fwd_chunk_id]  # else it is still to be sent
         return out
 
@@ -122,8 +108,8 @@ class Pipe(PipelineStage):
             return
         with self._timed("B" if full_backward else "I", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        _drop(self.args_recv_info, bwd_chunk_id)
-        _drop(self.grad_recv_info, bwd_chunk_id)
+        _drop(self.args_recv_info[bwd_chunk_id])
+        _drop(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -152,7 +138,7 @@ class Pipe(PipelineStage):
 
     def _sent(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
-            # Gloo sends the memory of a dense tensor as it lies there, whatever its strides.
+            # Gloo sends the memory of a dense tensor in its order there, whatever its strides.
             op.tensor = op.tensor.contiguous()
             self._recorder.add("pp", "send", op.tensor)
         return ops
@@ -165,20 +151,14 @@ class Pipe(PipelineStage):
                 f"but {list(declared.shape)} of {declared.dtype} were declared"
             )
 
-    def _make_buffers(self, infos: tuple[_RecvInfo, ...]) -> None:
+    def _make_buffers(self, infos: tuple[RecvInfo, ...]) -> None:
         for info in infos:
             if not info.is_root_arg:
                 info.buffer = torch.empty_like(self._declared.activation, device=self.device, requires_grad=False)
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        for micro_batch in range(num_microbatches):
-            _drop(self.args_recv_info, micro_batch)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        for micro_batch in range(num_microbatches):
-            _drop(self.grad_recv_info, micro_batch)
+    def receive_buffers_made(self, buffers: Iterable[tuple[RecvInfo, ...]]) -> None:
+        for infos in buffers:
+            _drop(infos)
 
     @contextmanager
     def _timed(self, kind: str, micro_batch: int) -> Iterator[None]:
@@ -187,7 +167,7 @@ class Pipe(PipelineStage):
             return
         start = self._now()
         yield
-        self.log.append(Timed(Action(self.stage_index, kind, micro_batch), start, self._now()))
+        self.log.append(TimedAction(Action(self.stage_index, kind, micro_batch), start, self._now()))
 
     def _now(self) -> float:
         if torch.device(self.device).type == "cuda":
@@ -195,7 +175,7 @@ class Pipe(PipelineStage):
         return perf_counter()
 
 
-def _drop(infos: dict[int, tuple[_RecvInfo, ...]], micro_batch: int) -> None:
-    """Let go of a micro-batch's buffers."""
-    for info in infos[micro_batch]:
+def _drop(infos: tuple[RecvInfo, ...]) -> None:
+    """Free a micro-batch's buffers."""
+    for info in infos:
         info.buffer = None

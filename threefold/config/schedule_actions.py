@@ -1,0 +1,199 @@
+"""The actions of a pipeline schedule: what each rank computes, in order, and CSV files that spell it out.
+
+A schedule file has the compute-only CSV format of `torch.distributed.pipelining` (what `_dump_csv` of its schedules
+writes and `_load_csv` reads): one line for each pipeline rank, its actions separated by commas, each a stage, a kind
+and a micro-batch, such as `0F0,0F1,0B0,0B1`. Empty fields and the grouping of `(0F2;1B0)OVERLAP_F_B` have no effect on
+the order and are left out.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from threefold.errors import UserError
+from threefold.files import read_text, shown
+
+LARGEST_FILE: Final = 16 << 20
+"""Bytes of the largest schedule file that is read: some two million actions."""
+_ACTION: Final = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+_OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_EXAMPLE: Final = "such as 0F2, the forward pass of micro-batch 2 on stage 0"
+
+
+class Action(NamedTuple):
+    """A pass of one micro-batch through one stage.
+
+    Attributes:
+        stage: its number in the whole pipeline.
+        kind: `F` forward, `B` full backward, `I` backward for the input alone, `W` the weight gradients that it left.
+        micro_batch: its number in the step.
+    """
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Orders = tuple[tuple[Action, ...], ...]
+"""For each pipeline rank its actions, in order."""
+
+
+class StuckError(ValueError):
+    """Ranks wait for one another forever, or for an action that no rank has.
+
+    Attributes:
+        rank: the first rank that cannot go on.
+        action: its next action.
+        missing: what that action needs and never gets.
+    """
+
+    def __init__(self, rank: int, action: Action, missing: Action) -> None:
+        super().__init__(f"the schedule never gets to {action}, which needs {missing}")
+        self.rank, self.action, self.missing = rank, action, missing
+
+
+def result_of(action: Action) -> Action:
+    """What an action gives: both kinds of backward pass (`B` and `I`) give the gradient that the stage before needs."""
+    return action._replace(kind="I") if action.kind == "B" else action
+
+
+def needs_of(action: Action, stages: int) -> list[Action]:
+    """The results that an action waits for.
+
+    A forward pass needs that of the stage before; a backward pass the stage's own forward pass and the backward pass of
+    the stage after; weight gradients the stage's own backward pass.
+    """
+    stage, kind, micro_batch = action
+    if kind == "F":
+        return [Action(stage - 1, "F", micro_batch)] if stage else []
+    if kind == "W":
+        return [Action(stage, "I", micro_batch)]
+    after = [Action(stage + 1, "I", micro_batch)] if stage + 1 < stages else []
+    return [Action(stage, "F", micro_batch), *after]
+
+
+def stage_count(orders: Sequence[Sequence[Action]]) -> int:
+    """Stages of the pipeline: one more than the largest number of a stage."""
+    return 1 + max((action.stage for order in orders for action in order), default=0)
+
+
+def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action]]:
+    """Every action with its rank, after all that it needs, each rank's in its order.
+
+    Raises:
+        StuckError: no rank can go on.
+    """
+    stages, done = stage_count(orders), set[Action]()
+    following = [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while following[rank] < len(order) and done.issuperset(needs_of(order[following[rank]], stages)):
+                action = order[following[rank]]
+                done.add(result_of(action))
+                following[rank] += 1
+                moved = True
+                yield rank, action
+    for rank, order in enumerate(orders):
+        if following[rank] < len(order):
+            action = order[following[rank]]
+            raise StuckError(rank, action, next(each for each in needs_of(action, stages) if each not in done))
+
+
+def read_schedule_file(path: str) -> Orders:
+    """The actions in a CSV file, checked: each stage on one rank, and each micro-batch there once forward and once
+    backward, in an order that can run to its end.
+
+    Args:
+        path: relative to the working directory.
+
+    Raises:
+        UserError: the file cannot be read, or the first rule that its actions break.
+    """
+    file = _File(shown(path))
+    lines = read_text(Path(path), "the pipeline schedule ", LARGEST_FILE).rstrip().splitlines()
+    if not lines:
+        raise UserError(f"The pipeline schedule {file.name} is empty; write one line of actions for each rank.")
+    orders = tuple(tuple(file.parse(line, number)) for number, line in enumerate(lines, 1))
+    file.check_complete(orders)
+    try:
+        for _ in in_order(orders):
+            pass
+    except StuckError as stuck:
+        needed = _as_written(stuck.missing, orders)
+        rule = f"it needs {needed}, which comes later or waits for it; move {needed} before it"
+        raise file.error(stuck.rank + 1, f"{stuck.action} can never run, as {rule}") from None
+    return orders
+
+
+class _File:
+    """What is known of a schedule file while it is read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._line_of: dict[int, int] = {}
+        self._seen: set[Action] = set()
+
+    def error(self, line: int, rule: str) -> UserError:
+        return UserError(f"parallel.schedule {self.name}, line {line}: {rule}.")
+
+    def parse(self, line: str, number: int) -> Iterator[Action]:
+        """The actions of line `number` (from 1)."""
+        empty = True
+        for text in _OVERLAP.sub(lambda found: found[1].replace(";", ","), line).split(","):
+            if word := text.strip().strip('"'):
+                empty = False
+                yield self._action(word, number)
+        if empty:
+            raise self.error(number, "it has no action, and each line is one pipeline rank; leave it out")
+
+    def _action(self, word: str, line: int) -> Action:
+        found = _ACTION.fullmatch(word)
+        if found is None:
+            rule = f"must be a stage, one of F, B, I and W, and a micro-batch, {_EXAMPLE}"
+            raise self.error(line, f"{shown(repr(word))} {rule}")
+        action = Action(int(found[1]), found[2], int(found[3]))
+        first = self._line_of.setdefault(action.stage, line)
+        if first != line:
+            rule = f"stage {action.stage} has actions on line {first} already; put all of a stage on one line"
+            raise self.error(line, f"{action} cannot be here, as {rule}")
+        if action in self._seen:
+            raise self.error(line, f"{action} is there twice; leave one of them out")
+        rivals = {"B": "IW", "I": "B", "W": "B"}.get(action.kind, "")
+        for rival in (action._replace(kind=kind) for kind in rivals):
+            if rival in self._seen:
+                raise self.error(line, f"{action} computes again what {rival} computes; leave one of them out")
+        self._seen.add(action)
+        return action
+
+    def check_complete(self, orders: Orders) -> None:
+        stages, seen = stage_count(orders), self._seen
+        micro_batches = 1 + max(action.micro_batch for action in seen)
+        for stage in range(stages):
+            if stage not in self._line_of:
+                raise UserError(
+                    f"parallel.schedule {self.name} has actions of {stages - 1} as its last stage but none of stage "
+                    f"{stage}; number the stages from 0 without a gap."
+                )
+        for stage in range(stages):
+            for number in range(micro_batches):
+                forward, full, inputs, weights = (Action(stage, kind, number) for kind in "FBIW")
+                absent = ""
+                if forward not in seen:
+                    absent = f"{forward} is missing"
+                elif full not in seen and not {inputs, weights} <= seen:
+                    alone = [str(each) for each in (inputs, weights) if each not in seen]
+                    absent = f"{alone[0]} is missing" if len(alone) == 1 else f"{full} is missing"
+                if absent:
+                    rule = f"each stage needs F and B (or I and W) of all {micro_batches} micro-batches; add it"
+                    raise self.error(self._line_of[stage], f"{absent}, and {rule}")
+
+
+def _as_written(result: Action, orders: Orders) -> Action:
+    """The action of a file that gives `result`."""
+    return next((each for order in orders for each in order if result_of(each) == result), result)
