@@ -1,11 +1,11 @@
-"""S38: what the backward pass computes again: the same gradients bit for bit, and the memory that the formula says."""
+"""What the backward pass computes again: the same gradients bit for bit, and the memory that the formula says."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
@@ -15,8 +15,10 @@ from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.parallel.parameter import local
-from threefold.parallel.recompute import chosen_layers
+from threefold.models.sharding import Constant, ModelPlan, Replicated
+from threefold.parallel.parameter import local, replace_parameters
+from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.recompute import apply_recompute, chosen_layers, unwrapped
 from threefold.plan.activations import Attention, BlockSizes, block_bytes, recording_saved
 from threefold.random.dropout import sample_keys
 
@@ -175,6 +177,69 @@ def test_layers_are_counted_over_the_whole_model() -> None:
     assert chosen_layers(plan.layers, plan.recompute, "full", 2) == ["blocks.0", "blocks.2", "blocks.4"]
     assert chosen_layers(plan.layers, plan.recompute, "selective") == [f"blocks.{number}" for number in range(5)]
     assert chosen_layers(plan.layers, plan.recompute, "none") == []
+
+
+class Core(nn.Module):
+    """A module of one's own, with a parameter, a submodule and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+        self.inner = nn.ModuleDict({"up": nn.Linear(4, 4)})
+        self.width, self.calls = 4, 0
+
+    def forward(self, x: Tensor, samples: Any = None) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.inner["up"](x) * self.scale) * (2 if self.training else 1)
+
+
+class Layer(nn.Module):
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, x: Tensor, samples: Any = None) -> Tensor:
+        return self.core(x)
+
+
+def own_stage(mode: str) -> Stage:
+    """Two layers that have one core in common, its activations recomputed."""
+    torch.manual_seed(0)
+    core = Core()
+    model = nn.ModuleDict({"first": Layer(core), "second": Layer(core)})
+    recompute = {"selective": ("*.core", "*.core.inner"), "full": ("*",)}
+    plan = ModelPlan(
+        {"**": Replicated()}, ("first", "second"), (1.0, 1.0), lambda name: Constant(1.0), recompute=recompute
+    )
+    stage = Stage(model, plan, 0, 2)
+    apply_recompute([stage], mode)
+    return stage
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_modules_of_ones_own_keep_names_attributes_and_gradients(mode: str) -> None:
+    plain, stage = own_stage("none"), own_stage(mode)
+    core = stage.get_submodule("first.core")
+    assert list(stage.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in stage.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert isinstance(unwrapped(core), Core)
+    assert (core.width, core.scale.numel()) == (4, 4)
+    assert stage.get_submodule("second.core") is core
+    for each in (plain, stage):
+        replace_parameters(each, lambda parameter: nn.Parameter(parameter.detach() * 3))
+        each(torch.linspace(-1, 1, 8).view(2, 4)).sum().backward()
+    for (name, got), expected in zip(stage.named_parameters(), plain.parameters(), strict=True):
+        assert got.grad is not None and expected.grad is not None, name  # noqa: PT018
+        assert got.grad.equal(expected.grad), name
+    assert (plain.get_submodule("first.core").calls, core.calls) == (2, 4)
+
+
+def test_evaluation_mode_reaches_what_is_recomputed() -> None:
+    stage, x = own_stage("selective"), torch.ones(2, 4)
+    layer = stage.get_submodule("first")
+    training = layer(x)
+    stage.eval()
+    assert training.equal(2 * layer(x))
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class Engine:
         """
         tokens, self._padding = self._count(batch)
         if tokens == 0:
-            raise UserError(f"No token of the batch of step {step + 1} counts for the loss; look at data.path.")
+            raise UserError(f"All labels of the batch of step {step + 1} are masked; check data.path.")
         keys = sample_keys(self.config.train.seed, step, batch.rows) if self._has_dropout else None
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         weights = (batch.labels != IGNORE_INDEX).double() * (scale / tokens) if self._adds_losses else None

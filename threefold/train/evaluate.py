@@ -1,4 +1,4 @@
-"""The loss on the held-out part."""
+"""Evaluation: the loss on the validation part."""
 
 import time
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from threefold.train.engine import Engine
 
 
 def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> EvaluationRecord | None:
-    """Mean loss over the tokens of the first `batches` global batches of the held-out part; the same on every rank.
+    """Mean loss over the tokens of the first `batches` global batches of the validation part; the same on every rank.
 
-    A mixture's corpora share the batches by their weights, and their means add up by their weights. Gradients and
-    randomness stay as they are. Collective over the world.
+    The corpora of a mixture get batches by their weights, and the loss is the mean of theirs by the same weights.
+    Gradients and randomness stay as they are. Collective over the world.
 
     Args:
         engine: the model.
-        loader: has the held-out samples; gives every rank the same number of batches.
+        loader: has the validation samples; gives every rank the same number of batches.
         batches: at most so many.
         step: updates made so far.
 
@@ -25,7 +25,7 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
         None where the run is to end before all batches were seen (`engine.stop`).
 
     Raises:
-        UserError: no token of them counts.
+        UserError: all their labels are masked.
     """
     started = time.perf_counter()
     loss, tokens, by_corpus = 0.0, 0, {}
@@ -40,7 +40,7 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
 
 
 def _mean_loss(engine: Engine, batches: Iterator[Batch], name: str) -> tuple[float, int] | None:
-    """Mean loss over the tokens that count, and their number; None where the run is to end."""
+    """Mean loss over the valid tokens, and their number; None where the run is to end."""
     total, tokens = 0.0, 0
     for batch in batches:
         loss, count = engine.evaluate(batch)
@@ -50,7 +50,6 @@ def _mean_loss(engine: Engine, batches: Iterator[Batch], name: str) -> tuple[flo
     if tokens == 0:
         of = f" of {name}" if name else ""
         raise UserError(
-            f"No token of the validation batches{of} counts for the loss, "
-            "as its documents are empty; prepare other data."
+            f"All labels of the validation batches{of} are masked, as its documents are empty; prepare other data."
         )
     return total / tokens, tokens
