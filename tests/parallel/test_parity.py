@@ -1,7 +1,7 @@
-"""S17, S20, S21, S24, S26, S27, S28, S46: any layout computes what one process computes.
+"""Any layout computes what one process computes.
 
 Per parameter: initial weights, each step's gradient before the update, and the weights after the last; and each step's
-loss and gradient norm on every rank. The oracle is the unsplit model with torch's own loss, clip and optimizer.
+loss and gradient norm on every rank. The reference is the unsplit model with torch's own loss, clip and optimizer.
 """
 
 import shutil
@@ -101,7 +101,7 @@ def test_loss_curve_of_twenty_steps_in_single_precision(pool, expected, tp: int)
 
 
 def test_ranks_agree_bit_for_bit(pool) -> None:
-    """S14, S24: what several ranks hold is the same bits on all of them after twenty steps, tied weights included."""
+    """What several ranks hold is the same bits on all of them after twenty steps, tied weights included."""
     case = Case(steps=20, dropout=0.1).with_layout(2, 2, 2)
     traces = pool.run(8, in_layout, case)
     for trace in traces[1:]:

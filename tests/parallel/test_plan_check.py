@@ -164,8 +164,8 @@ HOSTILE: list[tuple[Callable[[Model], None], dict[str, Any], str]] = [
     (nothing, {"layers": (), "costs": ()}, "layers is empty"),
     (nothing, {"costs": (1.0, 1.0, 1.0, 1.0, float("nan"))}, "costs has nan for 'head' but must have finite numbers from 0 on."),
     (nothing, {"kinds": ("Block",)}, "kinds has 1 names but layers has 5"),
-    (nothing, {"split": {**TABLE, "blocks.*.mpl.up": Column()}}, "split has 'blocks.*.mpl.up', which no module of the model has for a name; the nearest is 'blocks.2.mlp.up'; mend it or leave it out."),
-    (nothing, {"split": {**table("blocks.*.mlp.up"), "blocks.*.mpl.up": Column()}}, "split says nothing about the parameter 'blocks.0.mlp.up.weight'; give 'blocks.0.mlp.up' Replicated(), and mend 'blocks.*.mpl.up', which no module of the model has for a name."),
+    (nothing, {"split": {**TABLE, "blocks.*.mpl.up": Column()}}, "split has 'blocks.*.mpl.up', which no module of the model has for a name; the nearest is 'blocks.2.mlp.up'; correct it or leave it out."),
+    (nothing, {"split": {**table("blocks.*.mlp.up"), "blocks.*.mpl.up": Column()}}, "split says nothing about the parameter 'blocks.0.mlp.up.weight'; give 'blocks.0.mlp.up' Replicated(), and correct 'blocks.*.mpl.up', which no module of the model has for a name."),
     (nothing, {"split": {**TABLE, "blocks.*.*.up": Replicated()}}, ""),  # two whole names against three
     (nothing, {"split": {**table("blocks.*.mlp.up"), "blocks.*.mlp.*": Replicated(), "blocks.*.*.up": Column()}}, "split has 'blocks.*.*.up' and 'blocks.*.mlp.*', which both match 'blocks.0.mlp.up' and are equally specific"),
     (nothing, {"split": {**table("blocks.*.mlp.up"), "**.up": Column(), "blocks.*.mlp": Replicated()}}, "split has '**.up', which decides for nothing: 'blocks.*.mlp' is more specific and decides for all inside it, 'blocks.0.mlp.up' too"),

@@ -84,7 +84,7 @@ def test_every_layout_has_the_same_losses(
 def test_stages_are_told_and_a_run_goes_on_under_another_schedule(
     pool: WorkerPool, small_run: Run, tmp_path: Path
 ) -> None:
-    """S19: each stage with its rank, layers and parameters; the first and the last of a V share a rank."""
+    """Each stage with its rank, layers and parameters; the first and the last of a V share a rank."""
     run, checkpointed = small_run.but(dp=1, steps=4), (("checkpoint.every", 2),)
     pool.run(1, train_rank, run.but(steps=6), tmp_path / "one")
     folded = (*checkpointed, ("parallel.schedule", "zbv"), ("parallel.partition", (1, 2, 4)))

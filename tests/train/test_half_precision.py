@@ -1,4 +1,4 @@
-"""S39: half precision in every layout, against one process in fp32."""
+"""Half precision in every layout, against one process in fp32."""
 
 from dataclasses import replace
 from typing import Any

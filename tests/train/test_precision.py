@@ -1,4 +1,4 @@
-"""S39: fp16 with a loss scale that all ranks agree on, bf16 with wide masters or without, in every layout."""
+"""Fp16 with a loss scale that is the same on all ranks, bf16 with wide masters or without, in every layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +83,7 @@ PLACES = [
 
 @sweep(("place", "name"), PLACES, ids=str, quick=(0, 3))
 def test_an_overflow_on_one_rank_makes_every_rank_skip(pool, place: tuple[int, ...], name: str) -> None:
-    """S39: on one replica, one tensor rank or one stage, split weights or whole ones; the step after goes on."""
+    """On one replica, one tensor rank or one stage, split weights or whole ones; the next step is made."""
     case = FP16.with_layout(2, 2, 2)
     value = float("nan") if place == (1, 0, 0) else float("inf")
     check_skipped_by_all(pool.run(8, overflowing, case, place, name, 1, value), 1)

@@ -64,7 +64,7 @@ def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:
         (
             ('"blocks.*.norm"', '"block.*.norm"'),
             "split says nothing about the parameter 'blocks.0.norm.attention.weight'; give 'blocks.0.norm.attention' "
-            "Replicated(), and mend 'block.*.norm', which no module of the model has for a name.",
+            "Replicated(), and correct 'block.*.norm', which no module of the model has for a name.",
         ),
         (
             ('ties={"head.output', 'ties={"head.out'),

@@ -1,4 +1,4 @@
-"""The mesh and everything that is split over it; its layers also serve models of your own.
+"""How a model is spread over a mesh. The parallel layers named here can be used in models of your own, too.
 
 What is named here is imported when it is first used: `threefold.comm.layout` alone needs no torch, which takes
 seconds to import.

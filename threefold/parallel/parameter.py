@@ -1,4 +1,4 @@
-"""Parameters that are split over an axis: a `DTensor` to store, a plain tensor to compute with.
+"""Parameters that are sharded over a mesh axis: a `DTensor` to store, a plain tensor to compute with.
 
 The `DTensor` carries the whole shape and the placement, so checkpoints, counts and comparisons see global tensors. The
 forward pass computes with a plain leaf that shares its memory: no operation is dispatched through `DTensor`, whose cost
@@ -29,12 +29,12 @@ def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
 
 
 def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[int, int]) -> nn.Parameter:
-    """A parameter stored as this rank's part of `whole`, cut along a dim for each of two axes.
+    """A parameter stored as this rank's shard of `whole`, sharded along a dim for each of two axes.
 
     Args:
         whole: as for `split_parameter`.
-        axes: the mesh's outer axis and its inner one; the outer one's `device_mesh` has both.
-        dims: what each cuts, not the same.
+        axes: the outer axis of the mesh and the inner one; `device_mesh` of the outer one has both.
+        dims: the dim that each of them shards; two different ones.
     """
     part = whole.detach()
     for axis, dim in zip(axes, dims, strict=True):
@@ -50,7 +50,7 @@ def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.
 
 
 def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dims: Sequence[int]) -> nn.Parameter:
-    """A rank's part of a parameter, as one of the whole shape whose `dims` the axes of `axis.device_mesh` cut."""
+    """A rank's shard as a parameter of the whole shape, whose `dims` the axes of `axis.device_mesh` shard."""
     if axis.device_mesh is None:
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
     placements = [Shard(dim) for dim in dims]
@@ -95,18 +95,18 @@ def gradient(parameter: Tensor) -> Tensor | None:
 
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:
-    """A module's parameter as the whole model sees it; itself, unless its shards are shared out further (`zero.py`)."""
+    """A module's parameter as the whole model sees it; itself, unless ZeRO shards it further (`data/zero.py`)."""
     return getattr(parameter, "_stored", parameter)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The unsplit tensor, on every rank. Collective over the axes that it is split over."""
+    """The unsharded tensor, on every rank (all-gather). Collective over the axes that it is sharded over."""
     if not isinstance(tensor, DTensor):
         return tensor
     joined = tensor.to_local()
     for axis, dim in enumerate(cut_dims(tensor)):  # the last cut is the first to be undone
         if dim is not None:
-            joined = _join(joined, tensor.device_mesh.get_group(axis), dim)
+            joined = _all_gather(joined, tensor.device_mesh.get_group(axis), dim)
     return joined
 
 
@@ -123,24 +123,24 @@ def offset(parameter: Tensor) -> tuple[int, ...]:
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether the ranks of the tensor axis hold different parts of it."""
+    """Whether it is sharded over the tensor axis."""
     if not isinstance(parameter, DTensor):
         return False
     return "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def is_of_experts(parameter: Tensor) -> bool:
-    """Whether the replicas of the expert axis hold different parts of it."""
+    """Whether it is sharded over the expert axis."""
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def axes_of(parameter: Tensor) -> frozenset[str]:
-    """The names of the axes whose ranks hold different parts of it."""
+    """The names of the axes that it is sharded over."""
     return frozenset(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else frozenset()
 
 
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Put `make(parameter)` in the place of each parameter; modules that share one share what is made of it."""
+    """Put `make(parameter)` in the place of each parameter; tied ones stay one parameter."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
@@ -155,7 +155,7 @@ def cut_dims(tensor: DTensor) -> list[int | None]:
     return [getattr(placement, "dim", None) for placement in tensor.placements]
 
 
-def _join(part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def _all_gather(part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     moved = part.detach().movedim(dim, 0).contiguous()
     sizes = [torch.empty(1, dtype=torch.int64, device=part.device) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([len(moved)], device=part.device), group=group)

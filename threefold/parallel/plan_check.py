@@ -1,4 +1,4 @@
-"""Whether a plan fits its model: what it names is there, and nothing of the model is left out."""
+"""Checks that a plan fits its model: what it names exists, and nothing of the model is left out."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -21,7 +21,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     """Check a plan against the whole model.
 
     Args:
-        model: of one device, on any device (the meta device will do).
+        model: the single-device model, on any device (the meta device will do).
         plan: of it.
 
     Raises:
@@ -102,26 +102,28 @@ def _unlisted(parameter: str, plan: ModelPlan) -> str:
 
 
 def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
-    """Each pattern matches a module and is not swallowed, and decides alone or beside less specific ones."""
+    """Each pattern matches a module, decides for one at least, and decides alone or beside less specific ones."""
     idle = [pattern for pattern in plan.split if not any(matches(name, pattern) for name in modules if name)]
     deciding = {name: plan.patterns.deciding(name) for name in modules}
     for name in parameters:
         if plan.split_of(name) is None:
             module = name.rpartition(".")[0]
-            mend = f", and mend {_list(idle)}, which no module of the model has for a name" if idle else ""
-            raise UserError(f"split says nothing about the parameter {name!r}; give {module!r} Replicated(){mend}.")
+            correction = f", and correct {_list(idle)}, which no module of the model has for a name" if idle else ""
+            raise UserError(
+                f"split says nothing about the parameter {name!r}; give {module!r} Replicated(){correction}."
+            )
     if idle:
         raise UserError(
-            f"split has {idle[0]!r}, which no module of the model has for a name{_nearest(idle[0], modules)}; mend it "
-            "or leave it out."
+            f"split has {idle[0]!r}, which no module of the model has for a name{_nearest(idle[0], modules)}; "
+            "correct it or leave it out."
         )
     for pattern in plan.split:
         named = [name for name in modules if name and matches(name, pattern)]
-        swallowed = [name for name in named if (other := deciding[name]) and not matches(name, other)]
-        if swallowed and all(deciding[name] != pattern for name in named):
+        overruled = [name for name in named if (other := deciding[name]) and not matches(name, other)]
+        if overruled and all(deciding[name] != pattern for name in named):
             raise UserError(
-                f"split has {pattern!r}, which decides for nothing: {deciding[swallowed[0]]!r} is more specific and "
-                f"decides for all inside it, {swallowed[0]!r} too; write more of the name, or leave it out."
+                f"split has {pattern!r}, which decides for nothing: {deciding[overruled[0]]!r} is more specific and "
+                f"decides for all inside it, {overruled[0]!r} too; write more of the name, or leave it out."
             )
 
 

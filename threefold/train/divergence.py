@@ -10,7 +10,7 @@ from threefold.train.callbacks.base import EvaluationRecord, StepRecord
 
 
 class DivergenceError(UserError):
-    """The loss, the gradient or the weights are not finite, and no smaller loss scale could mend it."""
+    """The loss, the gradient or the weights are not finite, and no smaller loss scale could help."""
 
 
 class CheckpointStore(Protocol):

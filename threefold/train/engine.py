@@ -66,7 +66,7 @@ class Engine:
         plan: how it is cut.
         mesh: its axes, and this rank's place on them.
         config: resolved.
-        stop: exchanges in each step and evaluation which ranks ask for the end of the run.
+        stop: sums over the ranks, in each step and evaluation, which of them ask to end the run.
     """
 
     def __init__(

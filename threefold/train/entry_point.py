@@ -47,7 +47,7 @@ def train(
         None at the end of training; else where a signal ended it, which is the same on every rank.
 
     Raises:
-        UserError: on every rank, what the user can mend: bad data, nothing to resume, divergence, a full disk.
+        UserError: on every rank, what the user can correct: bad data, nothing to resume, divergence, a full disk.
     """
     keep_freed_memory()
     mesh = Mesh(Layout.of(config.parallel), _device(config))

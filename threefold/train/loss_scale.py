@@ -9,11 +9,11 @@ enough steps in which they do not.
 from threefold.config import PrecisionConfig
 
 LEAST = 1.0
-"""Where gradients overflow even unscaled, the scale is not to blame."""
+"""The smallest scale; gradients that overflow at this one overflow unscaled."""
 
 
 class LossScale:
-    """The scale and how long it has held; the same on every rank, as all see the same gradient norm.
+    """The scale, and for how many steps without overflow; the same on every rank, as all have the same gradient norm.
 
     Args:
         initial: of the first step, a power of two, so that multiplying and dividing round nothing.
@@ -43,7 +43,7 @@ class LossScale:
         self.value, self.good_steps = max(LEAST, self.value / 2), 0
 
     def held(self) -> None:
-        """The gradients of a step were finite: double, if it is time."""
+        """The gradients of a step were finite: double after `window` such steps."""
         self.good_steps += 1
         if self.good_steps == self.window:
             self.value, self.good_steps = self.value * 2, 0
