@@ -180,6 +180,10 @@ class OverExperts(Split):
     experts: Unit | None = None
     inner: Unit | None = None
 
+    def uncut_dim(self, parameter: str) -> int:
+        """The dim that neither axis cuts; ZeRO shards along it among the ranks that have the same experts."""
+        return next(dim for dim in range(3) if dim not in {cut.dim for cut in self.cuts(parameter)})
+
     def units(self, parameter: str) -> Mapping[str, Unit]:
         inner = self.inner
         if inner is not None and parameter == "down":

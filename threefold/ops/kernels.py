@@ -1,7 +1,7 @@
-"""Faster ways to compute the same on a CPU; elsewhere torch's own.
+"""Linear layers, embeddings and attention: the same arithmetic as torch's, faster on a CPU; elsewhere torch's own.
 
-Torch's fp32 linear goes through MKL, which on processors that are not Intel's takes a slow path; oneDNN, which torch
-carries too, does not. Torch's fused bf16 attention takes three times as long as plain products on a CPU, and the memory
+Torch's fp32 linear goes through MKL, which takes a slow path on processors other than Intel's; oneDNN, which torch
+includes, does not. Torch's fused bf16 attention takes three times as long as plain products on a CPU, and the memory
 that it saves is little for short sequences.
 """
 
@@ -72,24 +72,24 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, apart: Tensor | None = None) -> Tensor:
-    """Attention of the last Q of K positions to all positions up to their own.
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """Causal attention of the last Q of K positions to all positions up to their own.
 
     Args:
         q: [B, Q, heads, d].
-        k, v: [B, K, key-value heads, d], K ≥ Q; each of their heads serves as many neighbouring ones of `q`.
-        apart: bool [B or 1, Q, K], true where a query must not see a key either, though never its own; None for
-            nowhere.
+        k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighbouring heads of `q` (GQA).
+        hidden: bool [B or 1, Q, K], an attention mask beside the causal one: true where a query does not attend to a
+            key, never its own; None where there is no such mask.
 
     Returns:
         [B, Q, heads · d].
     """
     if _plain_attention_is_faster(k):
-        return _plain_attention(q, serve_heads(k, q.shape[2]), serve_heads(v, q.shape[2]), apart)
+        return _plain_attention(q, serve_heads(k, q.shape[2]), serve_heads(v, q.shape[2]), hidden)
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    if apart is not None:
-        allowed = ~(apart | later(q.shape[2], k.shape[2], q.device)).unsqueeze(1)
+    if hidden is not None:
+        allowed = ~(hidden | later(q.shape[2], k.shape[2], q.device)).unsqueeze(1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=grouped)
     elif q.shape[2] == k.shape[2]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -100,7 +100,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, apart: Tensor | None = Non
 
 
 def serve_heads(x: Tensor, heads: int, dim: int = 2) -> Tensor:
-    """Keys or values with each head of `dim` repeated for all the query heads that it serves, `heads` in all."""
+    """GQA: keys or values with each head of `dim` repeated for its group of query heads, `heads` in all."""
     served = heads // x.shape[dim]
     return x if served == 1 else x.repeat_interleave(served, dim)
 
@@ -122,7 +122,7 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
 
 
 def _grouped_product_serves(x: Tensor, weight: Tensor) -> bool:
-    """Torch's grouped product wants rows of whole 16 bytes."""
+    """Torch's grouped product needs rows of a multiple of 16 bytes."""
     aligned = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
     return x.is_cuda and x.dtype == weight.dtype and x.dtype in _GROUPED and aligned
 
@@ -131,13 +131,13 @@ def _plain_attention_is_faster(k: Tensor) -> bool:
     return k.dtype == torch.bfloat16 and k.device.type == "cpu" and k.shape[1] <= _LONGEST_MATERIALISED
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, apart: Tensor | None) -> Tensor:
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
     batch, queries, heads, width = q.shape
     keys = k.shape[1]
     q, k, v = (each.transpose(1, 2).reshape(batch * heads, -1, width) for each in (q, k, v))
     bias = torch.full((queries, keys), -torch.inf, dtype=q.dtype).triu_(1 + keys - queries)
-    if apart is not None:
-        bias = bias.masked_fill(apart, -torch.inf).expand(batch, -1, -1).repeat_interleave(heads, 0)
+    if hidden is not None:
+        bias = bias.masked_fill(hidden, -torch.inf).expand(batch, -1, -1).repeat_interleave(heads, 0)
     out = torch.baddbmm(bias, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
     return out.view(batch, heads, queries, width).transpose(1, 2).flatten(2)
 
@@ -149,15 +149,15 @@ def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(a, b, bias)` of matrices, transposed views too, by the fastest way; no gradient passes through it."""
+    """`F.linear(a, b, bias)` of matrices, transposed views too, computed the fastest way; not differentiable."""
     return _times_transposed(a, b, bias) if _onednn_serves(a, b) else F.linear(a, b, bias)
 
 
 class _WideEmbedding(torch.autograd.Function):
-    """A look-up whose gradient is added up in fp32 and rounded once.
+    """A look-up whose gradient is accumulated in fp32 and rounded once.
 
-    Torch adds it up row by row in the table's dtype on a CPU: in bf16 the row of a token that comes up often stops
-    growing at 256 times a single gradient.
+    Torch accumulates it in the table's dtype on a CPU: in bf16 the sum for a frequent token stops growing at 256 times
+    a single gradient.
     """
 
     @staticmethod

@@ -11,7 +11,6 @@ from threefold.errors import UserError
 from threefold.models.name_pattern import matches
 from threefold.models.sharding import Constant, ModelPlan, Normal, PerHead, Replicated, Split
 from threefold.parallel.shard_modules import SHARDINGS
-from threefold.parallel.shard_shapes import cuts_of
 
 _WITHIN = (Replicated, PerHead)
 """Splits of a module that leave what is inside it to other patterns."""
@@ -218,7 +217,7 @@ def _identities(module: nn.Module) -> dict[str, int]:
 def _how(name: str, plan: ModelPlan) -> tuple[object, ...]:
     split = plan.split_of(name)
     assert split is not None
-    return *cuts_of(split, name.rpartition(".")[2]), isinstance(split, PerHead)
+    return *split.cuts(name.rpartition(".")[2]), isinstance(split, PerHead)
 
 
 def _split_name(name: str, plan: ModelPlan) -> str:

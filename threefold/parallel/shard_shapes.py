@@ -9,9 +9,6 @@ from threefold.comm.layout import Coordinates
 from threefold.config.schema import ParallelConfig
 from threefold.models.sharding import OverExperts, Split
 
-_SHARED_EXPERTS = {"gate_up": 2, "down": 1}
-"""Parameter of experts that replicas share → the dim along which ZeRO cuts it."""
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -26,7 +23,7 @@ class Place(NamedTuple):
 
     Attributes:
         tp, ep: as the axes of the mesh.
-        zero: among the ranks that share a copy.
+        zero: among the ranks that hold shards of one copy (ZeRO).
         zero_experts: among those of them that have the same experts.
     """
 
@@ -37,7 +34,7 @@ class Place(NamedTuple):
 
     @property
     def unshared(self) -> "Place":
-        """What the rank has gathered where nothing is shared out."""
+        """Without ZeRO: what the rank holds of a gathered parameter."""
         return self._replace(zero=Shard(), zero_experts=Shard())
 
 
@@ -56,16 +53,6 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
     return Place(Shard(at.tp, parallel.tp), Shard(at.dp % parallel.ep, parallel.ep), zero, experts)
 
 
-def cuts_of(split: Split, parameter: str) -> tuple[tuple[str, int], ...]:
-    """The axes that cut a parameter of a module, and along which dim.
-
-    Args:
-        split: of the module.
-        parameter: its name in the module.
-    """
-    return split.cuts(parameter)
-
-
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
     """The part of a weight that the rank at `place` holds.
 
@@ -76,10 +63,10 @@ def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place
         place: where the rank is.
     """
     local = list(shape)
-    for axis, dim in cuts_of(split, parameter):
+    for axis, dim in split.cuts(parameter):
         local[dim] = _length(local[dim], getattr(place, axis))
     if isinstance(split, OverExperts) and place.ep.count > 1:
-        dim = _SHARED_EXPERTS[parameter]
+        dim = split.uncut_dim(parameter)
         local[dim] = _length(local[dim], place.zero_experts)
     else:
         local[0] = _length(local[0], place.zero)

@@ -131,12 +131,12 @@ def gradients_not_summed_over_the_context_ranks() -> list[Patch]:
 
 def attention_mask_by_local_row() -> list[Patch]:
     indices = staticmethod(lambda size, device: torch.arange(size, device=device))
-    return [replace(context.Chunk, "indices", lambda self, size, device: indices(size, device))]
+    return [replace(context.SequenceChunk, "indices", lambda self, size, device: indices(size, device))]
 
 
 def attention_mask_of_a_shorter_sequence() -> list[Patch]:
     """Rows of the second head and on are counted as if the sequence ended with the chunk."""
-    return [replace(context.Chunk, "whole", lambda self, size: size)]
+    return [replace(context.SequenceChunk, "whole", lambda self, size: size)]
 
 
 def hidden_mask_by_local_position() -> list[Patch]:

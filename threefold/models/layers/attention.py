@@ -11,7 +11,7 @@ from threefold.random.positions import Positions, Slice
 
 
 class CausalAttention(nn.Module):
-    """softmax(Q·Kᵀ/√d)·V over the positions up to each token's own; of its own document only, where those are told.
+    """softmax(Q·Kᵀ/√d)·V under a causal attention mask, with GQA where there are fewer key-value heads than heads.
 
     Args:
         dropout: probability of dropping an attention weight.
@@ -25,29 +25,31 @@ class CausalAttention(nn.Module):
         self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Attend from the last Q positions of the first K, Q being all K where a sequence is whole.
+        """Attend from the last Q of K positions to those up to their own, in their own document where `samples` has
+        documents.
 
         Args:
             q: [B, Q, heads, d].
-            k, v: [B, K, key-value heads, d]; each of their heads serves as many neighbouring ones of `q`.
+            k, v: [B, K, key-value heads, d]; each key-value head serves a group of neighbouring heads of `q` (GQA).
             samples: dropout keys and documents.
 
         Returns:
             [B, Q, heads · d].
         """
-        apart = self._apart(q.shape[1], k.shape[1], samples, q.device)
+        hidden = self._hidden(q.shape[1], k.shape[1], samples, q.device)
         if not self.dropout.draws(samples.keys):
-            return causal_attention(q, k, v, apart)
+            return causal_attention(q, k, v, hidden)
         k, v = (serve_heads(each, q.shape[2]) for each in (k, v))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, heads, S, d]
-        hidden = later(q.shape[2], k.shape[2], q.device)
-        if apart is not None:
-            hidden = (hidden | apart).unsqueeze(1)
-        weights = (q * q.shape[-1] ** -0.5 @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1)
+        mask = later(q.shape[2], k.shape[2], q.device)
+        if hidden is not None:
+            mask = (mask | hidden).unsqueeze(1)
+        weights = (q * q.shape[-1] ** -0.5 @ k.mT).masked_fill(mask, -torch.inf).softmax(-1)
         return (self.dropout(weights, samples.keys) @ v).transpose(1, 2).flatten(2)
 
-    def _apart(self, queries: int, keys: int, samples: SampleInfo, device: torch.device) -> Tensor | None:
-        """bool [B or 1, queries, keys]: what is hidden though it comes before; None where nothing is."""
+    def _hidden(self, queries: int, keys: int, samples: SampleInfo, device: torch.device) -> Tensor | None:
+        """bool [B or 1, queries, keys]: the attention mask beside the causal one, true where it hides; None where it
+        hides nothing."""
         apart = None if samples.documents is None else _apart(samples.documents[:, :keys], queries)
         if not 0 < self.window < keys:
             return apart

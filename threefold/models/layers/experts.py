@@ -1,4 +1,4 @@
-"""Experts: feed-forward networks of which each token passes a few, as in Mixtral (arXiv 2401.04088) and Qwen's MoE."""
+"""Mixture of experts (MoE): feed-forward networks of which each token uses a few, as in Mixtral (arXiv 2401.04088)."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from threefold.ops.kernels import grouped_linear
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes through the few experts that the router finds, and through the shared one where there is one."""
+    """The weighted outputs of the few experts that the router chooses for a token, and of the shared one, if any."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -58,36 +58,36 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, inner))
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
-        """[B, S, H] → [B, S, H]: the weighted sum of what each token's experts answer."""
+        """[B, S, H] → [B, S, H]: the weighted sum of the outputs of each token's experts."""
         return through(x, choice, len(self.gate_up), lambda rows, counts: swiglu(rows, self.gate_up, self.down, counts))
 
 
 def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Sort tokens by expert, have them answered, and add each token's answers up by their weights.
+    """Sort tokens by expert, run the experts, and sum each token's outputs by their weights.
 
     Args:
         x: [B, S, H].
         choice: of each token.
         experts: how many there are.
-        run: (rows [n, H] sorted by expert, int64 [experts] rows of each) → their answers [n, H].
+        run: (rows [n, H] sorted by expert, int64 [experts] rows of each) → outputs [n, H].
 
     Returns:
-        [B, S, H]; zero for a token that no expert had room for.
+        [B, S, H]; zero for a token whose experts were all full.
     """
     hidden, per_token = x.shape[-1], choice.experts.shape[-1]
     chosen = choice.experts.flatten()
     counts = torch.bincount(chosen, minlength=experts + 1)[:experts]
-    order = chosen.argsort(stable=True)[: int(counts.sum())]  # without those that found no room, who come last
-    # One row for each token and expert: both ways through are then copies, whose gradients are the same every time.
+    order = chosen.argsort(stable=True)[: int(counts.sum())]  # without those whose expert was full, which come last
+    # One row for each token and expert: both permutations are then copies, whose gradients are deterministic.
     rows = x.reshape(-1, 1, hidden).expand(-1, per_token, -1).reshape(-1, hidden)[order]
-    answers = run(rows, counts)
-    slots = answers.new_zeros(chosen.numel(), hidden).index_copy(0, order, answers)
+    outputs = run(rows, counts)
+    slots = outputs.new_zeros(chosen.numel(), hidden).index_copy(0, order, outputs)
     weighted = slots.view(*choice.experts.shape, hidden) * choice.weights.unsqueeze(-1)
     return weighted.sum(-2)
 
 
 def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-    """Each expert's answers to its rows.
+    """Each expert's outputs for its rows.
 
     Args:
         rows: [n, H], sorted by expert.

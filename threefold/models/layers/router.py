@@ -1,8 +1,8 @@
-"""Which experts each token goes to, the same in every layout.
+"""The router of a mixture of experts, with its load balancing loss: the same choices in every layout.
 
-The choice for a token depends on its own sequence alone, so that it matters to nobody how the batch is divided: each
-expert takes at most its capacity of a sequence's tokens, the earliest first, which no later token can change; and what
-spreads the tokens over the experts looks at one sequence at a time.
+The choice for a token depends on its own sequence alone, so it does not depend on how the batch is divided: each expert
+takes at most its capacity of a sequence's tokens, the earliest first, which no later token can change; and the load
+balancing loss is computed sequence by sequence.
 """
 
 from math import ceil
@@ -16,11 +16,11 @@ from threefold.models.layers.decoder import NOTHING, SampleInfo
 
 
 class Choice(NamedTuple):
-    """Where tokens go.
+    """The experts of each token.
 
     Attributes:
-        experts: int64 [B, S, k]; the number of experts itself where a token found its expert full.
-        weights: [B, S, k], what each expert's answer counts for.
+        experts: int64 [B, S, k]; the number of experts itself where a token's expert was full.
+        weights: [B, S, k], of each expert's output.
     """
 
     experts: Tensor
@@ -36,8 +36,8 @@ class Routing(nn.Module):
         capacity_factor: most tokens of a sequence that an expert takes while training, as a multiple of S·k/E; 0 for
             no limit.
         normalize: whether a token's weights add up to 1.
-        aux_loss: weight of the load-balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961,
-            section 2.2), worked out sequence by sequence.
+        aux_loss: weight of the load balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961,
+            section 2.2).
         z_loss: weight of the squared log-sum-exp of each token's logits (Zoph et al., ST-MoE, arXiv 2202.08906).
     """
 
@@ -53,10 +53,10 @@ class Routing(nn.Module):
         return self.aux_loss > 0 or self.z_loss > 0
 
     def forward(self, logits: Tensor, samples: SampleInfo = NOTHING) -> Choice:
-        """Choose by `logits` [B, S, E]; worked out in fp32 at least.
+        """Choose by `logits` [B, S, E]; computed in fp32 at least.
 
         Args:
-            samples: its `weights` say what each token's auxiliary losses count for in the gradient.
+            samples: its `weights` are those of each token's auxiliary losses in the gradient.
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probabilities = wide.softmax(-1)
@@ -70,10 +70,10 @@ class Routing(nn.Module):
         return Choice(experts, weights.to(logits.dtype))
 
     def _losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """The sum of both losses over this rank's tokens, each times its weight.
+        """The sum of both losses over the tokens at hand, each times its weight.
 
         Args:
-            logits, probabilities: [B, S, E] of this rank's positions.
+            logits, probabilities: [B, S, E] of the positions at hand.
             experts: [B, S, k], of the same.
             weights: [B, S] of the whole sequence.
         """
@@ -113,8 +113,8 @@ class Routing(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """`x` itself, whose backward pass starts that of `loss` too, as Megatron-LM's MoE layers do it: a stage of a
-    pipeline has no other way to add to the loss.
+    """`x` itself, whose backward pass starts that of `loss` too, as in Megatron-LM's MoE layers: a pipeline stage has
+    no other way to add to the loss.
     """
 
     @staticmethod

@@ -20,7 +20,7 @@ from threefold.random.positions import Slice
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SequenceChunk:
     """One of `count` equal chunks of a dim, as `Positions` of it."""
 
     number: int
@@ -46,7 +46,9 @@ class ContextParallelAttention(nn.Module):
         super().__init__()
         self.axis = axis
         self.numbers = SequenceCut(axis.size, axis.index).chunks
-        self.chunks = nn.ModuleList(_of_chunk(core, heads, Chunk(number, 2 * axis.size)) for number in self.numbers)
+        self.chunks = nn.ModuleList(
+            _of_chunk(core, heads, SequenceChunk(number, 2 * axis.size)) for number in self.numbers
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
@@ -69,7 +71,7 @@ class ContextParallelAttention(nn.Module):
         return torch.cat(out, 1)
 
 
-def _of_chunk(core: CausalAttention, heads: Slice, queries: Chunk) -> CausalAttention:
+def _of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
     """`core` for some queries, its dropout the same as in the whole."""
     attention = CausalAttention(window=core.window)
     # Of the weights [B, heads, queries, keys]; the keys are taken from the first on, so all of their dim is at hand.

@@ -17,7 +17,7 @@ from threefold.comm.axis import Axis
 from threefold.models.layers.attention import CausalAttention, out_of_window
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.kernels import later, serve_heads
-from threefold.parallel.context.attention import Chunk
+from threefold.parallel.context.attention import SequenceChunk
 from threefold.parallel.context.sequence import SequenceCut
 from threefold.random.dropout import drop
 from threefold.random.positions import Positions, Slice
@@ -132,7 +132,11 @@ class _Pair:
         if keys is None or p == 0:
             return weights
         count = 2 * self.ring.axis.size
-        parts: dict[int, Positions] = {1: self.ring.heads, 2: Chunk(self.query, count), 3: Chunk(self.key, count)}
+        parts: dict[int, Positions] = {
+            1: self.ring.heads,
+            2: SequenceChunk(self.query, count),
+            3: SequenceChunk(self.key, count),
+        }
         return drop(weights, keys, self.ring.site, p, parts)
 
 

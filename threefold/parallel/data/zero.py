@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
+from threefold.models.sharding import OverExperts
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.expert.experts import ParallelExperts
 from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters, stored
@@ -80,8 +81,8 @@ def _wrap_experts(stage: Stage, sharing: Sharing, axis: Axis, dtype: torch.dtype
     for module in stage.modules():
         experts = unwrapped(module)
         if isinstance(experts, ParallelExperts) and experts.context.ep.size > 1:
-            # Along the hidden dim, as the expert and the tensor axis have cut the other two.
-            places = {experts.gate_up: Shard(2), experts.down: Shard(1)}
+            rule = OverExperts()
+            places = {weight: Shard(rule.uncut_dim(name)) for name, weight in experts.named_parameters()}
             fully_shard(
                 module,
                 mesh=axis.device_mesh,

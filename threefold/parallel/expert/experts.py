@@ -23,7 +23,7 @@ class ParallelExperts(nn.Module):
 
     Args:
         experts: all of them.
-        context: says where this rank is.
+        context: the axes, and this rank's place on them.
     """
 
     def __init__(self, experts: Experts, context: ShardingContext) -> None:
@@ -33,7 +33,7 @@ class ParallelExperts(nn.Module):
         self.down = _part("down", experts.down, context)
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
-        """[B, S, H], the same on every rank of the tensor axis or its share of the sequence → the same."""
+        """[B, S, H] → [B, S, H], the same on every rank of the tensor axis or its shard of the sequence."""
         tp, dim = self.context.tp, self.context.sequence_dim
         if dim is None:
             x, choice = copy_to(x, tp), Choice(choice.experts, copy_to(choice.weights, tp))
@@ -44,7 +44,7 @@ class ParallelExperts(nn.Module):
         return reduce_from(out, tp) if dim is None else reduce_to_shares(out, tp, dim)
 
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send `rows` to the ranks of their experts, and take their answers back."""
+        """Send `rows` to the ranks of their experts, and receive the outputs."""
         ep = self.context.ep
         weights = local(self.gate_up), local(self.down)
         if ep.size == 1:
@@ -53,7 +53,7 @@ class ParallelExperts(nn.Module):
         arriving = ep.all_gather_equal(counts.unsqueeze(0), 0)[:, start:end]  # [ep, experts of this rank]
         sent, received = counts.view(ep.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
         rows = all_to_all(rows, ep, sent, received)
-        # They came by sender, then expert.
+        # They arrive by sender, then expert.
         experts = torch.arange(end - start, device=rows.device).repeat(ep.size)
         order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
         done = swiglu(rows[order], *weights, arriving.sum(0))
