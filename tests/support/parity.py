@@ -233,7 +233,8 @@ def _whole(name: str, tensor: Tensor) -> Held:
 
 
 def _where(error: Error) -> str:
-    return f"rank {error.rank} step {error.step} {_SHORT[error.what]} {error.parameter}".strip()
+    step = "" if error.what in (INITIAL, WEIGHT) else f"step {error.step - 1} "
+    return f"rank {error.rank} {step}{_SHORT[error.what]} {error.parameter}".strip()
 
 
 def departures(expected: Trace, ranks: list[Trace], case: Case) -> list[str]:

@@ -16,7 +16,7 @@ from tests.train.test_half_precision import narrow_departures
 from tests.train.test_precision import FP16, check_skipped_by_all, overflowing
 from threefold.parallel.data import compression
 from threefold.parallel.data import grad_buckets as data
-from threefold.random import philox as random
+from threefold.random import dropout
 from threefold.train import engine, gradient_norm, loss_scale
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
@@ -26,13 +26,13 @@ Mistake = Callable[[], list[Patch]]
 
 
 def recompute_draws_dropout_anew() -> list[Patch]:
-    mask = random.keep_mask
+    mask = dropout.keep_mask
 
     def drawn(keys: Tensor, *rest: Any) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1
         return mask(keys + 1 if in_backward else keys, *rest)
 
-    return [(random, "keep_mask", drawn)]
+    return [(dropout, "keep_mask", drawn)]
 
 
 def bf16_divided_by_a_scale_it_never_had() -> list[Patch]:

@@ -145,12 +145,14 @@ def _compile(stages: Sequence[Stage]) -> None:
     The first is a look-up, which gains nothing; and torch 2.13 on a CPU compiles a look-up with a keyed mask after it
     into code that reads and writes out of bounds.
     """
-    names = [(stage, name) for stage in stages for name in stage.layer_names if name != stage.model_plan.layers[0]]
-    # Torch's limit is for all layers together, since they share a call; where a layer has dropout, it is compiled anew
-    # for the layer's own keys.
-    limit = 8 * len(names)
-    for stage, name in names:
-        stage.get_submodule(name).compile(recompile_limit=max(8, limit))
+    # Torch's caches belong to code, which all layers of a class and all engines of a process have in common: what an
+    # earlier engine compiled would count towards the limit.
+    torch.compiler.reset()
+    first = stages[0].model_plan.layers[0]
+    layers = [stage.get_submodule(name) for stage in stages for name in stage.layer_names if name != first]
+    for layer in layers:
+        # A layer with dropout is compiled anew for its own keys, but counts towards one limit with the others.
+        layer.compile(recompile_limit=8 * len(layers))
 
 
 def _allocate(stages: Sequence[Stage], how: Parallelism) -> None:
