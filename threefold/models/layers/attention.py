@@ -87,7 +87,7 @@ class Rotary(nn.Module):
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling or RopeScaling()
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """`q`, `k` [B, S, heads, d], each turned; worked out in fp32 at least."""
+        """`q`, `k` [B, S, heads, d], each turned; computed in fp32 at least."""
         # Exact angles of far positions need fp64; a table of them would be a buffer that every rank has to fill.
         size = q.shape[1]
         turns = frequencies(self.head_dim, self.theta, self.scaling, self.held.whole(size)).to(q.device)

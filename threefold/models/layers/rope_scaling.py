@@ -69,7 +69,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling, length: int) 
 
 
 def _mixed(plain: Tensor, factor: float, stays: Tensor) -> Tensor:
-    """Frequencies of which a share in [0, 1] stays, and the rest is divided."""
+    """A weighted mean of the frequencies as they are (weight `stays`, in [0, 1]) and divided by the factor."""
     return plain * stays + plain / factor * (1 - stays)
 
 

@@ -1,8 +1,8 @@
 """Context parallelism: causal attention over a sequence whose positions are spread over ranks.
 
-Keys and values are gathered, queries stay (Llama 3, arXiv 2407.21783, section 3.3.2). A rank holds two chunks of the
+Keys and values are all-gathered, queries stay (Llama 3, arXiv 2407.21783, section 3.3.2). A rank holds two chunks of the
 sequence, the i-th and the i-th from the end (`SequenceCut`); each attends to the keys up to its own end, which together
-is the same work on every rank. The gradients of the keys and values go back to the ranks that hold them, summed.
+is the same work on every rank. The gradients of the keys and values are reduce-scattered to the ranks that hold them.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class ContextParallelAttention(nn.Module):
 
 
 def _of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
-    """`core` for some queries, its dropout the same as in the whole."""
+    """`core` for some queries, with the dropout masks of the whole."""
     attention = CausalAttention(window=core.window)
     # Of the weights [B, heads, queries, keys]; the keys are taken from the first on, so all of their dim is at hand.
     attention.dropout = core.dropout.of_part({1: heads, 2: queries})
@@ -89,7 +89,7 @@ def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:
-    """What the ranks have of a sequence along dim 1, joined in its order; no gradient passes."""
+    """The whole sequence along dim 1, gathered from the ranks; not differentiable."""
     if context.sequence_parallel:
         x = context.tp.all_gather_equal(x, 1)
     if context.cp.size > 1:
@@ -115,7 +115,7 @@ def _held(cp: int) -> list[int]:
 
 
 def _places(cp: int) -> list[int]:
-    """Where each chunk of the sequence stands among those of `_held`."""
+    """The index of each chunk of the sequence in `_held`."""
     held = _held(cp)
     return [held.index(number) for number in range(2 * cp)]
 

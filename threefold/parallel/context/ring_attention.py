@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the context ranks, and no rank ever holds all of them.
+"""Ring attention: keys and values are passed around the context ranks, so no rank ever holds all of them.
 
 Liu et al., "Ring attention with blockwise transformers for near-infinite context" (arXiv 2310.01889), on the balanced
 chunks of `SequenceCut`. What is attended to block by block is joined by the log-sum-exp of its scores (Milakov and

@@ -15,7 +15,7 @@ class SequenceCut:
 
     Context parallelism cuts the sequence into 2·cp chunks of which rank i takes the i-th and the i-th from the end, so
     that causal attention is the same work for all (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts
-    what a rank has then into tp consecutive shares.
+    each rank's part into tp consecutive shards.
 
     Attributes:
         cp, cp_index: size of the context axis and this rank's place on it.
@@ -29,17 +29,17 @@ class SequenceCut:
 
     @property
     def shares(self) -> int:
-        """Ranks that a sequence is divided among."""
+        """Ranks that a sequence is sharded over."""
         return self.cp * self.tp
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Which two of the 2·cp chunks of the sequence lie on this place of the context axis."""
+        """The numbers of the two of 2·cp chunks of the sequence that this context rank has."""
         return self.cp_index, 2 * self.cp - 1 - self.cp_index
 
     @property
     def across_context(self) -> "SequenceCut":
-        """The cut where the tensor axis holds the sequence together, as inside attention."""
+        """The cut where every tensor rank has the same positions, as inside attention."""
         return replace(self, tp=1, tp_index=0)
 
     def whole(self, size: int) -> int:

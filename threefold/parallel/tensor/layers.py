@@ -3,10 +3,10 @@
 Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): a column-parallel linear followed by a row-parallel one needs
 one all-reduce in the forward and one in the backward pass.
 
-With a `sequence_dim` the activations between such pairs are shared out along that dim: sequence parallelism
-(Korthikanti et al., arXiv 2205.05198), where a gather before and a reduce-scatter after a pair take the place of each
-all-reduce. Weights that a rank uses on its share alone (norms, the row-parallel bias) then get their share of the
-gradient, and `sum_over_shares_` completes it.
+With a `sequence_dim` the activations between such pairs are sharded along that dim: sequence parallelism (Korthikanti
+et al., arXiv 2205.05198), where an all-gather before and a reduce-scatter after a pair take the place of each all-reduce.
+Weights that a rank uses on its shard alone (norms, the row-parallel bias) then get a part of the gradient, and
+`sum_over_shares_` completes it.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class _SplitLayer(nn.Module):
 
 
 def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """The sum of what the ranks computed, or this rank's share of it."""
+    """The sum over the ranks (all-reduce), or this rank's shard of it (reduce-scatter)."""
     return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
 
 
@@ -78,7 +78,7 @@ class VocabParallelEmbedding(_SplitLayer):
         axis: the mesh axis to split over.
         name, seed: key the initial weights; give every layer of a model its own name.
         pad_to: rows are padded with zeros to a multiple of this before use; storage and results do not change.
-        sequence_dim: dim of the output along which each rank gets its share; None for the whole output on every rank.
+        sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
     """
 
     rule = Vocab()
@@ -110,7 +110,7 @@ class VocabParallelEmbedding(_SplitLayer):
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look `ids` [...], the same on every rank, up: [..., H], the same on every rank too, or its share.
+        """`ids` [...], the same on every rank → their rows [..., H], the same on every rank, or its shard of them.
 
         Raises:
             RuntimeError, IndexError: an id is in no rank's rows (on a GPU as a device-side assertion).
@@ -158,7 +158,7 @@ class ColumnParallelLinear(_SplitLinear):
         bias: add a (split) bias.
         gather_output: return the whole output on every rank; otherwise this rank's part.
         pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
-        sequence_dim: dim of the input of which each rank passes its share; None for the whole input on every rank.
+        sequence_dim: dim of the input of which each rank passes its shard; None for the whole input on every rank.
     """
 
     rule = Column()
@@ -195,7 +195,7 @@ class ColumnParallelLinear(_SplitLinear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in], the same on every rank or its share of it → [..., out], or this rank's part of it."""
+        """`x` [..., in], the same on every rank or its shard of it → [..., out], or this rank's part of it."""
         out = self._over_whole_input(self._own_features, x)
         return gather_from(out, self.axis) if self.gather_output else out
 
@@ -203,7 +203,7 @@ class ColumnParallelLinear(_SplitLinear):
         """`compute(x, weight)` in the place of this layer's product, of the whole input and this rank's rows.
 
         Args:
-            compute: gives what shares no memory with `x`; its gradient of `x` is summed over the axis.
+            compute: its result must not be a view of `x`; its gradient of `x` is summed over the axis.
             x: as `forward` takes it.
         """
         return self._over_whole_input(lambda whole: compute(whole, local(self.weight)), x)
@@ -235,7 +235,7 @@ class RowParallelLinear(_SplitLinear):
         bias: add a bias, once, after the sum.
         input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it
             is whole on every rank, and this rank takes its part.
-        sequence_dim: dim of the output along which each rank gets its share; None for the whole output on every rank.
+        sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
     """
 
     rule = Row()
@@ -279,7 +279,7 @@ class RowParallelLinear(_SplitLinear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in], or this rank's part of it → [..., out], the same on every rank, or its share."""
+        """`x` [..., in], or this rank's part of it → [..., out], the same on every rank, or its shard."""
         out = _leave(self.partial_sum(x), self.axis, self.sequence_dim)
         return out if self.bias is None else out + self.bias
 
