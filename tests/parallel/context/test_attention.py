@@ -1,4 +1,4 @@
-"""S53: a sequence spread over ranks trains as a whole one does, with RoPE, learned positions and packed documents."""
+"""A sequence spread over ranks trains as a whole one does, with RoPE, learned positions and packed documents."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""S52: sequence parallelism inside the tp group computes what one process computes, with a tp-th of the activations."""
+"""Sequence parallelism inside the tp group computes what one process computes, with a tp-th of the activations."""
 
 import pytest
 import torch

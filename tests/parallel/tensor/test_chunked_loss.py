@@ -1,4 +1,4 @@
-"""The head's product and loss together (S16), some columns of the logits at a time: less memory, the same numbers."""
+"""The head's product and loss together, some columns of the logits at a time: less memory, the same numbers."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

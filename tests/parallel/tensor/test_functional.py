@@ -1,4 +1,4 @@
-"""S9: `split` in Paddle's form; its whole truth table against one process, forward and every gradient."""
+"""`split` in Paddle's form; its whole truth table against one process, forward and every gradient."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

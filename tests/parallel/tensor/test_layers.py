@@ -1,4 +1,4 @@
-"""S4–S8, S16: each parallel layer against its single-device namesake, forward and every gradient."""
+"""Each parallel layer against its single-device namesake, forward and every gradient."""
 
 from typing import Any
 

@@ -1,8 +1,9 @@
 """Context parallelism: causal attention over a sequence whose positions are spread over ranks.
 
-Keys and values are all-gathered, queries stay (Llama 3, arXiv 2407.21783, section 3.3.2). A rank holds two chunks of the
-sequence, the i-th and the i-th from the end (`SequenceCut`); each attends to the keys up to its own end, which together
-is the same work on every rank. The gradients of the keys and values are reduce-scattered to the ranks that hold them.
+Keys and values are all-gathered, queries stay (Llama 3, arXiv 2407.21783, section 3.3.2). A rank holds two chunks of
+the sequence, the i-th and the i-th from the end (`SequenceCut`); each attends to the keys up to its own end, which
+together is the same work on every rank. The gradients of keys and values are reduce-scattered to the ranks that hold
+them.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): a column-parallel linea
 one all-reduce in the forward and one in the backward pass.
 
 With a `sequence_dim` the activations between such pairs are sharded along that dim: sequence parallelism (Korthikanti
-et al., arXiv 2205.05198), where an all-gather before and a reduce-scatter after a pair take the place of each all-reduce.
+et al., arXiv 2205.05198), where an all-gather before and a reduce-scatter after a pair replace each all-reduce.
 Weights that a rank uses on its shard alone (norms, the row-parallel bias) then get a part of the gradient, and
 `sum_over_shares_` completes it.
 """
