@@ -1,4 +1,4 @@
-"""Keyed dropout: the masks of a slice are those of the whole, whatever the slicing; layers of different names differ."""
+"""Keyed dropout: the masks of a slice are those of the whole, whatever the slicing; other layers have others."""
 
 import pytest
 import torch
