@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 
 from threefold.config import Config, resolve
-from threefold.config.model import FOR_EXPERTS, FOR_LLAMA, FOR_SCALED_ROPE
+from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 from threefold.errors import UserError
+from threefold.models.layers.mixture_config import FOR_EXPERTS
+from threefold.models.llama.config import LlamaConfig
 
+FOR_LLAMA = tuple(name for name in LlamaConfig.model_fields if name not in {*ModelConfig.model_fields, *FOR_EXPERTS})
 MEANINGLESS: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 16,

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from threefold.config.reference import markdown
-from threefold.config.schema import section_types
+from threefold.config.schema import section_settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
@@ -11,6 +11,6 @@ def test_page_is_up_to_date() -> None:
 
 
 def test_every_setting_is_described() -> None:
-    for section, kind in section_types().items():
-        for key, field in kind.model_fields.items():
+    for section, settings in section_settings().items():
+        for key, field in settings.items():
             assert (field.description or "").endswith("."), f"{section}.{key}"

@@ -6,9 +6,10 @@ import pytest
 
 from threefold.config import ModelConfig
 from threefold.errors import UserError
-from threefold.huggingface.config_in import read_model
-from threefold.huggingface.config_out import choose_family, left_out, write_model
-from threefold.huggingface.families import FAMILIES
+from threefold.huggingface.config_mapping import choose_type, left_out, read_model, write_model
+from threefold.models.gpt.config import GPTConfig
+from threefold.models.llama.config import LlamaConfig
+from threefold.models.registry import huggingface_types
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
@@ -147,10 +148,10 @@ GPT_2 = {
 def test_published_files_are_read_and_come_back(published: dict[str, Any], expected: dict[str, Any]) -> None:
     family, settings = read_model(published, "config.json")
     assert {key: settings[key] for key in expected} == expected
-    model = ModelConfig(**settings)
+    model = ModelConfig.model_validate(settings)
     filled = model.filled(1)
-    model = ModelConfig(**{**filled, **settings})
-    assert choose_family(model, family.name) is family
+    model = ModelConfig.model_validate({**filled, **settings})
+    assert choose_type(model, family.name) is family
     written = write_model(model, family, "bfloat16", None, published)
     said = {key: written[key] for key in published.keys() & written.keys() if key != "rope_scaling"}
     assert said == {key: published[key] for key in said}
@@ -208,16 +209,16 @@ def test_layers_with_experts(step: int, dense: list[int], expected: tuple[int, i
         return
     _, settings = read_model(given, "config.json")
     assert (settings["moe_every"], settings["dense_layers"]) == expected
-    model = ModelConfig(**settings)
+    model = ModelConfig.model_validate(settings)
     theirs = [layer not in dense and (layer + 1) % step == 0 for layer in range(6)]
     assert [model.has_experts(layer) for layer in range(6)] == theirs
 
 
 def test_what_a_config_json_has_no_key_for_is_named() -> None:
-    mixture = ModelConfig(architecture="llama", hidden_dropout=0.1, router_z_loss=0.001, expert_capacity_factor=1.25)
-    assert left_out(mixture, FAMILIES["mixtral"]) == (
+    mixture = LlamaConfig(hidden_dropout=0.1, router_z_loss=0.001, expert_capacity_factor=1.25)
+    assert left_out(mixture, huggingface_types()["mixtral"]) == (
         "model.router_z_loss 0.001",
         "model.expert_capacity_factor 1.25",
         "model.hidden_dropout 0.1",
     )
-    assert left_out(ModelConfig(hidden_dropout=0.1), FAMILIES["gpt2"]) == ()
+    assert left_out(GPTConfig(hidden_dropout=0.1), huggingface_types()["gpt2"]) == ()

@@ -16,13 +16,15 @@ from tests.checkpoint.support import LLAMA, Silent, file_tensors, llama_tensors,
 from tests.train.support import Run, losses_of, same, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.cli.main import app
-from threefold.config import ModelConfig
+from threefold.config.model import model_settings
 from threefold.errors import UserError
-from threefold.huggingface.config_out import choose_family
+from threefold.huggingface.config_mapping import choose_type
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.launch.training_run import prepare_training
 from threefold.launch.worker_pool import WorkerPool
+from threefold.models.gpt.config import GPTConfig
+from threefold.models.llama.config import LlamaConfig
 
 INDEX = "model.safetensors.index.json"
 
@@ -159,11 +161,11 @@ def test_ctrl_c_and_a_full_disk_end_an_import(tmp_path: Path) -> None:
 
 
 def test_what_no_family_has_is_not_exported(tmp_path: Path) -> None:
-    rotary = ModelConfig(position_embedding="rope")
+    rotary = GPTConfig(position_embedding="rope")
     with pytest.raises(UserError, match=r"a place for this model: each lacks one of model.position_embedding rope\."):
-        choose_family(rotary, None)
+        choose_type(rotary, None)
     with pytest.raises(UserError, match=r"each lacks one of .*model\.qkv_bias true"):
-        choose_family(ModelConfig(architecture="llama", qkv_bias=True, qk_norm=True), "qwen2")
+        choose_type(LlamaConfig(qkv_bias=True, qk_norm=True), "qwen2")
     with pytest.raises(UserError, match="no complete checkpoint"):
         export_model(Export(tmp_path, tmp_path / "hf"), Silent())
 
@@ -253,4 +255,4 @@ def test_every_setting_is_shown_to_a_family() -> None:
         full_attention_layers num_experts experts_per_token expert_ffn_hidden_size shared_expert_ffn_hidden_size
         shared_expert_gate normalize_expert_weights expert_capacity_factor moe_every dense_layers router_aux_loss
         router_z_loss initializer_range tie_embeddings"""
-    assert set(ModelConfig.model_fields) == set(thought_of.split())
+    assert set(model_settings()) == set(thought_of.split())

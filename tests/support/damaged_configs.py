@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from threefold.config import Config
+from threefold.config.schema import section_settings
 
 _EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 _NUMBERS = (0, -1, 1, 2, 3, 7, 1024, 65536, 10**6, 2**31, 2**63, 2**64 + 1, 10**20, 10**300, 0.5, -0.0, 1e-320, 1e308)
@@ -48,8 +48,8 @@ def damaged_config(source: Random) -> bytes:
         return b"".join(source.choice(edits))[source.choice((0, 0, 1, 5)) :]
     values = yaml.safe_load(text)
     for _ in range(source.randint(1, 4)):
-        section, kind = source.choice(list(Config.model_fields.items()))
-        key = source.choice(list(kind.annotation.model_fields))  # type: ignore[union-attr]
+        section, settings = source.choice(list(section_settings().items()))
+        key = source.choice(list(settings))
         inside = values.get(section)
         if source.random() < 0.1 or not isinstance(inside, dict | None):
             values[section] = source.choice(_VALUES)

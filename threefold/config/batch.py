@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from threefold.config.config_error import divisors, nearest_divisor, nearest_multiple, problem
+from threefold.config.config_error import problem
+from threefold.config.divisors import divisors, nearest_divisor, nearest_multiple
 from threefold.config.schema import Config
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32

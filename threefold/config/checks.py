@@ -3,7 +3,8 @@
 from math import lcm, log2
 
 from threefold.config.compatibility import check_together
-from threefold.config.config_error import nearest_divisor, nearest_multiple, problem
+from threefold.config.config_error import problem
+from threefold.config.divisors import nearest_divisor, nearest_multiple
 from threefold.config.model_checks import check_division, check_model
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, hyper_parameters
 from threefold.config.pipeline_checks import check_pipeline

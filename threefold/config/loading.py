@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from threefold.config.document import parse_value, read_document
-from threefold.config.schema import Config, section_types
+from threefold.config.schema import Config, section_settings
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import one_of
@@ -64,7 +64,7 @@ def _apply(override: str, values: dict[Any, Any], origins: dict[str, str]) -> No
     key, where = key.strip(), f"--set {shown(override)}"
     if not equals or not key:
         raise UserError(f"{where}: write it as section.key=value.")
-    if key in section_types():
+    if key in Config.model_fields:
         raise UserError(f"{where}: {key} is a section; name a setting of it, such as {_first(key)}.")
     if key not in known_keys():
         raise UserError(f"{where}: {_unknown(key)}")
@@ -77,7 +77,7 @@ def _apply(override: str, values: dict[Any, Any], origins: dict[str, str]) -> No
 
 def known_keys() -> list[str]:
     """Every setting as `section.key`, in order."""
-    return [f"{section}.{key}" for section, kind in section_types().items() for key in kind.model_fields]
+    return [f"{section}.{key}" for section, settings in section_settings().items() for key in settings]
 
 
 def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str, str], file: str) -> str:

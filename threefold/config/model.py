@@ -1,40 +1,25 @@
-"""The `model` section: one docstring per setting."""
+"""The `model` section: the settings that every family of models has, and the class of a family for a config.
 
-from collections.abc import Iterator
+Each family declares its own settings in a class derived from `ModelConfig` (threefold/models/FAMILY/config.py), and
+`model.architecture` selects the class that a section is read with. Models are built on top of configs, so nothing here
+imports them: the class is looked up by name in `FAMILIES`, as the family of another package has to be anyway, and only
+when a config asks for it. So a config error never waits for torch, nor for families that it is not about.
+"""
+
+from collections.abc import Callable, Iterator
 from math import log
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic.fields import FieldInfo
 
+from threefold.config.divisors import nearest_divisor
 from threefold.config.presets import PRESETS, PresetName
-from threefold.config.section import MOST_IDS, MOST_TOKENS, Section, derived
+from threefold.config.section import MOST_IDS, MOST_TOKENS, NameIn, Section, derived
+from threefold.plugins import Registry
 
-Architecture = Literal["gpt", "llama"]
 RopeMethod = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
-FOR_EXPERTS: Final = (
-    "experts_per_token",
-    "expert_ffn_hidden_size",
-    "shared_expert_ffn_hidden_size",
-    "shared_expert_gate",
-    "normalize_expert_weights",
-    "expert_capacity_factor",
-    "moe_every",
-    "dense_layers",
-    "router_aux_loss",
-    "router_z_loss",
-)
-"""Settings that mean nothing without `num_experts`."""
-FOR_LLAMA: Final = (
-    "num_key_value_heads",
-    "head_dim",
-    "qkv_bias",
-    "qk_norm",
-    "sliding_window",
-    "full_attention_layers",
-    "num_experts",
-)
-"""Settings that only `llama` has."""
 FOR_SCALED_ROPE: Final = (
     "rope_factor",
     "rope_original_positions",
@@ -45,34 +30,60 @@ FOR_SCALED_ROPE: Final = (
     "rope_attention_factor",
 )
 """Settings that mean nothing without `rope_scaling`."""
+_RAMPS: Final = (("rope_low_frequency_factor", "rope_high_frequency_factor"), ("rope_beta_slow", "rope_beta_fast"))
+"""Where frequencies begin to be divided less, and where they stay: turns in the original positions."""
 MOST_LAYERS: Final = 1024
-_MOST_HEADS: Final = 2**16
-_WIDEST: Final = 2**20
-_WIDEST_FFN: Final = 2**24
-_MOST_EXPERTS: Final = 2**14
-_ROUND: Final = 16  # of the default width inside a SwiGLU
+MOST_HEADS: Final = 2**16
+WIDEST: Final = 2**20
+WIDEST_FFN: Final = 2**24
+
+FAMILIES: Final = Registry(
+    "model.architecture",
+    "threefold.model_families",
+    {
+        "gpt": "threefold.models.gpt:FAMILY",
+        "llama": "threefold.models.llama:FAMILY",
+    },
+)
+"""The families of models, each a `threefold.models.family.Family`; its `config` is the class of its `model` section."""
+
+if TYPE_CHECKING:
+    unless_setting = property
+else:
+
+    class unless_setting:
+        """A property that a derived class may declare as a setting instead.
+
+        A field's value lies in the instance's own `__dict__`, which Python searches before a descriptor without
+        `__set__`; and as the class itself has no such attribute, pydantic does not see a field that shadows one.
+        """
+
+        def __init__(self, value: Callable[[Any], Any]) -> None:
+            self._value = value
+
+        def __get__(self, instance: Any, owner: type) -> Any:
+            if instance is None:
+                raise AttributeError
+            return self._value(instance)
 
 
 class ModelConfig(Section):
     """The network: a decoder in the style of GPT-2, or of Llama and those that followed it."""
 
+    model_config = ConfigDict(ignored_types=(unless_setting,))
+
     preset: PresetName = derived()
     """A published model whose sizes are taken; settings given beside it override the preset's."""
-    architecture: Architecture = "gpt"
+    architecture: Annotated[str, NameIn(FAMILIES)] = "gpt"
     """The family: `gpt` (layer norms, biases, GELU), or `llama` (root-mean-square norms, rotary positions, SwiGLU), of
     which Qwen, Mistral and, with `num_experts`, Mixtral are kinds."""
     num_layers: int = Field(default=8, ge=1, le=MOST_LAYERS)
     """Transformer blocks."""
-    hidden_size: int = Field(default=256, ge=1, le=_WIDEST)
+    hidden_size: int = Field(default=256, ge=1, le=WIDEST)
     """Width of the residual stream; for `gpt` a multiple of `num_attention_heads`."""
-    num_attention_heads: int = Field(default=8, ge=1, le=_MOST_HEADS)
+    num_attention_heads: int = Field(default=8, ge=1, le=MOST_HEADS)
     """Attention heads in each block; a multiple of `parallel.tp`."""
-    num_key_value_heads: int = derived(ge=1, le=_MOST_HEADS)
-    """For `llama`: heads of keys and values, each shared by as many query heads; a divisor of `num_attention_heads` and
-    a multiple of `parallel.tp`. Default: `num_attention_heads`."""
-    head_dim: int = derived(ge=1, le=_WIDEST)
-    """For `llama`: width of a head, even. Default: `hidden_size` / `num_attention_heads`."""
-    ffn_hidden_size: int = derived(ge=1, le=_WIDEST_FFN)
+    ffn_hidden_size: int = derived(ge=1, le=WIDEST_FFN)
     """Width inside the feed-forward network; a multiple of `parallel.tp`. Default: 4 · `hidden_size` for `gpt`; 8/3 of
     it, up to a multiple of 16, for `llama`."""
     vocab_size: int = derived(ge=1, le=MOST_IDS)
@@ -110,82 +121,74 @@ class ModelConfig(Section):
     """For `yarn`: what turned queries and keys are multiplied by. Default: 0.1 · ln `rope_factor` + 1."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """What norms add to a variance."""
-    qkv_bias: bool = False
-    """For `llama`: whether queries, keys and values have biases, as in Qwen2."""
-    qk_norm: bool = False
-    """For `llama`: whether each head's queries and keys are normalised, as in Qwen3."""
-    sliding_window: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """For `llama`: how many positions back, its own among them, a token attends to, as in Mistral; 0 for all."""
-    full_attention_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """For `llama`: the first so many layers attend to everything whatever `sliding_window` says, as in Qwen2."""
-    num_experts: int = Field(default=0, ge=0, le=_MOST_EXPERTS)
-    """For `llama`: experts among which each token is sent to a few in place of one feed-forward network; 0 for none."""
-    experts_per_token: int = Field(default=2, ge=1, le=_MOST_EXPERTS)
-    """Experts that each token is sent to."""
-    expert_ffn_hidden_size: int = derived(ge=1, le=_WIDEST_FFN)
-    """Width inside an expert; a multiple of `parallel.tp`. Default: `ffn_hidden_size`."""
-    shared_expert_ffn_hidden_size: int = Field(default=0, ge=0, le=_WIDEST_FFN)
-    """Width inside a feed-forward network that every token goes through beside its experts; 0 for none."""
-    shared_expert_gate: bool = False
-    """Whether a token weighs what the shared expert gives it, as in Qwen2-MoE."""
-    normalize_expert_weights: bool = True
-    """Whether the weights of a token's experts add up to 1, as in Mixtral."""
-    expert_capacity_factor: float = Field(default=0.0, ge=0)
-    """Most tokens of a sequence that an expert takes while training, as a multiple of its even share; those that come
-    after are passed by. 0 for no limit (dropless)."""
-    moe_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
-    """With `num_experts`: every so many-th layer has experts, counted so that the last of each run does."""
-    dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """With `num_experts`: the first so many layers have none."""
-    router_aux_loss: float = Field(default=0.0, ge=0)
-    """Weight of the loss that spreads tokens over the experts, for each token and layer beside its own loss."""
-    router_z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the loss that keeps the router's logits small."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
     tie_embeddings: bool = derived()
     """Whether the output head shares the token embedding's weight. Default: `true` for `gpt`, `false` for `llama`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _apply_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("preset"), str):
-            return given
-        return {**PRESETS.get(given["preset"], {}), **given}
+    comes_after: ClassVar[dict[str, str]] = {}
+    """Own setting → the common one that it stands behind in a config, those declared below it following; at the end
+    where nothing is said."""
 
-    def settings(self) -> dict[str, Any]:
-        """The settings that have a value, without those that mean nothing in this family and are as they were."""
-        idle = {name for name in self.meaningless() if getattr(self, name) == self.at_rest(name)}
-        return {name: value for name, value in super().settings().items() if name not in idle}
+    _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
+    """Given settings that other families have and this one lacks, each with a config that holds it."""
 
-    def meaningless(self) -> Iterator[str]:
-        """Settings that the model does not look at, for what others are."""
-        yield from () if self.architecture == "llama" else FOR_LLAMA
-        yield from () if self.num_experts else FOR_EXPERTS
-        yield from () if self.rope_scaling != "none" else FOR_SCALED_ROPE
+    # What other rooms may ask of any model, as it is where a family does not have it as a setting.
 
-    def at_rest(self, name: str) -> Any:
-        """What a setting is where nobody sets it."""
-        return self.filled(self.max_position_embeddings or 0).get(name, type(self).model_fields[name].default)
+    @unless_setting
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values; fewer than those of the queries in grouped-query attention (GQA)."""
+        return self.num_attention_heads
 
-    def filled(self, sequence_length: int) -> dict[str, Any]:
-        """Values of the settings that follow from others."""
-        llama = self.architecture == "llama"
-        ffn = -(-8 * self.hidden_size // (3 * _ROUND)) * _ROUND if llama else 4 * self.hidden_size
-        positions = self.max_position_embeddings or sequence_length
-        values = {
-            "num_key_value_heads": self.num_attention_heads,
-            "ffn_hidden_size": ffn,
-            "max_position_embeddings": positions,
-            "position_embedding": "rope" if llama else "learned",
-            "rope_original_positions": positions,
-            "rope_attention_factor": 0.1 * log(self.rope_factor) + 1 if self.rope_scaling == "yarn" else 1.0,
-            "expert_ffn_hidden_size": self.ffn_hidden_size or ffn,
-            "tie_embeddings": not llama,
-        }
-        if self.hidden_size % self.num_attention_heads == 0:
-            values["head_dim"] = self.hidden_size // self.num_attention_heads
-        return values
+    @unless_setting
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @unless_setting
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised (QK-norm)."""
+        return False
+
+    @unless_setting
+    def sliding_window(self) -> int:
+        """Positions that a token attends to; 0 for all."""
+        return 0
+
+    @unless_setting
+    def full_attention_layers(self) -> int:
+        """Layers at the start without a sliding window."""
+        return 0
+
+    @unless_setting
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 for none."""
+        return 0
+
+    @unless_setting
+    def experts_per_token(self) -> int:
+        """Experts that are active per token."""
+        return 0
+
+    @unless_setting
+    def expert_ffn_hidden_size(self) -> int:
+        """Width inside an expert."""
+        return 0
+
+    @unless_setting
+    def shared_expert_ffn_hidden_size(self) -> int:
+        """Width inside the shared expert; 0 for none."""
+        return 0
+
+    @unless_setting
+    def moe_every(self) -> int:
+        """Every so many-th layer has experts."""
+        return 1
+
+    @unless_setting
+    def dense_layers(self) -> int:
+        """Layers at the start without experts."""
+        return 0
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, from 0, has experts."""
@@ -194,3 +197,138 @@ class ModelConfig(Section):
     def window(self, layer: int) -> int:
         """How many positions back the tokens of a layer attend; 0 for all."""
         return self.sliding_window if layer >= self.full_attention_layers else 0
+
+    # What a family may say otherwise.
+
+    def filled(self, sequence_length: int) -> dict[str, Any]:
+        """Values of the settings that follow from others."""
+        positions = self.max_position_embeddings or sequence_length
+        return {
+            "ffn_hidden_size": self.default_ffn_hidden_size(),
+            "max_position_embeddings": positions,
+            "position_embedding": "learned",
+            "rope_original_positions": positions,
+            "rope_attention_factor": 0.1 * log(self.rope_factor) + 1 if self.rope_scaling == "yarn" else 1.0,
+            "tie_embeddings": True,
+        }
+
+    def default_ffn_hidden_size(self) -> int:
+        """Width inside the feed-forward network where it is not given."""
+        return 4 * self.hidden_size
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Settings that the model does not look at, for what others are; each with the rule against setting it."""
+        if self.rope_scaling == "none":
+            for name in FOR_SCALED_ROPE:
+                yield name, "model.rope_scaling is none; use rope_scaling linear or leave it out"
+
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        """Settings of a resolved config that break a rule of the family; each with the rule, as it follows 'but'."""
+        yield from self.broken_by_setting_unused()
+        yield from self.broken_by_heads()
+        if self.position_embedding == "rope" and self.head_dim % 2:
+            rule = "the width of a head, model.hidden_size / model.num_attention_heads"
+            nearest = (self.head_dim + 1) * self.num_attention_heads
+            yield (
+                "position_embedding",
+                f"{rule} = {self.head_dim}, must be even for it; use model.hidden_size {nearest}, or learned",
+            )
+        yield from self.broken_by_rope()
+
+    # Parts of these rules, for a family to choose from.
+
+    def broken_by_setting_unused(self) -> Iterator[tuple[str, str]]:
+        """A setting that the model would not look at is a mistake, unless it is as it were unset."""
+        for name in self.setting_names():
+            if (other := self._of_others.get(name)) and not other.is_as_unset(name):
+                rule = f"model.architecture is {self.architecture}, which has no such thing"
+                rule += f"; use architecture {other.architecture} or leave it out"
+                yield name, dict(other.unused()).get(name, rule)
+        yield from ((name, rule) for name, rule in self.unused() if not self.is_as_unset(name))
+
+    def broken_by_heads(self) -> Iterator[tuple[str, str]]:
+        if self.hidden_size % self.num_attention_heads:
+            nearest = nearest_divisor(self.num_attention_heads, self.hidden_size)
+            yield "num_attention_heads", f"must divide model.hidden_size {self.hidden_size}; use {nearest}"
+
+    def broken_by_rope(self) -> Iterator[tuple[str, str]]:
+        if self.rope_scaling != "none" and self.position_embedding != "rope":
+            yield "rope_scaling", "model.position_embedding is learned; use none, or rope"
+        if self.rope_scaling == "dynamic" and self.head_dim == 2:
+            yield "rope_scaling", "heads of width 2 turn alike whatever the base; use linear"
+        if self.rope_scaling == "yarn" and self.rope_theta <= 1:
+            yield "rope_theta", "must be above 1 for model.rope_scaling yarn; use 10000"
+        for low, high in _RAMPS:
+            end = getattr(self, high)
+            if getattr(self, low) >= end:
+                yield low, f"must be below model.{high} {end:g}; use {end / 4:g}"
+
+    # How a section is read and written.
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_as_family(cls, given: Any, read: Callable[[Any], "ModelConfig"]) -> "ModelConfig":
+        """The class of the family in place of the base; settings of other families set aside for `broken_rules`."""
+        if not isinstance(given, dict):
+            return read(given)
+        preset = given.get("preset")
+        given = {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **given}
+        if cls is ModelConfig:
+            name = given.get("architecture") or cls.model_fields["architecture"].default
+            if isinstance(name, str) and name in FAMILIES:
+                return FAMILIES.load(name).config.model_validate(given)
+        foreign = {name: kind for name in given if name not in cls.model_fields and (kind := _class_with(name))}
+        config = read({name: value for name, value in given.items() if name not in foreign})
+        for kind in dict.fromkeys(foreign.values()):
+            common = {name: getattr(config, name) for name in ModelConfig.model_fields if name != "architecture"}
+            others = {name: given[name] for name in foreign if foreign[name] is kind}
+            other = kind.model_validate({**common, **others})
+            config._of_others |= dict.fromkeys((name for name in others if given[name] is not None), other)
+        return config
+
+    @classmethod
+    def setting_names(cls) -> list[str]:
+        """The settings of all families in the order in which a config has them."""
+        return list(model_settings())
+
+    def value_of(self, name: str) -> Any:
+        """A setting as given, whether or not this family has it."""
+        return getattr(self._of_others.get(name, self), name)
+
+    def is_as_unset(self, name: str) -> bool:
+        """Whether a setting is what it is where nobody sets it."""
+        unset = self.filled(self.max_position_embeddings or 0).get(name, type(self).model_fields[name].default)
+        return bool(getattr(self, name) == unset)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that have a value, without those that mean nothing in this family and are as they were."""
+        idle = {name for name, _ in self.unused() if self.is_as_unset(name)}
+        values = {name: value for name, value in super().settings().items() if name not in idle}
+        if not values.keys() - ModelConfig.model_fields.keys() and not self._of_others:
+            return values
+        values |= {name: getattr(other, name) for name, other in self._of_others.items() if not other.is_as_unset(name)}
+        return {name: values[name] for name in self.setting_names() if name in values}
+
+
+def model_settings() -> dict[str, FieldInfo]:
+    """Every setting of the section, of whatever family, in order."""
+    fields = dict(ModelConfig.model_fields)
+    order = list(fields)
+    for name in FAMILIES.names():
+        kind = FAMILIES.load(name).config
+        place = len(order)
+        for own, field in kind.model_fields.items():
+            if own in fields:
+                continue
+            if own in kind.comes_after:
+                place = order.index(kind.comes_after[own]) + 1
+            fields[own] = field
+            order.insert(place, own)
+            place += 1
+    return {name: fields[name] for name in order}
+
+
+def _class_with(setting: Any) -> type[ModelConfig] | None:
+    """The class of the first family that has a setting; None where none has."""
+    kinds: Iterator[type[ModelConfig]] = (FAMILIES.load(name).config for name in FAMILIES.names())
+    return next((kind for kind in kinds if setting in kind.model_fields), None)

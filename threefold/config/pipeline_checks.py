@@ -1,6 +1,7 @@
 """Checks of the pipeline's settings: the schedule, its stages and its number of micro-batches."""
 
-from threefold.config.config_error import divisors, problem
+from threefold.config.config_error import problem
+from threefold.config.divisors import divisors
 from threefold.config.schema import Config
 
 PARTITIONS = ("cost", "uniform")

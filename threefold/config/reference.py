@@ -7,8 +7,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from threefold.config.presets import FAMILIES
-from threefold.config.schema import section_types
+from threefold.config.presets import FAMILIES as PRESET_FAMILIES
+from threefold.config.schema import section_settings, section_types
 from threefold.config.section import NameIn
 
 _INTRODUCTION = """\
@@ -53,9 +53,10 @@ def markdown() -> str:
 
 
 def _sections() -> Iterator[str]:
+    settings = section_settings()
     for name, section in section_types().items():
         yield f"## `{name}`\n\n{section.__doc__}\n\n| Setting | Value | Default | Meaning |\n|---|---|---|---|"
-        for key, field in section.model_fields.items():
+        for key, field in settings[name].items():
             meaning, _, default = " ".join((field.description or "").split()).partition(" Default: ")
             yield f"| `{key}` | {_value(field)} | {_default(field, default)} | {meaning} |"
         yield ""
@@ -105,7 +106,7 @@ def _presets() -> Iterator[str]:
     yield "## Presets\n\nPublished models. Settings beside `model.preset` override the preset's, such as"
     yield "`--set model.vocab_size=N` for another tokenizer. `data.sequence_length` is `max_position_embeddings` unless"
     yield "set. `threefold config size` counts the parameters; [models.md](models.md) says what the families are.\n"
-    for title, family in FAMILIES.items():
+    for title, family in PRESET_FAMILIES.items():
         yield from _preset_table(title, family)
 
 

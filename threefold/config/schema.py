@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from threefold.config.data import DataConfig
-from threefold.config.model import MOST_LAYERS, ModelConfig
+from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
 from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schedules import SCHEDULES, Schedule, find_schedule, schedule_name
 from threefold.config.section import MOST_IDS, MOST_RANKS, MOST_SEQUENCES, MOST_STEPS, PathText, Section, derived
@@ -169,7 +170,7 @@ def to_yaml(sections: dict[str, dict[str, Any]]) -> str:
 class Config(Section):
     """A whole run. Two configs are equal when all their settings are, wherever they were read from."""
 
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
@@ -223,3 +224,9 @@ class Config(Section):
 def section_types() -> dict[str, type[Section]]:
     """The sections of a config by name, in order."""
     return {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
+
+
+def section_settings() -> dict[str, dict[str, FieldInfo]]:
+    """The settings of each section by name, in order; of `model` those of every family."""
+    kinds = section_types()
+    return {name: model_settings() if kind is ModelConfig else kind.model_fields for name, kind in kinds.items()}

@@ -1,6 +1,7 @@
-"""Models of Hugging Face: read into a run's checkpoint, and written from one, tensor by tensor.
+"""Import and export of Hugging Face models, tensor by tensor.
 
-`families` names the kinds of models; `config_in` and `config_out` translate their config.json; `tables` says which of
-their tensors make up which of ours, in the terms of `weights`; `files` reads and `shards` writes safetensors; `bring`
-and `give` do the two commands' work.
+What is special to a family (keys of config.json, names of tensors) stands in threefold/models/FAMILY/huggingface.py.
+Here is what all have in common: `tensor_files` reads and `shards` writes safetensors, `weights` makes parameters of the
+tensors, `config_mapping` finds the type of a config.json, `sidecar_files` are tokenizer and chat template, and
+`import_hf` and `export_hf` do the work of the two commands.
 """

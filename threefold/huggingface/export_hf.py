@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint
@@ -18,14 +17,14 @@ from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config
 from threefold.data.progress import Progress
 from threefold.host import return_freed_memory
-from threefold.huggingface.config_out import choose_family, left_out, write_model
-from threefold.huggingface.families import Family
+from threefold.huggingface.config_mapping import choose_type, left_out, write_model
 from threefold.huggingface.import_hf import PRECISIONS
 from threefold.huggingface.shards import Planned, Shards
 from threefold.huggingface.sidecar_files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.sidecar_files import imported_config, write_texts
-from threefold.huggingface.tables import weights_of
-from threefold.huggingface.weights import Weight
+from threefold.huggingface.weights import split
+from threefold.models.hf.model_type import HuggingFaceType
+from threefold.models.hf.weights import WeightMap
 from threefold.output.overwrite import check_replaceable
 from threefold.output.staging import staged_directory
 
@@ -110,26 +109,26 @@ def export_model(request: Export, progress: Progress) -> Exported:
 def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> Exported:
     checkpoint, config = choice.checkpoint, choice.config
     imported = imported_config(checkpoint.path)
-    family = choose_family(config.model, imported.get("model_type"))
+    kind = choose_type(config.model, imported.get("model_type"))
     stored = {
         name.removeprefix(MODEL): facts
         for name, facts in stored_tensors(checkpoint.path).items()
         if name.startswith(MODEL)
     }
-    weights = _by_tensor(family, config, stored)
+    weights = _by_tensor(kind, config, stored)
     dtypes = {name: _dtype(request, checkpoint, config, dtype) for name, (_, dtype) in stored.items()}
     planned = [
-        Planned(theirs, shape, dtypes[name])
+        Planned(tensor, shape, dtypes[name])
         for name, slabs in weights.items()
         for weight in slabs
-        for theirs, shape in weight.theirs().items()
+        for tensor, shape in weight.source_shapes().items()
     ]
     total = sum(each.bytes for each in planned)
     by_bytes = {dtype: sum(each.bytes for each in planned if each.dtype == dtype) for dtype in dtypes.values()}
     dtype = str(max(by_bytes, key=lambda each: by_bytes[each])).removeprefix("torch.")
     progress.phase("Exporting", total)
     with staged_directory(request.out, inputs=[request.run], overwrite=request.overwrite) as partial:
-        values = write_model(config.model, family, dtype, checkpoint.facts.eod, imported)
+        values = write_model(config.model, kind, dtype, checkpoint.facts.eod, imported)
         (partial / THEIR_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         texts = write_texts(checkpoint.path, partial)
         with Shards(partial, planned, request.shard_bytes) as shards:
@@ -138,16 +137,16 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             )
             shards.finish()
     parameters = sum(prod(each.shape) for each in planned)
-    lost = left_out(config.model, family)
+    lost = left_out(config.model, kind)
     names = (tuple(shards.names), (THEIR_CONFIG, *texts))
-    return Exported(family.name, config, checkpoint.step, parameters, dtype, total, *names, lost, choice.warnings)
+    return Exported(kind.name, config, checkpoint.step, parameters, dtype, total, *names, lost, choice.warnings)
 
 
-def _by_tensor(family: Family, config: Config, stored: Stored) -> dict[str, list[Weight]]:
+def _by_tensor(kind: HuggingFaceType, config: Config, stored: Stored) -> dict[str, list[WeightMap]]:
     """The weights made of each of our tensors, in the order of the layers."""
     shapes = {name: stored[name][0] for name in sorted(stored, key=_place)}
-    weights: dict[str, list[Weight]] = {name: [] for name in shapes}
-    for weight in weights_of(family, config.model, shapes):
+    weights: dict[str, list[WeightMap]] = {name: [] for name in shapes}
+    for weight in kind.weights(config.model, shapes):
         weights[weight.name].append(weight)
     return weights
 
@@ -164,15 +163,17 @@ def _dtype(request: Export, checkpoint: Checkpoint, config: Config, stored: torc
     return stored if checkpoint.step == 0 else PRECISIONS[config.precision.dtype]
 
 
-def _write(folder: Path, weights: dict[str, list[Weight]], facts: Stored, shards: Shards, progress: Progress) -> None:
+def _write(
+    folder: Path, weights: dict[str, list[WeightMap]], facts: Stored, shards: Shards, progress: Progress
+) -> None:
     for names in _batches(facts):
         ours = {name: torch.empty(facts[name][0], dtype=facts[name][1]) for name in names}
         load_tensors_alone({MODEL + name: tensor for name, tensor in ours.items()}, folder)
         for name in names:
             for weight in weights[name]:
-                split: dict[str, Tensor] = weight.split(ours[name])
-                shards.write(split)
-                progress.advance(sum(tensor.numel() * facts[name][1].itemsize for tensor in split.values()))
+                tensors = split(weight, ours[name])
+                shards.write(tensors)
+                progress.advance(sum(tensor.numel() * facts[name][1].itemsize for tensor in tensors.values()))
 
 
 def _batches(facts: Stored) -> Iterator[list[str]]:

@@ -25,20 +25,19 @@ from threefold.data.text.tokenizer import end_of_document
 from threefold.errors import UserError
 from threefold.files import read_json as read_own_json
 from threefold.host import return_freed_memory
-from threefold.huggingface.config_in import read_model
-from threefold.huggingface.families import Family
-from threefold.huggingface.files import TensorFiles, read_json
+from threefold.huggingface.config_mapping import read_model
 from threefold.huggingface.sidecar_files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.sidecar_files import PREFIX, WITH_TOKENIZER, check_tokenizer, end_tokens, texts_of
-from threefold.huggingface.tables import weights_of
-from threefold.huggingface.weights import Box, Part, Weight
-from threefold.models.registry import make_model
+from threefold.huggingface.tensor_files import TensorFiles, read_json
+from threefold.huggingface.weights import Box, boxes, read_box
+from threefold.models.hf.model_type import HuggingFaceType
+from threefold.models.hf.weights import SourceRows, WeightMap
+from threefold.models.registry import make_model, model_plan
+from threefold.models.sharding import ModelPlan
 from threefold.output.durable import write_durably
 from threefold.output.overwrite import check_replaceable, list_marked
 from threefold.output.staging import staged_directory
 
-_CUT_BY_COLUMNS: Final = ("proj.weight", "down.weight", "experts.down")
-"""How the names of weights end whose columns tensor parallelism shares out; of others it shares the rows."""
 LONGEST_SAMPLE: Final = 2048
 """Tokens of a sample that an imported run's config proposes, where the model reads as many."""
 PRECISIONS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -98,18 +97,18 @@ def import_model(request: Import, progress: Progress) -> Imported:
     return_freed_memory()
     check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)
     values = read_json(request.source / THEIR_CONFIG)
-    family, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
-    files = TensorFiles(request.source, family.prefix)
+    kind, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
+    files = TensorFiles(request.source, kind.prefix)
     dtypes = Counter(stored.dtype for stored in files.tensors.values())
     precision = next(name for name, dtype in PRECISIONS.items() if dtype == dtypes.most_common(1)[0][0])
     template = _template(settings, precision, request.out)
     config = resolve(config_of(_of_checkpoint(template)), 1)
-    weights = _checked_weights(family, config, files)
+    weights = _checked_weights(kind, config, files)
     texts = texts_of(request.source)
     if TOKENIZER in texts:
         check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
     eod = _end_token(request.source, texts)
-    tensors = _streamed(weights, files, progress)
+    tensors = _streamed(weights, model_plan(config.model, 1), files, progress)
     total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     progress.phase("Importing", total)
     with staged_directory(
@@ -130,7 +129,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
                 write_durably(partial / name, texts[stored])
     parameters = sum(tensor.numel() for tensor in tensors.values())
     names = tuple(str(dtype).removeprefix("torch.") for dtype, _ in dtypes.most_common())
-    return Imported(family.name, config, parameters, names, total, TOKENIZER in texts)
+    return Imported(kind.name, config, parameters, names, total, TOKENIZER in texts)
 
 
 def list_imported(run: Path) -> Collection[str] | None:
@@ -166,7 +165,7 @@ def _of_checkpoint(template: Mapping[str, dict[str, Any]]) -> dict[str, dict[str
     return sections
 
 
-def _checked_weights(family: Family, config: Config, files: TensorFiles) -> list[Weight]:
+def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) -> list[WeightMap]:
     """The weights of the model that a config asks for, each known to be in the files, in its shape."""
     named = f"{files.folder / THEIR_CONFIG}"
     if (config.model.num_layers or 0) > len(files.tensors):
@@ -180,9 +179,9 @@ def _checked_weights(family: Family, config: Config, files: TensorFiles) -> list
     except (RuntimeError, OverflowError, TypeError, MemoryError):
         raise UserError(f"{named} asks for weights that are larger than any can be; fetch it again.") from None
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    weights = weights_of(family, config.model, shapes, files.tensors)
-    expected = {name: shape for weight in weights for name, shape in weight.theirs().items()}
-    stacks = {part.name for weight in weights for part in weight.parts if part.index is not None}
+    weights = kind.weights(config.model, shapes, files.tensors)
+    expected = {name: shape for weight in weights for name, shape in weight.source_shapes().items()}
+    stacks = {source.name for weight in weights for source in weight.sources if source.index is not None}
     if missing := expected.keys() - files.tensors.keys():
         raise UserError(f"{files.folder} lacks {_named(missing)}, which its {THEIR_CONFIG} asks for; fetch it again.")
     unknown = files.tensors.keys() - expected.keys()
@@ -191,7 +190,7 @@ def _checked_weights(family: Family, config: Config, files: TensorFiles) -> list
         unknown -= {"lm_head.weight"}
     if unknown:
         raise UserError(
-            f"{files.folder} holds {_named(unknown)}, which a {family.name} as in its {THEIR_CONFIG} does not have; "
+            f"{files.folder} holds {_named(unknown)}, which a {kind.name} as in its {THEIR_CONFIG} does not have; "
             "give the model's own files alone."
         )
     for name, shape in expected.items():
@@ -205,17 +204,17 @@ def _checked_weights(family: Family, config: Config, files: TensorFiles) -> list
     return weights
 
 
-def _check_tie(files: TensorFiles, weights: list[Weight]) -> None:
+def _check_tie(files: TensorFiles, weights: list[WeightMap]) -> None:
     """Check that a head that is tied, and in the files too, is the embedding."""
     embedding = next(weight for weight in weights if weight.name == "embed.tokens.weight")
-    (part,) = embedding.parts
-    head = Weight("head", embedding.shape, (Part("lm_head.weight"),))
+    (source,) = embedding.sources
+    head = WeightMap("head", embedding.shape, (SourceRows("lm_head.weight"),))
     if files.tensors["lm_head.weight"].shape == embedding.shape and all(
-        torch.equal(embedding.read(files, box), head.read(files, box)) for box in embedding.boxes(4, False)
+        torch.equal(read_box(embedding, files, box), read_box(head, files, box)) for box in boxes(embedding, 4, False)
     ):
         return
     raise UserError(
-        f"{files.folder}: {THEIR_CONFIG} says tie_word_embeddings true, and lm_head.weight is not {part.name}; "
+        f"{files.folder}: {THEIR_CONFIG} says tie_word_embeddings true, and lm_head.weight is not {source.name}; "
         "set it to false if the model has a head of its own."
     )
 
@@ -234,30 +233,38 @@ def _check_finite(files: TensorFiles) -> None:
     )
 
 
-def _streamed(weights: list[Weight], files: TensorFiles, progress: Progress) -> dict[str, Tensor]:
+def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, progress: Progress) -> dict[str, Tensor]:
     """What the checkpoint stores: our tensors by name, in the dtypes of the files."""
-    grouped: dict[str, list[Weight]] = {}
+    grouped: dict[str, list[WeightMap]] = {}
     for weight in weights:
         grouped.setdefault(weight.name, []).append(weight)
     tensors: dict[str, Tensor] = {}
     for name, slabs in grouped.items():
-        dtype = reduce(torch.promote_types, (files.tensors[part.name].dtype for slab in slabs for part in slab.parts))
+        sources = [source.name for slab in slabs for source in slab.sources]
+        dtype = reduce(torch.promote_types, (files.tensors[source].dtype for source in sources))
         pieces = [
             _piece(weight, box, dtype, files, progress)
             for weight in slabs
-            for box in weight.boxes(dtype.itemsize, name.endswith(_CUT_BY_COLUMNS))
+            for box in boxes(weight, dtype.itemsize, _is_cut_by_columns(plan, weight))
         ]
         stack = () if slabs[0].expert is None else (len(slabs),)
         tensors[MODEL + name] = StreamedTensor.of((*stack, *slabs[0].shape), dtype, pieces)
     return tensors
 
 
-def _piece(weight: Weight, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> TensorPiece:
+def _is_cut_by_columns(plan: ModelPlan, weight: WeightMap) -> bool:
+    """Whether tensor parallelism cuts the last of a parameter's dims; it cuts the first of others, or none."""
+    rule = plan.split_of(weight.name)
+    last = len(weight.shape) - (weight.expert is None)
+    return rule is not None and last > 0 and rule.cut_dim(weight.name.rpartition(".")[2], "tp") == last
+
+
+def _piece(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> TensorPiece:
     dims = (box.rows, box.columns)[: len(weight.shape)]
     offsets, sizes = tuple(first for first, _ in dims), tuple(end - first for first, end in dims)
 
     def read() -> Tensor:
-        tensor = weight.read(files, box).to(dtype)
+        tensor = read_box(weight, files, box).to(dtype)
         progress.advance(tensor.numel() * tensor.itemsize)
         return tensor if weight.expert is None else tensor[None]
 

@@ -15,7 +15,7 @@ from typing import IO, Final
 import torch
 from torch import Tensor
 
-from threefold.huggingface.files import DTYPES, INDEX, WHOLE
+from threefold.huggingface.tensor_files import DTYPES, INDEX, WHOLE
 
 _CODES: Final = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT: Final = 8

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from threefold.checkpoint.folder import TOKENIZER
 from threefold.errors import UserError
 from threefold.files import read_text
-from threefold.huggingface.files import read_json, shortened
+from threefold.huggingface.tensor_files import read_json
+from threefold.models.hf.config_json import shortened
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"

@@ -20,7 +20,7 @@ from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.config.config_error import nearest_divisor
+from threefold.config.divisors import nearest_divisor
 from threefold.data.chat.chat_template import ChatTemplate
 from threefold.data.text.document_encoding import DocumentEncoder
 from threefold.data.text.text_encoding import SpecialTokens, TextEncoder, TextRule
@@ -36,14 +36,6 @@ from threefold.parallel.pipeline.partition import partition_by_cost
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 
-_SPLIT_WIDTHS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "ffn_hidden_size",
-    "expert_ffn_hidden_size",
-    "shared_expert_ffn_hidden_size",
-)
-"""What of a model the tensor axis has to divide."""
 _WORTH_THREADS = 10_000_000
 """Parameters from which a token is work for several threads; below, they wait for one another (on a busy machine for
 seconds)."""
@@ -85,13 +77,13 @@ class Trained:
         Raises:
             UserError: it cannot.
         """
-        model = self.config.model
-        widths = {key: getattr(model, key) for key in _SPLIT_WIDTHS}
+        plan = model_plan(self.config.model, 1)
+        widths = plan.divided_settings("tp")
         for key, width in widths.items():
             if width % layout.tp:
                 fits = nearest_divisor(layout.tp, gcd(*widths.values()))
                 raise UserError(f"--tp is {layout.tp} but must divide the model's {key} {width}; use {fits}.")
-        layers = len(model_plan(model, 1).layers)
+        layers = len(plan.layers)
         if layout.pp > layers:
             raise UserError(
                 f"--pp is {layout.pp} but the model has {layers} layers, its embedding and its head included; "

@@ -1,31 +1,46 @@
-"""Which model a config asks for."""
+"""The model that a config asks for.
 
-from threefold.config import ModelConfig
-from threefold.models.gpt.model import GPT
-from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.layers.decoder import Decoder
-from threefold.models.llama.model import Llama
-from threefold.models.llama.sharding import llama_plan
-from threefold.models.sharding import ModelPlan
+`FAMILIES` in threefold/config/model.py has a line for each family of the package; other packages add theirs with an
+entry point of the group `threefold.model_families` that names a `Family`.
+"""
 
-_MODELS: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
-_PLANS = {"gpt": gpt_plan, "llama": llama_plan}
+from typing import TYPE_CHECKING
+
+from threefold.config.model import FAMILIES, ModelConfig
+from threefold.models.family import Family
+
+if TYPE_CHECKING:
+    from threefold.models.hf.model_type import HuggingFaceType
+    from threefold.models.layers.decoder import Decoder
+    from threefold.models.sharding import ModelPlan
 
 
-def make_model(config: ModelConfig) -> Decoder:
+def family_of(config: ModelConfig) -> Family:
+    """The family of a model."""
+    found: Family = FAMILIES.load(config.architecture)
+    return found
+
+
+def make_model(config: ModelConfig) -> "Decoder":
     """The whole, single-device model.
 
     Args:
         config: its sizes, resolved (no field is None).
     """
-    return _MODELS[config.architecture](config)
+    return family_of(config).make_model(config)
 
 
-def model_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
-    """How it is cut.
+def model_plan(config: ModelConfig, sequence_length: int) -> "ModelPlan":
+    """How it is sharded.
 
     Args:
-        config: the model's sizes.
+        config: the model's sizes, resolved.
         sequence_length: tokens per sample, for what attention costs.
     """
-    return _PLANS[config.architecture](config, sequence_length)
+    return family_of(config).make_plan(config, sequence_length)
+
+
+def huggingface_types() -> "dict[str, HuggingFaceType]":
+    """What can be imported and exported, of all families, by Hugging Face's `model_type`."""
+    families: list[Family] = [FAMILIES.load(name) for name in FAMILIES.names()]
+    return {kind.name: kind for family in families for kind in family.huggingface_types()}

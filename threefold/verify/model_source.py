@@ -14,7 +14,7 @@ from torch import nn
 
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.models.registry import make_model, model_plan
+from threefold.models.registry import family_of, make_model, model_plan
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.plan_check import check_plan
 
@@ -32,7 +32,7 @@ class ConfigSource:
     def describe(self, config: Config) -> str:
         """The model's name, for people."""
         experts = f" with {config.model.num_experts} experts" if config.model.num_experts else ""
-        return {"gpt": "GPT", "llama": "Llama"}[config.model.architecture] + experts
+        return family_of(config.model).title + experts
 
     def __str__(self) -> str:
         return "the model of the config"

@@ -56,7 +56,8 @@ def shrink(config: Config, specs: Sequence[LayoutSpec]) -> Config:
     sequence = min(config.data.sequence_length, _multiple(_SEQUENCE, _sequence_unit(specs)))
     sizes = {**_widths(model, specs), **_lengths(config, sequence)}
     sizes["num_layers"] = min(model.num_layers, max(_LAYERS, *map(stages, specs)))
-    settings["model"].update({name: size for name, size in sizes.items() if name not in set(model.meaningless())})
+    used = type(model).model_fields.keys() - {name for name, _ in model.unused()}
+    settings["model"].update({name: size for name, size in sizes.items() if name in used})
     settings["data"]["sequence_length"] = sequence
     if chunk := config.train.loss_chunk_size:  # as many chunks as before
         vocab = settings["model"]["vocab_size"]

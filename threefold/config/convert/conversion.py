@@ -9,7 +9,7 @@ from threefold.config.convert.detection import Kind, detected
 from threefold.config.convert.key_mapping import Given, KeyMapping, Unmapped, shortened
 from threefold.config.loading import config_of, known_keys
 from threefold.config.resolve import resolve
-from threefold.config.schema import Config, section_types, to_yaml
+from threefold.config.schema import Config, section_settings, to_yaml
 from threefold.errors import UserError
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -135,9 +135,9 @@ def _config(mapping: KeyMapping) -> Config:
 def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The settings whose default is another, or follows from others."""
     differing: dict[str, dict[str, Any]] = {}
-    for name, section in section_types().items():
+    for name, known in section_settings().items():
         for key, value in getattr(config, name).settings().items():
-            default = section.model_fields[key].default
+            default = known[key].default
             if f"{name}.{key}" in settings and value != (list(default) if isinstance(default, tuple) else default):
                 differing.setdefault(name, {})[key] = value
     return differing

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.config import ModelConfig
 from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
+from threefold.models.layers.mixture_config import MixtureConfig
 from threefold.models.layers.router import Choice, Routing
 from threefold.models.layers.swiglu import SwiGLU
 from threefold.ops.kernels import grouped_linear
@@ -16,7 +16,7 @@ from threefold.ops.kernels import grouped_linear
 class MixtureOfExperts(nn.Module):
     """The weighted outputs of the few experts that the router chooses for a token, and of the shared one, if any."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.router = Linear(config.hidden_size, config.num_experts, bias=False)
         self.routing = Routing(

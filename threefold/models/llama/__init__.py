@@ -1,1 +1,12 @@
 """Llama, Mistral, Mixtral and Qwen."""
+
+from threefold.models.family import Family
+from threefold.models.llama.config import LlamaConfig
+
+FAMILY = Family(
+    title="Llama",
+    config=LlamaConfig,
+    model="threefold.models.llama.model:Llama",
+    plan="threefold.models.llama.sharding:llama_plan",
+    huggingface="threefold.models.llama.huggingface:TYPES",
+)

@@ -7,19 +7,19 @@ attention mask keeps apart. Every module with dropout is given its name in the m
 
 from torch import Tensor, nn
 
-from threefold.config import ModelConfig
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear, SampleInfo
 from threefold.models.layers.experts import MixtureOfExperts
 from threefold.models.layers.rope_scaling import rope_scaling
 from threefold.models.layers.swiglu import SwiGLU
+from threefold.models.llama.config import LlamaConfig
 from threefold.random.dropout import Dropout
 
 
 class Input(nn.Module):
     """Token embeddings."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.tokens = Embedding(config.vocab_size, config.hidden_size)
         self.dropout = Dropout(config.hidden_dropout, "embed.dropout")
@@ -37,7 +37,7 @@ class Attention(nn.Module):
     cut is a cut between such groups.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, name: str) -> None:
+    def __init__(self, config: LlamaConfig, layer: int, name: str) -> None:
         super().__init__()
         self.head_dim, groups = config.head_dim, config.num_key_value_heads
         self.served = config.num_attention_heads // groups
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer layer, normalised before each half."""
 
-    def __init__(self, config: ModelConfig, layer: int, name: str) -> None:
+    def __init__(self, config: LlamaConfig, layer: int, name: str) -> None:
         super().__init__()
         self.attn_norm = _norm(config.hidden_size, config)
         self.attn = Attention(config, layer, f"{name}.attn")
@@ -85,12 +85,12 @@ class Llama(Decoder):
         config: its sizes, resolved (no field is None).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         head = Head(_norm(config.hidden_size, config), config.hidden_size, config.vocab_size)
         blocks = (Block(config, layer, f"blocks.{layer}") for layer in range(config.num_layers))
         super().__init__(Input(config), blocks, head, config.tie_embeddings)
 
 
-def _norm(width: int, config: ModelConfig) -> nn.RMSNorm:
+def _norm(width: int, config: LlamaConfig) -> nn.RMSNorm:
     """Zhang and Sennrich, arXiv 1910.07467."""
     return nn.RMSNorm(width, config.norm_eps)

@@ -1,7 +1,7 @@
 """How Llama's weights are cut, and what its layers cost."""
 
-from threefold.config import ModelConfig
 from threefold.models.decoder_plan import decoder_plan
+from threefold.models.llama.config import LlamaConfig
 from threefold.models.sharding import (
     AttentionCore,
     Column,
@@ -22,7 +22,7 @@ from threefold.models.sharding import (
 _GATED = (("gate", 1), ("up", 1))
 
 
-def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
+def llama_plan(config: LlamaConfig, sequence_length: int) -> ModelPlan:
     """The plan of `models.llama.Llama`.
 
     Args:
@@ -53,7 +53,7 @@ def llama_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
     return decoder_plan(config, split, costs)
 
 
-def _mlp_split(config: ModelConfig) -> dict[str, Split]:
+def _mlp_split(config: LlamaConfig) -> dict[str, Split]:
     """How the feed-forward networks that the model has are cut."""
     split: dict[str, Split] = {}
     mixtures = [config.has_experts(layer) for layer in range(config.num_layers)]
@@ -80,14 +80,14 @@ def _gated(name: str, setting: str, inner: int) -> dict[str, Split]:
     return {f"{name}.gate_up": Column(Unit(setting, inner, _GATED)), f"{name}.down": Row(Unit(setting, inner))}
 
 
-def _attention_cost(config: ModelConfig, layer: int, sequence_length: int) -> int:
+def _attention_cost(config: LlamaConfig, layer: int, sequence_length: int) -> int:
     """Multiply-adds per token."""
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     seen = min(config.window(layer) or sequence_length, sequence_length)
     return config.head_dim * (config.hidden_size * (2 * heads + 2 * groups) + heads * seen)
 
 
-def _mlp_cost(config: ModelConfig, layer: int) -> int:
+def _mlp_cost(config: LlamaConfig, layer: int) -> int:
     """Multiply-adds per token."""
     if not config.has_experts(layer):
         return 3 * config.hidden_size * config.ffn_hidden_size

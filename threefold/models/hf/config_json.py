@@ -1,11 +1,11 @@
-"""A config.json, key by key: what is asked for and not understood is refused by name."""
+"""Reading a config.json key by key: a key that nobody read, and that might change the model, is an error."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from threefold.errors import UserError
-from threefold.huggingface.files import shortened
 
+MOST_LAYERS: Final = 100_000
 LARGEST_SIZE: Final = 1 << 30
 """Of a width, a vocabulary, positions: far above those of any model, and a product of two is still a whole number."""
 _LARGEST_NUMBER: Final = 1e30
@@ -93,8 +93,14 @@ HARMLESS: Final = frozenset(
 """Keys that change neither logits nor loss: how text is chosen, what is returned, bookkeeping, rounding."""
 
 
-class Keys:
-    """The keys of a config.json, each looked at once.
+def shortened(text: str) -> str:
+    """A text for a sentence: printable, and cut where it is long."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if len(text) <= 120 else f"{text[:119]}…"
+
+
+class ConfigJson:
+    """The keys of a config.json, and which of them have been read.
 
     Args:
         values: what it holds.

@@ -4,7 +4,7 @@ from math import log
 from typing import Any
 
 from threefold.config import ModelConfig
-from threefold.huggingface.keys import Keys
+from threefold.models.hf.config_json import ConfigJson
 
 _FACTOR = ("rope_factor", "factor")
 _ORIGINAL = ("rope_original_positions", "original_max_position_embeddings")
@@ -30,7 +30,7 @@ _WHOLE = "rope_original_positions"
 _NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_theta", "mscale", "mscale_all_dim"}
 
 
-def read_rope(keys: Keys, positions: int) -> dict[str, Any]:
+def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
     """Settings of the rotary positions.
 
     The old spelling is `rope_theta` beside `rope_scaling`, the new one `rope_parameters` with both in it; transformers
@@ -63,7 +63,7 @@ def read_rope(keys: Keys, positions: int) -> dict[str, Any]:
     return settings | {"rope_scaling": method} | _scaling(keys, method, given, positions)
 
 
-def _scaling(keys: Keys, method: str, given: dict[str, Any], positions: int) -> dict[str, Any]:
+def _scaling(keys: ConfigJson, method: str, given: dict[str, Any], positions: int) -> dict[str, Any]:
     names = dict(_METHODS[method])
     known = {*names.values(), "type", "rope_type", "rope_theta", "mscale", "mscale_all_dim", "truncate"}
     if method == "dynamic":
@@ -90,7 +90,7 @@ def _scaling(keys: Keys, method: str, given: dict[str, Any], positions: int) -> 
     return {name: int(value) if name == _WHOLE else float(value) for name, value in read.items()}
 
 
-def _default_factor(keys: Keys, method: str, given: dict[str, Any], positions: int) -> float:
+def _default_factor(keys: ConfigJson, method: str, given: dict[str, Any], positions: int) -> float:
     if method == "yarn" and "original_max_position_embeddings" in given:
         return positions / max(1.0, float(given["original_max_position_embeddings"]))
     if "factor" not in given:

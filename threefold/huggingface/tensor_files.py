@@ -13,6 +13,7 @@ from torch import Tensor
 
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file
+from threefold.models.hf.config_json import shortened
 
 _LOOKED_AT: Final = 1 << 20
 """Values that are looked at together."""
@@ -137,12 +138,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; fetch it again.")
     return value
-
-
-def shortened(text: str) -> str:
-    """A text for a sentence: printable, and cut where it is long."""
-    text = "".join(letter if letter.isprintable() else " " for letter in text)
-    return text if len(text) <= 120 else f"{text[:119]}…"
 
 
 def _files(folder: Path) -> list[Path]:

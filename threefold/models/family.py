@@ -1,0 +1,47 @@
+"""What a family of models is made of, so that one name in the registry is enough to find all of it."""
+
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from threefold.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from threefold.models.hf.model_type import HuggingFaceType
+    from threefold.models.layers.decoder import Decoder
+    from threefold.models.sharding import ModelPlan
+
+
+@dataclass(frozen=True)
+class Family:
+    """The parts of a family; those that need torch as `module:attribute`, imported when they are asked for.
+
+    Attributes:
+        title: its name, for people.
+        config: the class of its `model` section.
+        model: what makes the single-device model from such a config, resolved.
+        plan: the function of such a config and the tokens of a sample that returns its `ModelPlan`.
+        huggingface: its `HuggingFaceType`s in a tuple, the first that fits a model being the one it is exported as;
+            None for a family that is not imported or exported.
+    """
+
+    title: str
+    config: type[ModelConfig]
+    model: str
+    plan: str
+    huggingface: str | None = None
+
+    def make_model(self, config: ModelConfig) -> "Decoder":
+        """The whole, single-device model of a resolved config."""
+        made: Decoder = resolve_name(self.model)(config)
+        return made
+
+    def make_plan(self, config: ModelConfig, sequence_length: int) -> "ModelPlan":
+        """How it is sharded."""
+        made: ModelPlan = resolve_name(self.plan)(config, sequence_length)
+        return made
+
+    def huggingface_types(self) -> "tuple[HuggingFaceType, ...]":
+        """The kinds of Hugging Face models that it can be imported from and exported to."""
+        types: tuple[HuggingFaceType, ...] = resolve_name(self.huggingface) if self.huggingface else ()
+        return types

@@ -1,0 +1,352 @@
+"""Llama and the models that followed it in Hugging Face's format: keys of config.json and names of tensors.
+
+Mistral, Qwen2 and Qwen3 add sliding windows, biases and QK-norm to Llama; Mixtral, Qwen2-MoE and Qwen3-MoE have
+experts.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from threefold.models.hf.config_json import MOST_LAYERS, ConfigJson
+from threefold.models.hf.model_type import HuggingFaceType, TensorNames, yaml_word
+from threefold.models.hf.rope import read_rope, write_rope
+from threefold.models.hf.weights import Shapes, SourceRows, WeightMap, copied, interleaved
+from threefold.models.llama.config import LlamaConfig
+
+_MOST_EXPERTS: Final = 65_536
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_NAMES: Final = TensorNames(
+    outside={
+        "embed.tokens.weight": "model.embed_tokens.weight",
+        "head.norm.weight": "model.norm.weight",
+        "head.output.weight": "lm_head.weight",
+    },
+    in_block={
+        "attn_norm.weight": "input_layernorm.weight",
+        "attn.q_norm.weight": "self_attn.q_norm.weight",
+        "attn.k_norm.weight": "self_attn.k_norm.weight",
+        "attn.proj.weight": "self_attn.o_proj.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+        "mlp.down.weight": "mlp.down_proj.weight",
+        "mlp.shared.down.weight": "mlp.shared_expert.down_proj.weight",
+        "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
+    },
+    block="model.layers.{}.",
+)
+_GATE_UP: Final = {
+    "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.shared.gate_up.weight": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+}
+_MIXTRAL: Final = ("block_sparse_moe.gate.weight", "block_sparse_moe.experts.{}.", ("w1", "w3", "w2"))
+_QWEN: Final = ("mlp.gate.weight", "mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
+"""Names of the router, of an expert, and of its gate, up and down projections."""
+_STACKED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""How transformers 5 has all experts in memory, gates before ups, and how some tools store them."""
+_DEFAULTS: Final[dict[str, Any]] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "router_aux_loss_coef": 0.001,
+}
+"""What keys mean that config.json lacks, in most of the types."""
+
+
+@dataclass(frozen=True)
+class LlamaType(HuggingFaceType):
+    """A `model_type` of Llama's kind.
+
+    Attributes:
+        qkv_bias, qk_norm: what these settings may be.
+        window: which layers may have a sliding window: none, all alike, or all but the first few.
+        experts: whether it has experts.
+        shared: whether it has a gated expert that all tokens share.
+    """
+
+    qkv_bias: tuple[bool, ...] = (False,)
+    qk_norm: bool = False
+    window: Literal["none", "all", "tail"] = "none"
+    experts: bool = False
+    shared: bool = False
+
+    def read(self, given: ConfigJson) -> dict[str, Any]:
+        given.require("hidden_act", "silu", "swish")
+        given.require("mlp_bias", False)
+        given.require("attention_bias", False)  # transformers adds one to the output projection then, too
+        hidden, heads = given.whole("hidden_size", least=1), given.whole("num_attention_heads", least=1)
+        layers = given.whole("num_hidden_layers", least=1, most=MOST_LAYERS)
+        positions = given.whole("max_position_embeddings", least=1)
+        if "head_dim" not in self.defaults and hidden % heads and not given.take("head_dim"):
+            raise given.problem(
+                f"hidden_size is {hidden}, no multiple of num_attention_heads {heads}", "give head_dim too"
+            )
+        settings = {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": given.whole("num_key_value_heads", heads, least=1),
+            "head_dim": given.whole("head_dim", hidden // heads, least=1),
+            "ffn_hidden_size": given.whole("intermediate_size", least=1),
+            "vocab_size": given.whole("vocab_size", least=1),
+            "max_position_embeddings": positions,
+            "attention_dropout": float(given.number("attention_dropout")),
+            "norm_eps": float(given.number("rms_norm_eps")),
+            "qkv_bias": given.flag("qkv_bias", True) if self.name == "qwen2_moe" else self.qkv_bias[0],
+            "qk_norm": self.qk_norm,
+            "initializer_range": float(given.number("initializer_range")),
+            "tie_embeddings": given.flag("tie_word_embeddings"),
+        }
+        settings |= read_rope(given, positions) | self._read_window(given, layers)
+        return settings | (self._read_experts(given, layers) if self.experts else {})
+
+    def _read_window(self, given: ConfigJson, layers: int) -> dict[str, Any]:
+        """The sliding window, which all layers have or all but the first few."""
+        if self.window == "none":
+            return {}
+        window = None if given.take("sliding_window") is None else given.whole("sliding_window")
+        if self.name not in ("mistral", "mixtral") and not given.flag("use_sliding_window"):
+            window = None
+        limit, kinds = given.whole("max_window_layers"), given.listed("layer_types", str)
+        first_full = limit if self.window == "tail" else 0  # other types do not look at it
+        if not window:
+            if kinds and _SLIDING in kinds:
+                raise given.refuse(
+                    "layer_types", kinds, "sliding attention with use_sliding_window and sliding_window alone"
+                )
+            return {}
+        if kinds is None and self.name == "qwen2_moe":
+            # As transformers has it: every other layer among the first.
+            kinds = [_SLIDING if layer % 2 == 0 and layer < first_full else _FULL for layer in range(layers)]
+        if kinds is not None:
+            first_full = next((layer for layer, kind in enumerate(kinds) if kind != _FULL), layers)
+            ordered = kinds == [_FULL] * first_full + [_SLIDING] * (layers - first_full)
+            if not ordered or (self.window == "all" and first_full):
+                raise given.refuse("layer_types", kinds, "full attention in the first layers and sliding in all others")
+        if first_full >= layers:
+            return {}
+        return {"sliding_window": window, "full_attention_layers": first_full}
+
+    def _read_experts(self, given: ConfigJson, layers: int) -> dict[str, Any]:
+        given.require("router_jitter_noise", 0.0, None)
+        key = "num_local_experts" if given.take("num_local_experts") else "num_experts"
+        count = given.whole(key, least=1, most=_MOST_EXPERTS)
+        given.take("num_experts")
+        settings: dict[str, Any] = {
+            "num_experts": count,
+            "experts_per_token": given.whole("num_experts_per_tok", least=1),
+            "router_aux_loss": float(given.number("router_aux_loss_coef")),
+        }
+        if self.name == "mixtral":
+            return settings | {
+                "normalize_expert_weights": True,
+                "expert_ffn_hidden_size": given.whole("intermediate_size", least=1),
+            }
+        settings["expert_ffn_hidden_size"] = given.whole("moe_intermediate_size", least=1)
+        settings["normalize_expert_weights"] = given.flag("norm_topk_prob")
+        if self.shared:
+            settings["shared_expert_ffn_hidden_size"] = given.whole("shared_expert_intermediate_size", least=1)
+            settings["shared_expert_gate"] = True
+        return settings | _read_sparse_layers(given, layers)
+
+    def write(self, model: LlamaConfig) -> dict[str, Any]:
+        values = {
+            "num_hidden_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "num_attention_heads": model.num_attention_heads,
+            "num_key_value_heads": model.num_key_value_heads,
+            "head_dim": model.head_dim,
+            "intermediate_size": model.ffn_hidden_size,
+            "vocab_size": model.vocab_size,
+            "max_position_embeddings": model.max_position_embeddings,
+            "hidden_act": "silu",
+            "attention_dropout": model.attention_dropout,
+            "rms_norm_eps": model.norm_eps,
+            "initializer_range": model.initializer_range,
+            "tie_word_embeddings": model.tie_embeddings,
+            **write_rope(model),
+        }
+        if self.name == "llama":
+            values |= {"attention_bias": False, "mlp_bias": False}
+        if self.name in ("qwen3", "qwen3_moe"):
+            values |= {"attention_bias": False}
+        if self.window != "none":
+            values |= self._write_window(model)
+        return values | (self._write_experts(model) if self.experts else {})
+
+    def _write_window(self, model: LlamaConfig) -> dict[str, Any]:
+        values: dict[str, Any] = {"sliding_window": model.sliding_window or None}
+        if self.name not in ("mistral", "mixtral"):
+            values["use_sliding_window"] = model.sliding_window > 0
+        if self.window == "tail":
+            windows = [model.window(layer) for layer in range(model.num_layers)]
+            values["layer_types"] = [_SLIDING if window else _FULL for window in windows]
+            values["max_window_layers"] = model.full_attention_layers if model.sliding_window else model.num_layers
+        return values
+
+    def _write_experts(self, model: LlamaConfig) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "num_experts_per_tok": model.experts_per_token,
+            "router_aux_loss_coef": model.router_aux_loss,
+            "output_router_logits": False,
+        }
+        if self.name == "mixtral":
+            return values | {
+                "num_local_experts": model.num_experts,
+                "intermediate_size": model.expert_ffn_hidden_size,
+                "router_jitter_noise": 0.0,
+            }
+        values |= {
+            "num_experts": model.num_experts,
+            "moe_intermediate_size": model.expert_ffn_hidden_size,
+            "norm_topk_prob": model.normalize_expert_weights,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer in range(model.num_layers) if not model.has_experts(layer)],
+        }
+        if self.shared:
+            values["shared_expert_intermediate_size"] = model.shared_expert_ffn_hidden_size
+        return values | ({"qkv_bias": model.qkv_bias} if self.name == "qwen2_moe" else {})
+
+    def obstacle(self, model: LlamaConfig) -> str | None:
+        found = {
+            f"model.qkv_bias {yaml_word(model.qkv_bias)}": model.qkv_bias in self.qkv_bias,
+            f"model.qk_norm {yaml_word(model.qk_norm)}": model.qk_norm == self.qk_norm,
+            f"model.sliding_window {model.sliding_window}": not model.sliding_window or self.window != "none",
+            f"model.full_attention_layers {model.full_attention_layers}": not model.sliding_window
+            or not model.full_attention_layers
+            or self.window == "tail",
+            f"model.num_experts {model.num_experts}": self.is_near(model),
+        }
+        if self.experts:
+            shared, gate = model.shared_expert_ffn_hidden_size, model.shared_expert_gate
+            found |= {
+                f"model.shared_expert_ffn_hidden_size {shared}": (shared > 0) == self.shared,
+                f"model.shared_expert_gate {yaml_word(gate)}": not shared or gate,
+            }
+        if self.name == "mixtral":
+            every = all(model.has_experts(layer) for layer in range(model.num_layers))
+            found |= {
+                "model.normalize_expert_weights false": model.normalize_expert_weights,
+                f"model.moe_every {model.moe_every} and model.dense_layers {model.dense_layers}": every,
+            }
+        return next((setting for setting, fits in found.items() if not fits), None)
+
+    def is_near(self, model: LlamaConfig) -> bool:
+        """Whether both have experts, or neither."""
+        return self.experts == (model.num_experts > 0)
+
+    def training_only(self) -> tuple[str, ...]:
+        return ("router_z_loss", "expert_capacity_factor", "hidden_dropout")
+
+    def rearranged(
+        self, name: str, in_block: str, block: str, model: LlamaConfig, shapes: Shapes, present: Collection[str]
+    ) -> list[WeightMap]:
+        """Gates and ups in turn; of each head of keys its queries, keys and values (GQA); experts one by one."""
+        if in_block in _GATE_UP:
+            return [interleaved(name, shapes[name], [SourceRows(block + tensor) for tensor in _GATE_UP[in_block]])]
+        if not in_block.startswith("attn.qkv."):
+            return list(self._expert_weights(name, in_block, block, shapes, present))
+        kind = in_block.rpartition(".")[2]
+        served, width = model.num_attention_heads // model.num_key_value_heads, model.head_dim
+        rows = {"q": served * width, "k": width, "v": width}
+        sources = [SourceRows(f"{block}self_attn.{each}_proj.{kind}", count) for each, count in rows.items()]
+        return [interleaved(name, shapes[name], sources)]
+
+    def _expert_weights(
+        self, name: str, in_block: str, block: str, shapes: Shapes, present: Collection[str]
+    ) -> Iterator[WeightMap]:
+        router, expert, (gate, up, down) = _MIXTRAL if self.name == "mixtral" else _QWEN
+        stacked = block + _STACKED[0] in present
+        if in_block == "mlp.router.weight":
+            named = block + router
+            yield copied(name, block + _QWEN[0] if stacked and named not in present else named, shapes)
+            return
+        count, *shape = shapes[name]
+        for number in range(count):
+            own = block + expert.format(number)
+            if in_block == "mlp.experts.gate_up" and stacked:
+                both = block + _STACKED[0]
+                sources = [SourceRows(both, 1, 0, number), SourceRows(both, 1, shape[0] // 2, number)]
+            elif in_block == "mlp.experts.gate_up":
+                sources = [SourceRows(f"{own}{gate}.weight"), SourceRows(f"{own}{up}.weight")]
+            elif stacked:
+                sources = [SourceRows(block + _STACKED[1], 1, 0, number)]
+            else:
+                sources = [SourceRows(f"{own}{down}.weight")]
+            yield interleaved(name, shape, sources, number)
+
+
+def _read_sparse_layers(given: ConfigJson, layers: int) -> dict[str, Any]:
+    """`moe_every` and `dense_layers` that give experts to the same layers."""
+    step, dense = given.whole("decoder_sparse_step", 1, least=1), set(given.listed("mlp_only_layers", int) or [])
+    wanted = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+    if not any(wanted):
+        raise given.refuse("decoder_sparse_step", step, "experts in one layer at least for this family")
+    first = wanted.index(True)
+    for every in range(1, min(layers, first + 1) + 1):
+        for skipped in (0, first):
+            if wanted == [layer >= skipped and (layer + 1) % every == 0 for layer in range(layers)]:
+                return {"moe_every": every, "dense_layers": skipped}
+    raise given.refuse("mlp_only_layers", sorted(dense), "experts in every so many-th layer after the first dense ones")
+
+
+def _type(name: str, head: str, defaults: dict[str, Any], **differences: Any) -> LlamaType:
+    return LlamaType(name, "llama", head, _NAMES, defaults=_DEFAULTS | defaults, **differences)
+
+
+TYPES: Final = (
+    _type("llama", "LlamaForCausalLM", {"max_position_embeddings": 2048}),
+    _type(
+        "mistral",
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        window="all",
+    ),
+    _type("qwen2", "Qwen2ForCausalLM", {"sliding_window": 4096}, qkv_bias=(True,), window="tail"),
+    _type("qwen3", "Qwen3ForCausalLM", {"head_dim": 128, "sliding_window": 4096}, qk_norm=True, window="tail"),
+    _type(
+        "mixtral",
+        "MixtralForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "max_position_embeddings": 131072,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        window="all",
+        experts=True,
+    ),
+    _type(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        {
+            "sliding_window": 4096,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        qkv_bias=(True, False),
+        window="tail",
+        experts=True,
+        shared=True,
+    ),
+    _type(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        qk_norm=True,
+        window="all",
+        experts=True,
+    ),
+)
