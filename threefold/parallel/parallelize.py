@@ -15,7 +15,7 @@ from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import GradientBuckets, Gradients, JoinedGradients
-from threefold.parallel.data.zero import ShardedGradients, share_out
+from threefold.parallel.data.zero import ShardedGradients, shard_parameters
 from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
@@ -162,7 +162,7 @@ def _allocate(stages: Sequence[Stage], how: Parallelism) -> None:
     else:
         # Sharded while still without memory, in the width of the master weights.
         _allocate_on(stages, torch.device("meta"), how.master_dtype)
-        share_out(stages, how.sharing, how.mesh, how.dtype)
+        shard_parameters(stages, how.sharing, how.mesh, how.dtype)
 
 
 def _allocate_on(stages: Sequence[Stage], device: torch.device, dtype: torch.dtype) -> None:

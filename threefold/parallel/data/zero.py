@@ -2,9 +2,10 @@
 
 ZeRO's three stages (Rajbhandari et al., arXiv 1910.02054). A rank keeps its shard of the weights in the width that they
 are updated in, and the optimizer's memory of it. For a step the weights are gathered, layer by layer, in the width that
-is computed in; gradients are summed over the replicas into the shards. The stages differ in how long whole tensors
-live: with 1, weights and gradients from their first micro-batch to the end of the step; with 2, a layer's gradients are
-shared out after each micro-batch; with 3, its weights are let go of after each forward and each backward pass, too.
+is computed in (all-gather); gradients are summed over the replicas into the shards (reduce-scatter). The stages differ in
+how long whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the
+step; with 2, a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are freed after each
+forward and each backward pass, too.
 
 Only `zero_shards` replicas may share a copy; then each of them holds the same part as some others, and the shards'
 gradients are summed over those once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2).
@@ -54,7 +55,7 @@ def make_sharing(mesh: Mesh, stage: int, shards: int) -> Sharing | None:
     return Sharing(stage, *mesh.sharing(shards)) if stage else None
 
 
-def share_out(stages: Sequence[Stage], sharing: Sharing, mesh: Mesh, dtype: torch.dtype) -> None:
+def shard_parameters(stages: Sequence[Stage], sharing: Sharing, mesh: Mesh, dtype: torch.dtype) -> None:
     """Cut the parameters of `stages` into shards and allocate this rank's, their values not yet set.
 
     Args:
@@ -150,7 +151,7 @@ class ShardedGradients(Gradients):
     """Gradients of which each replica holds the shard that it updates, once a step is finished.
 
     Args:
-        stages: this rank's, their parameters shared out.
+        stages: this rank's, their parameters sharded.
         sharing: how.
     """
 
