@@ -2,8 +2,8 @@
 
 ZeRO's three stages (Rajbhandari et al., arXiv 1910.02054). A rank keeps its shard of the weights in the width that they
 are updated in, and the optimizer's memory of it. For a step the weights are gathered, layer by layer, in the width that
-is computed in (all-gather); gradients are summed over the replicas into the shards (reduce-scatter). The stages differ in
-how long whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the
+is computed in (all-gather); gradients are summed over the replicas into the shards (reduce-scatter). The stages differ
+in how long whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the
 step; with 2, a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are freed after each
 forward and each backward pass, too.
 
