@@ -1,4 +1,4 @@
-"""Checksums that find a damaged file: XXH3 of 128 bits, which is faster than any disk here.
+"""Checksums that find a damaged file: XXH3 of 128 bits, which is faster than a disk.
 
 They protect against what disks, memory and copying do to files, not against an attacker.
 """
@@ -20,7 +20,7 @@ def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> 
 
     Args:
         path: a regular file.
-        advance: told the bytes of each block that was read.
+        advance: called with the bytes of each block that was read.
 
     Raises:
         OSError: it cannot be read.

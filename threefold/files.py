@@ -1,4 +1,4 @@
-"""Reading files that a person or another program may have damaged, in a way that neither hangs nor shows a traceback.
+"""Reading files that a person or another program may have damaged, without hanging and without a traceback.
 
 Every reader of small files (configs, manifests, metadata, indexes) goes through here, so that a missing file, a folder,
 a FIFO, a device, a path of 5,000 characters, text that is not UTF-8 and JSON nested without end are each one sentence.

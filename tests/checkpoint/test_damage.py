@@ -128,7 +128,7 @@ def test_damage_found_while_loading(
     resumed = Path(shutil.copytree(run, tmp_path / "resumed"))
     printed, _ = pool.run(2, train_rank, small_run.but(steps=6, tp=2, set=EVERY), resumed, True)
     assert printed.count("step_00000004 (its") == 1
-    assert "Going on from" in printed
+    assert "Resuming from" in printed
     assert f"its {name} does not have the checksum" in printed
     assert losses_of(resumed)[:4] == losses_of(whole)
     begun = small_run.but(steps=1, tp=2, set=(("train.init_from", str(run)),))

@@ -136,7 +136,7 @@ def test_texts_that_go_along_are_looked_at(tmp_path: Path) -> None:
     import_model(Import(source, tmp_path / "run"), Silent())
     ended = CliRunner().invoke(app, ["generate", str(tmp_path / "run"), "--prompt", "a"])
     assert ended.output == ""
-    assert "was imported without a tokenizer, so there are no words for its tokens; put" in str(ended.exception)
+    assert "was imported without a tokenizer, so output cannot be decoded; put" in str(ended.exception)
 
 
 class Interrupted(Silent):
@@ -216,7 +216,7 @@ def test_what_cannot_be_started_from(small_run: Run, tmp_path: Path) -> None:
         prepare_training(wrong, tmp_path / "new")
     with pytest.raises(UserError, match=r"train.init_from is .*, which has no complete checkpoint"):
         prepare_training(small_run.but(set=(("train.init_from", str(tmp_path)),)).config, tmp_path / "new")
-    with pytest.raises(UserError, match="has a model and no optimizer's state to go on with; start a run in another"):
+    with pytest.raises(UserError, match="has a model and no optimizer state to resume; start a run in another"):
         prepare_training(wrong, tmp_path / "imported", resume=True)
 
 

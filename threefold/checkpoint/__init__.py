@@ -1,5 +1,6 @@
-"""Checkpoints: the tensors of a whole model under their whole names, so that any layout reads what another wrote.
+"""Checkpoints: global tensors under global names, without any layout, so that every layout reads what another wrote.
 
-`folder` knows where they lie and which are whole, `tensors` moves the numbers, `save` makes one all at once, and
-`resume` decides whether a run may go on from one.
+`folder` locates the checkpoints of a run, `manifest` is their checkpoint.json, `format` their tensor files, `tensors`
+reads and writes these through torch.distributed.checkpoint, `save` writes a checkpoint atomically, `selection` finds
+the newest valid one, `resume` decides whether a run may resume from it and `warm_start` whether one may start from it.
 """

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint that cannot be used."""
+"""The error of a damaged checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from threefold.errors import UserError
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not as it was written, or not one of Threefold's; an older one may still be good.
+    """A checkpoint is damaged or not one of Threefold's; an older one may still be valid.
 
     Attributes:
         path: its folder.

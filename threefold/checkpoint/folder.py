@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie, and which of them are whole.
+"""Paths of a run's checkpoints, which of them are complete, and pruning of old ones.
 
 RUN/checkpoints/step_00000100/
     tensors-00000.bin, …  the tensors' bytes, a file for each rank that wrote
@@ -9,8 +9,8 @@ RUN/checkpoints/step_00000100/
 
 Version 1 had `*.distcp` and `.metadata`, as torch.distributed.checkpoint stores tensors, and no checksums.
 
-A checkpoint is written as `step_00000100.partial` and renamed when it is whole, so a folder without that ending and
-with a manifest that fits its files is good whatever happened to the process that wrote it.
+A checkpoint is written as `step_00000100.partial` and renamed when it is complete, so a folder without that ending and
+with a manifest that matches its files is valid whatever happened to the process that wrote it.
 """
 
 import re
@@ -28,14 +28,14 @@ FOLDER: Final = "checkpoints"
 CONFIG: Final = "config.yaml"
 TOKENIZER: Final = "tokenizer.json"
 DIVERGED: Final = ".diverged"
-"""Ending of a checkpoint after which the numbers were not finite; kept, and resumed from by none."""
+"""Ending of a checkpoint after which the loss was not finite; kept, and never resumed from."""
 
 _NAME = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: its folder and its facts."""
+    """A complete checkpoint: its folder and its facts."""
 
     path: Path
     facts: Facts
@@ -55,7 +55,7 @@ def path_of(run_dir: Path, step: int) -> Path:
 
 
 def folders(run_dir: Path) -> list[Path]:
-    """Everything in a run that has the name of a checkpoint, oldest first; good or not."""
+    """All folders of a run that are named like a checkpoint, oldest first, valid or not."""
     parent = run_dir / FOLDER
     found = (
         {int(name[1]): path for path in parent.iterdir() if (name := _NAME.fullmatch(path.name))}
@@ -66,7 +66,7 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def complete(run_dir: Path) -> list[Checkpoint]:
-    """The checkpoints of a run that have all their files, oldest first; what is half-written is not among them.
+    """The checkpoints of a run that have all their files, oldest first; incomplete ones are left out.
 
     Raises:
         UserError: a later version of Threefold wrote one.
@@ -92,20 +92,20 @@ def stored_config(path: Path) -> Config:
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """The checkpoint with most steps that has all its files; None if there is none. Nothing is compared with its
-    checksum: `choose` does that."""
+    """The checkpoint with most steps that has all its files; None if there is none. No checksum is
+    compared: `select_checkpoint` does that."""
     found = complete(run_dir)
     return found[-1] if found else None
 
 
 def remove_partial(run_dir: Path) -> None:
-    """Delete what interrupted saving left."""
+    """Delete the incomplete checkpoints that interrupted saving left."""
     for path in (run_dir / FOLDER).glob(f"step_*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def prune(run_dir: Path, keep: int, step: int | None = None, passed: Collection[Path] = ()) -> None:
-    """Delete all but the `keep` newest whole checkpoints (0: none is deleted), and what interrupted saving left.
+    """Delete all but the `keep` newest whole checkpoints (0: none is deleted), and incomplete ones.
 
     Args:
         run_dir: the run's folder.
@@ -117,5 +117,5 @@ def prune(run_dir: Path, keep: int, step: int | None = None, passed: Collection[
     remove_partial(run_dir)
     counted = [each for each in complete(run_dir) if (step is None or each.step <= step) and each.path not in passed]
     for checkpoint in counted[:-keep] if keep else []:
-        # Under the name of a partial one, so that it is taken for nothing else should deleting it be interrupted.
+        # Renamed to a partial one first, so that an interrupted deletion leaves nothing that looks complete.
         shutil.rmtree(checkpoint.path.rename(checkpoint.path.with_name(checkpoint.path.name + PARTIAL)))

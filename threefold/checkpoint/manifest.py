@@ -27,10 +27,10 @@ VERSION: Final = 2
 
 @dataclass(frozen=True)
 class Facts:
-    """What a checkpoint says of its run besides the tensors.
+    """State of a run besides its tensors.
 
-    Together with the config these are the whole state of a trainer: the next batch, every dropout mask and the learning
-    rate are functions of the seed and the step.
+    Together with the config and the tensors this is the whole training state: the next batch, every dropout mask and
+    the learning rate are functions of the seed and the step.
 
     Attributes:
         step: updates made.
@@ -74,7 +74,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file: its bytes and its checksum, which version 1 did not have."""
+    """Size in bytes and checksum of a file of a checkpoint; version 1 had no checksums."""
 
     bytes: int
     checksum: str | None
@@ -82,7 +82,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What checkpoint.json says."""
+    """Content of checkpoint.json."""
 
     folder: Path
     facts: Facts
@@ -121,7 +121,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What checkpoint.json says; nothing else is looked at.
+    """Read checkpoint.json and no other file.
 
     Raises:
         DamagedCheckpoint: it is missing, is not as it was written, or has values that it cannot have.
@@ -157,7 +157,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, facts: Facts) -> None:
-    """Declare the files in `folder` to be a whole checkpoint, durably.
+    """Write checkpoint.json durably, which makes the files in `folder` a complete checkpoint.
 
     Raises:
         DamagedCheckpoint: the index of its tensors, which was just written, is damaged.
@@ -227,7 +227,7 @@ _RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "beginning": lambda value: value is None or (isinstance(value, list) and all(map(_is_whole, value))),
     "contents": _is_contents,
 }
-"""What each of the facts can be in JSON."""
+"""Validation of each field of the facts as read from JSON."""
 
 
 def _facts(document: dict[str, Any]) -> Facts:
@@ -261,6 +261,6 @@ def _checked(name: str, value: Any, rule: Callable[[Any], bool]) -> Any:
 
 
 def _first_word(error: Exception) -> str:
-    """What was at fault: the name that a check or a look-up told, else the list of files."""
-    told = str(error).strip("'")
-    return shown(told) if isinstance(error, (ValueError, KeyError)) and told else "files"
+    """The field at fault: the name in the error of a check or a look-up, else the list of files."""
+    name = str(error).strip("'")
+    return shown(name) if isinstance(error, (ValueError, KeyError)) and name else "files"

@@ -1,4 +1,4 @@
-"""Whether the tensors of a checkpoint are those of the model that its config describes."""
+"""Whether the names and shapes of a checkpoint's tensors match the model that its config describes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -21,9 +21,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
-    """What tells that stored tensors are not those of a model, as a clause; None where they are.
+    """Why stored tensors do not match a model, as a clause; None where they match.
 
-    What can be seen at a single tensor is looked at first, so that a config of a billion layers is an answer at once.
+    Single tensors are compared first, so that a config of a billion layers is refused at once.
 
     Args:
         model: resolved.

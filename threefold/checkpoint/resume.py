@@ -1,4 +1,4 @@
-"""Whether a run may go on from its newest checkpoint, and what will be different if it does."""
+"""Resume: whether a run may continue from its newest checkpoint, and warnings about what will differ."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
-"""Settings that change no result, by their beginning."""
+"""Prefixes of settings that change no result."""
 _FREE_KEYS = frozenset(
     (
         "data.path",  # what lies there is compared instead
@@ -34,7 +34,7 @@ _FREE_KEYS = frozenset(
         "train.micro_batch_size",
         "train.gradient_accumulation_steps",
         "train.device",
-        "precision.loss_scale",  # the checkpoint has what became of it
+        "precision.loss_scale",  # the checkpoint has its current value
         "train.compile",
         "train.recompute",
         "train.recompute_every",
@@ -72,13 +72,13 @@ _ORDER = frozenset(("train.seed", "train.global_batch_size", "data.sequence_leng
 
 @dataclass(frozen=True)
 class Resumption:
-    """A checkpoint that a run may go on from.
+    """A checkpoint that a run may resume from.
 
     Attributes:
         checkpoint: where and at which step.
-        warnings: a sentence for each setting that makes the losses differ from those of the unbroken run, and one for
-            damaged checkpoints.
-        passed: folders of the damaged checkpoints that are newer.
+        warnings: a sentence for each setting that makes the losses differ from those of an uninterrupted run, and
+            one for damaged checkpoints.
+        passed: folders of the newer, damaged checkpoints.
     """
 
     checkpoint: Checkpoint
@@ -87,11 +87,11 @@ class Resumption:
 
 
 Resume = bool | Literal["auto"]
-"""Whether a run continues from its own checkpoint; "auto" does where there is one."""
+"""Whether a run resumes from its own checkpoint; "auto" does where there is one."""
 
 
 def continues(run_dir: Path, resume: Resume) -> bool:
-    """Whether a run continues. One whose only checkpoints are damaged does: it is not to train over them unnoticed."""
+    """Whether a run resumes. One whose only checkpoints are damaged does, so as not to overwrite them unnoticed."""
     return bool(folders(run_dir)) if resume == "auto" else resume
 
 
@@ -108,10 +108,10 @@ def has_all_steps(run_dir: Path, steps: int) -> bool:
 
 
 def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> Resumption:
-    """The newest good checkpoint of a run, checked against what the run is to be now.
+    """The newest valid checkpoint of a run, checked against the run's config.
 
     The layout may differ, as may everything else that changes no result; what changes it later, such as the learning
-    rate, is warned of; another model, another optimizer or another order of the samples is an error.
+    rate, gives a warning; another model, another optimizer or another order of the samples is an error.
 
     Args:
         run_dir: the run's folder.
@@ -122,12 +122,14 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
         UserError: there is no checkpoint, it is of another run, or nothing is left to do.
     """
     choice = select_checkpoint(
-        run_dir, lambda none: f"{run_dir} has {none} to go on from; start without --resume in an empty folder.", damaged
+        run_dir,
+        lambda none: f"{run_dir} has {none} to resume from; start without --resume in an empty folder.",
+        damaged,
     )
     checkpoint = choice.checkpoint
     if checkpoint.step == 0:
         raise UserError(
-            f"{checkpoint.path} has a model and no optimizer's state to go on with; start a run in another folder with "
+            f"{checkpoint.path} has a model and no optimizer state to resume; start a run in another folder with "
             f"train.init_from {run_dir}."
         )
     changes = list(_changes(choice.config, config))
@@ -145,7 +147,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
             return find_resumption(run_dir, config, {**(damaged or {}), damage.path: damage.reason})
         raise UserError(
             f"train.max_steps is {config.train.max_steps} and {checkpoint.path} is at step {checkpoint.step} already; "
-            f"set it to {checkpoint.step + 1} at least to go on."
+            f"set it to {checkpoint.step + 1} at least to resume."
         )
     warnings = [f"{key} is {now!r} from here on; up to now it was {before!r}." for key, before, now in changes]
     return Resumption(
@@ -168,8 +170,8 @@ def _ended_decay(stored: Config, config: Config) -> Iterator[str]:
 
 
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
-    """A sentence if the model draws from its ranks' streams, which go on in the same layout alone."""
-    # These import torch, which errors that need no tensor do not wait for.
+    """A sentence if the model draws from per-rank random streams, which resume only in the same layout."""
+    # These import torch, which errors that need no tensor must not wait for.
     from threefold.checkpoint.tensors import stored_names
     from threefold.random.rng import STREAMS, stored_as
 
@@ -195,7 +197,7 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _forbidden(key: str) -> str | None:
-    """Why a run cannot go on with another value of a setting; None where it can."""
+    """Why a run cannot resume with another value of a setting; None where it can."""
     if key in SHAPES:
         return "whose weights do not fit another model"
     if key in _ORDER:

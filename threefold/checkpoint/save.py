@@ -1,4 +1,4 @@
-"""Making a checkpoint: whole or not at all."""
+"""Saving a checkpoint atomically: complete or not at all."""
 
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -19,12 +19,15 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint. Collective over the world.
 
-    Until its last moment the checkpoint has another name, so a full disk or a killed process leaves the ones before it
-    as they are, and nothing that could be taken for a new one. What a failure left is deleted.
+    Until it is complete the checkpoint has another name, so a full disk or a killed process leaves the ones before it
+    unchanged, and nothing that looks like a new one. Files that a failure left are deleted.
+
+    The folder is not staged as `threefold.output.staging` does for one process: all ranks, on several hosts, write into
+    it under a name that each derives from the step, and the lock of the run keeps other writers out.
 
     Args:
         run_dir: the run's folder, which all ranks see.
-        facts: what it says of the run.
+        facts: the state of the run besides its tensors.
         tensors: as `save_tensors` takes them.
         texts: further files by name.
         world: all ranks.
@@ -47,7 +50,7 @@ def save_checkpoint(
         for name, text in texts.items():
             write_durably(partial / name, text)
         write_manifest(partial, facts)
-        if path.exists():  # one that was not whole, else the run would have gone on from it
+        if path.exists():  # an incomplete one, else the run would have resumed from it
             shutil.rmtree(path)
         partial.rename(path)
         sync(path.parent)
@@ -71,7 +74,7 @@ def save_checkpoint(
 def prune_checkpoints(run_dir: Path, keep: int, step: int, world: Axis, passed: Collection[Path] = ()) -> None:
     """Delete all but the `keep` newest whole checkpoints (0: none) up to that of `step`. Collective over the world.
 
-    Those that were `passed` over as damaged are neither deleted nor counted.
+    Damaged ones in `passed` are neither deleted nor counted.
 
     Raises:
         UserError: on every rank, when one cannot be deleted.
@@ -85,7 +88,7 @@ def prune_checkpoints(run_dir: Path, keep: int, step: int, world: Axis, passed: 
 
 
 def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, Path] | None:
-    """Rename the checkpoint of `step`, of a model that has diverged, so that it is taken for none any more.
+    """Rename the checkpoint of `step`, of a model that has diverged, so that no run resumes from it.
 
     Collective over the world.
 

@@ -1,10 +1,10 @@
-"""The newest good checkpoint of a run: those that are damaged are passed over, and told of.
+"""Select the newest valid checkpoint of a run; damaged ones are skipped with a warning.
 
-Everything but the tensors' bytes is looked at before a checkpoint is chosen: the manifest, the presence and the size of
+Everything but the tensors' bytes is checked before a checkpoint is selected: the manifest, the presence and the size of
 every file, the checksums of all small files, the index, and whether the tensors are those of the model that the config
 describes. The tensors' bytes, which may be many gigabytes on many hosts, are compared with their checksums by the rank
 that reads them, as it reads them. Where one finds damage, loading ends with `DamagedCheckpoint` on all ranks, and the
-caller chooses again, with that checkpoint among the damaged ones.
+caller selects again, with that checkpoint among the damaged ones.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from threefold.comm.mesh import Axis
 
 Damaged = Mapping[Path, str]
-"""What is wrong with the checkpoints that could not be loaded, by folder."""
+"""Reasons why checkpoints could not be loaded, by folder."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SelectedCheckpoint:
-    """The checkpoint to use.
+    """The selected checkpoint.
 
     Attributes:
         checkpoint: where it is.
         config: its own.
-        warnings: a sentence that names those that were passed over, if any were.
-        passed: their folders.
+        warnings: a sentence that names the skipped checkpoints, if any.
+        passed: the folders of the skipped ones.
     """
 
     checkpoint: Checkpoint
@@ -50,12 +50,12 @@ class SelectedCheckpoint:
 def select_checkpoint(
     run_dir: Path, missing: Callable[[str], str], damaged: Damaged | None = None
 ) -> SelectedCheckpoint:
-    """The newest checkpoint of a run that is good as far as can be told without reading its tensors.
+    """The newest checkpoint of a run that is valid as far as can be seen without reading its tensors.
 
     Args:
         run_dir: the run's folder.
         missing: makes the error of a run that has none, from "no complete checkpoint" and why.
-        damaged: those that loading found damaged.
+        damaged: checkpoints that loading found damaged.
 
     Raises:
         UserError: there is none, or a later version of Threefold wrote the newest.
@@ -90,7 +90,7 @@ def check_whole(checkpoint: Checkpoint) -> None:
 
 
 def from_first(world: "Axis", find: Callable[[], T]) -> T:
-    """What `find` gives on the first rank, on all ranks, so that no two choose differently. Collective.
+    """Run `find` on the first rank and broadcast its result, so that all ranks agree. Collective.
 
     Raises:
         UserError: on every rank, what `find` raises on the first.
@@ -111,11 +111,11 @@ def _inspect(path: Path) -> tuple[Checkpoint, Config]:
     """A checkpoint and its config.
 
     Raises:
-        DamagedCheckpoint: it is not good.
+        DamagedCheckpoint: it is not valid.
     """
     manifest = read_manifest(path)
     manifest.check_sizes()
-    # These import torch, which a run without checkpoints does not wait for.
+    # These import torch, which a run without checkpoints must not wait for.
     from threefold.checkpoint.format.storage import stored_index
     from threefold.checkpoint.model_match import model_mismatch
 
@@ -134,7 +134,7 @@ def _inspect(path: Path) -> tuple[Checkpoint, Config]:
 def _check_small(manifest: Manifest, data: set[str], shapes: "Shapes") -> None:
     """Compare all files but those of tensors with their checksums.
 
-    A config that was changed is told by what it says, where that is a model of other sizes.
+    Where a changed config describes a model of other sizes, the error says which.
     """
     for name in sorted(manifest.files.keys() - data - {CONFIG}):
         manifest.check_content(name)
@@ -167,7 +167,7 @@ def _config(path: Path) -> Config:
 
 
 def _listed(passed: list[DamagedCheckpoint]) -> str:
-    """Those passed over and why, and the verb."""
-    told = [f"{damage.path} ({damage.reason})" for damage in passed]
-    more = f" and {len(told) - 3} more" if len(told) > 3 else ""
-    return f"{' and '.join(told[:3])}{more} {'was' if len(told) == 1 else 'were'}"
+    """The skipped checkpoints with the reasons, and the verb."""
+    listed = [f"{damage.path} ({damage.reason})" for damage in passed]
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return f"{' and '.join(listed[:3])}{more} {'was' if len(listed) == 1 else 'were'}"

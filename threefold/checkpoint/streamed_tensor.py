@@ -1,5 +1,5 @@
-"""Tensors that are read piece by piece while a checkpoint is written, so that none is ever in memory whole:
-`storage.Writer` lets each piece go before it asks for the next."""
+"""Tensors that are read piece by piece while a checkpoint is written, so that none is in memory as a whole:
+`format.storage.Writer` frees each piece before it asks for the next."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class TensorPiece:
 
 
 class StreamedTensor(Tensor):
-    """A tensor without memory, with what `torch.distributed.checkpoint` asks of a tensor in parts.
+    """A tensor without storage that implements torch.distributed.checkpoint's protocol for sharded tensors.
 
-    Each piece is stored for itself, so that who loads a shard reads the pieces that it overlaps and no more.
+    Each piece is stored as its own chunk, so that loading a shard reads only the pieces that it overlaps.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

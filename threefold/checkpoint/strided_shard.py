@@ -1,8 +1,8 @@
-"""Shards that two axes cut along the same dim, as torch's checkpoint is told of them.
+"""Shards that two mesh axes cut along the same dim, described to torch.distributed.checkpoint.
 
-A weight that the tensor axis splits by rows and the replicas share by rows too is a `DTensor` with a `_StridedShard`.
-Where its rows do not divide evenly, torch 2.13 reckons other bounds for such a shard than `fully_shard` gave it, and
-parts of the checkpoint would be missing or doubled. So these shards say themselves where they lie.
+A weight that tensor parallelism and ZeRO both shard by rows is a `DTensor` with a `_StridedShard`. Where its rows do
+not divide evenly, torch 2.13 computes other bounds for such a shard than `fully_shard` gave it, and parts of the checkpoint
+would be missing or doubled. So these shards state their own offsets.
 """
 
 from typing import Any, Self, TypeGuard
@@ -23,7 +23,7 @@ def is_strided(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 class StridedShard(Tensor):
-    """This rank's shard, its memory shared, with what `torch.distributed.checkpoint` asks of a tensor in parts."""
+    """This rank's shard, its memory shared, with torch.distributed.checkpoint's protocol for sharded tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""What the names of a checkpoint's tensors begin with."""
+"""Prefixes of the names of a checkpoint's tensors: model weights and optimizer state."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
-"""The numbers of a checkpoint, through `torch.distributed.checkpoint`: global tensors under global names.
+"""Saving and loading tensors through `torch.distributed.checkpoint`: global tensors under global names.
 
-Split tensors are `DTensor`s, which carry the whole shape and their place in it; torch writes each part once and reads
-whatever part is asked for, so neither the layout nor the dtype of the writer matters to the reader.
+Sharded tensors are `DTensor`s, which carry the global shape and their offsets in it; torch writes each part once and
+reads whatever part is asked for, so neither the layout nor the dtype of the writer matters to the reader.
 """
 
 import logging
@@ -25,7 +25,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors to `folder`, durably. Collective over the world.
 
     Args:
-        tensors: by name; a `DTensor` for what is split, the same plain tensor on every rank for what is not. A rank
+        tensors: by name; a `DTensor` where sharded, the same plain tensor on every rank where replicated. A rank
             passes those that it holds.
         folder: an empty folder that all ranks see.
 
@@ -40,11 +40,11 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors to `folder`, in a process that is in no process group; what is streamed is read as it is written.
+    """Write tensors to `folder`, in a process that is in no process group; streamed tensors are read as they are written.
 
     Raises:
         OSError: it cannot be written.
-        UserError: what is streamed cannot be read.
+        UserError: a streamed tensor cannot be read.
     """
     try:
         with _quiet():
@@ -121,7 +121,7 @@ def _reason(error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs what it raises anyway, and warns where it is told to work without a process group."""
+    """Torch logs what it also raises, and warns when it runs without a process group."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Whether a run may start from the weights of another one."""
+"""Warm start: whether a run may start from the weights of another one (`train.init_from`)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ class WarmStart:
 
     Attributes:
         checkpoint: where they are.
-        warnings: a sentence for each setting that makes another function of them, and one for damaged checkpoints.
+        warnings: a sentence for each setting with which the weights compute another function, and one for damaged
+            checkpoints.
     """
 
     checkpoint: Checkpoint
@@ -29,7 +30,7 @@ class WarmStart:
 
 
 def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart | None:
-    """The newest good checkpoint of the run that `train.init_from` names, checked against what the run is to be.
+    """The newest valid checkpoint of the run that `train.init_from` names, checked against the run's config.
 
     Args:
         config: resolved; its data is looked at.
@@ -67,7 +68,7 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> WarmStart
 
 
 def _check_tokenizer(checkpoint: Checkpoint, config: Config) -> None:
-    """Check that the data's tokens are those that the weights know, if both say which those are."""
+    """Check that the data's tokenizer is the one the weights were trained with, where both are known."""
     stored, data = checkpoint.path / TOKENIZER, open_dataset(config)
     if data.tokenizer_file is None or checkpoint.facts.tokenizer_sha256 in (None, data.tokenizer_sha256):
         return

@@ -10,7 +10,7 @@ app = typer.Typer(help="Bring models in from Hugging Face, and take them there."
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a folder that stands at --out.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")]
 
 
 @app.command("import")

@@ -57,7 +57,7 @@ def prepare(
             help="Chat template of conversations: .jinja or tokenizer_config.json.", show_default="beside --tokenizer"
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that stand at --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite token files at --out.")] = False,
 ) -> None:
     """Turn text into token files that `data.path` of a run can name."""
     import os
@@ -187,7 +187,7 @@ def convert(
     eod: Annotated[
         str | None, typer.Option(help="For threefold: its end-of-document token, if its name is unusual.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")] = False,
 ) -> None:
     """Turn token files of one system into those of another, token for token."""
     from threefold.data.prepare.conversion import convert as convert_tokens

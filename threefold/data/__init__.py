@@ -1,5 +1,7 @@
-"""Text to token files to batches: everything between the user's corpus and the step.
+"""Text to token files to batches: everything between the user's corpus and the training step.
 
-`python_text` and `prepare` make token files (`threefold data sample`, `threefold data prepare`); `files` opens them,
-`split` divides their documents, `samples` cuts them into samples, `order` shuffles those and `loader` hands them out.
+`text` and `chat` turn documents into tokens, `prepare` writes token files, and `formats` reads them, one module per
+token format. `split` assigns documents to train, valid and test; `packed_samples`, `packed_conversations` and
+`padded_samples` cut them into samples; `mixture` blends corpora; the sampler is a keyed permutation
+(`threefold.random.permutation`); `loader` makes the batches of a rank, and `dataset` is all that a config names.
 """

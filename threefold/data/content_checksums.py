@@ -1,4 +1,4 @@
-"""What the tokens of a corpus are, as checksums: the same for the same tokens in whatever files they lie."""
+"""Checksums of a corpus's content: the same for the same tokens, whatever the format of their files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], 
     Args:
         tokens: [N].
         dtype: name of the type.
-        advance: told the bytes of each block that was read.
+        advance: called with the bytes of each block that was read.
 
     Raises:
         UserError: their file cannot be read to its end.

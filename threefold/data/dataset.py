@@ -1,4 +1,4 @@
-"""All that a run reads: one corpus, or a mixture of several, and the samples of its splits."""
+"""The dataset of a run: one corpus, or a mixture of several, and the samples of its splits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class Dataset:
         Args:
             name: the split.
             settings: resolved; None takes the dataset's own.
-            progress: told of text that has to be encoded first.
+            progress: of text that has to be encoded first.
 
         Raises:
             UserError: a corpus has no sample for the split, or is damaged, or its cache cannot be written.
@@ -172,7 +172,7 @@ def _open(name: str, config: Config) -> Corpus | JsonLines:
 
 
 def _check_shared(sources: Sequence[NamedCorpus]) -> None:
-    """Check that a token means the same in all sources, as far as that is known."""
+    """Check that all sources have the same tokenizer and rules, as far as these are known."""
     for one in sources:
         for other in sources:
             known = one.data.tokenizer_sha256 and other.data.tokenizer_sha256

@@ -1,4 +1,7 @@
-"""Batches for a rank: the right rows of every global batch, read ahead of the step that needs them."""
+"""The data loader: a rank's rows of every global batch, prefetched one step ahead.
+
+The sampler is stateless: which samples a step reads follows from (seed, step), so resuming needs the step alone.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -19,9 +22,9 @@ class Batch:
 
     Attributes:
         tokens: int64 [rows, S], the inputs.
-        labels: int64 [rows, S], the next token of each; -100 where it does not count.
+        labels: int64 [rows, S], the next token of each; ignored labels are -100 (IGNORE_INDEX).
         rows: int64 [rows], the index of each row in the global batch.
-        documents: int64 [rows, S], the document of each token where attention stops at their bounds, else None.
+        documents: int64 [rows, S], the document of each token where the attention mask separates them, else None.
         positions: int64 [rows, S], the position of each token where documents count theirs from 0, else None.
         padding: int64 [rows], how many tokens of each row only fill it up to its length; None where none do.
     """
@@ -69,7 +72,7 @@ class Share:
 
 
 class Loader:
-    """The batches of one data-parallel rank; any step can be asked for, and the next one is read meanwhile.
+    """The batches of one data-parallel rank; any step can be asked for, and the next one is prefetched.
 
     Args:
         train: the samples to train on.

@@ -1,8 +1,8 @@
-"""Several corpora read as one: which of them each sample of a run comes from, and which of its samples that is.
+"""The sampler of a data mixture: the corpus that each sample of a run comes from, and its number in that corpus.
 
 Sample n of a run comes from a corpus that follows from n and the weights alone, and it is that corpus's c-th, where c
-counts the samples of that corpus before it. So nothing has to be remembered or replayed on resume, and the number of
-ranks, the batch and what was read before change nothing.
+counts the samples of that corpus before it. So resuming needs no sampler state and no replay, and the number of ranks
+and the batch size change nothing.
 """
 
 import heapq

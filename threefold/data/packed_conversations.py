@@ -1,4 +1,4 @@
-"""Conversations as samples: as many whole ones in each as fit."""
+"""Packed conversations: best-fit-decreasing packing of whole conversations into samples."""
 
 from dataclasses import dataclass
 from functools import cached_property

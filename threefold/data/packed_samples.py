@@ -1,4 +1,4 @@
-"""A split as one stream of tokens, cut into samples."""
+"""Packed samples: the documents of a split as one stream of tokens, cut into samples of equal length."""
 
 from dataclasses import dataclass
 

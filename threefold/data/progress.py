@@ -1,10 +1,10 @@
-"""How long work on text is told of."""
+"""Progress reports of long work on text or tokens."""
 
 from typing import Final, Protocol
 
 
 class Progress(Protocol):
-    """Shows how far the work is."""
+    """Receives progress, to show it."""
 
     def phase(self, name: str, total_bytes: int) -> None:
         """A new phase begins, which reads `total_bytes` of input."""

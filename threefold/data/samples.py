@@ -1,4 +1,4 @@
-"""What a loader knows of the samples that it hands out, whatever files they lie in."""
+"""The interface between a loader and samples of any token format."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,10 +13,11 @@ class Samples(Protocol):
         """Number of samples."""
 
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        """Which samples a run reads as its n-th for each n in `counters`: int64 [rows], a function of (seed, n)."""
+        """The sampler: the sample that a run reads as its n-th, for each n in `counters`: int64 [rows], a function of
+        (seed, n) alone."""
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Inputs and labels of samples: two int64 [rows, S]; a label is -100 where nothing is to be predicted.
+        """Inputs and labels of samples: two int64 [rows, S]; ignored labels are -100 (IGNORE_INDEX).
 
         Args:
             indices: int64 [rows].
@@ -26,7 +27,8 @@ class Samples(Protocol):
         """
 
     def documents(self, indices: Int64Array) -> Int64Array:
-        """The document of each input token of samples: int64 [rows, S], which never falls along a row."""
+        """The document of each input token, from which the attention mask follows: int64 [rows, S], which never falls
+        along a row."""
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
         """The position of each input token of samples where documents that do not see one another count theirs from 0:

@@ -1,7 +1,7 @@
-"""Train, validation and test: which documents belong to which.
+"""Train, validation and test splits: which documents belong to which.
 
-Documents are dealt to the splits by a keyed permutation of their numbers, so that a held-out split is a fair picture of
-the whole corpus even if its files are about different things. The key is fixed: a corpus has one validation split per
+Documents are assigned to the splits by a keyed permutation of their numbers, so that a held-out split represents the
+whole corpus even if its files are about different things. The key is fixed: a corpus has one validation split per
 `data.split`, whatever the run's seed, and runs can be compared on it.
 """
 
@@ -70,15 +70,15 @@ def document_runs(documents: int, split: str, name: str) -> Int64Array:
     counts = document_counts(documents, split)
     largest = max(counts, key=lambda key: counts[key])
     if name != largest:
-        return _runs(_dealt(documents, counts, name))
+        return _runs(_assigned(documents, counts, name))
     # The largest split is what the others leave, so that millions of its documents need no permuting.
-    others = np.concatenate([_dealt(documents, counts, other) for other in SPLITS if other != largest])
+    others = np.concatenate([_assigned(documents, counts, other) for other in SPLITS if other != largest])
     others.sort()
     firsts, ends = np.append(0, others + 1), np.append(others, documents)
     return np.stack([firsts, ends], axis=1)[firsts < ends]
 
 
-def _dealt(documents: int, counts: dict[str, int], name: str) -> Int64Array:
+def _assigned(documents: int, counts: dict[str, int], name: str) -> Int64Array:
     before = sum(counts[other] for other in SPLITS[: SPLITS.index(name)])
     places = np.arange(before, before + counts[name], dtype=np.int64)
     return np.sort(KeyedPermutation(documents, seed=0, purpose="split")(places))

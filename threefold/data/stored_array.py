@@ -1,7 +1,7 @@
 """Arrays read out of files piece by piece.
 
 They are read with `pread` and not through memory maps: a file that becomes shorter while it is mapped ends the process
-with SIGBUS, where a short read is an error that can be told.
+with SIGBUS, where a short read is an error that can be reported.
 """
 
 import os

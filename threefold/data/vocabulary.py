@@ -1,4 +1,4 @@
-"""How many tokens the data of a config has, where that must be known before a run, or without any data."""
+"""The vocabulary size of a config's data, where it must be known before a run, or without any data."""
 
 from typing import Final
 

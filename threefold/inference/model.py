@@ -128,13 +128,13 @@ class Trained:
         """
         if not self.has_tokenizer and self.is_import:
             raise UserError(
-                f"{self.checkpoint.path} was imported without a tokenizer, so there are no words for its tokens; put "
-                "its tokenizer.json beside its config.json and import it again."
+                f"{self.checkpoint.path} was imported without a tokenizer, so output cannot be decoded; put its "
+                "tokenizer.json beside its config.json and import it again."
             )
         if not self.has_tokenizer:
             raise UserError(
                 f"{self.checkpoint.path} was trained on {', '.join(self.config.data.corpora)} without a tokenizer, so "
-                "there are no words for its tokens; go on with --resume and data.tokenizer set to their tokenizer.json."
+                "output cannot be decoded; resume with --resume and data.tokenizer set to its tokenizer.json."
             )
         path = self.checkpoint.path / TOKENIZER
         try:

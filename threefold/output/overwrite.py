@@ -1,4 +1,4 @@
-"""What this program wrote, so that nothing else is ever replaced."""
+"""Overwrite protection: markers of what this program wrote, so that nothing else is ever replaced."""
 
 import json
 import os
@@ -154,7 +154,7 @@ def _kind(found: os.stat_result, path: Path) -> str:
 
 
 def _overlap(out: Path, source: Path) -> str:
-    """How an output that stands at `out` would touch an input; empty where it would not."""
+    """How replacing `out` would touch an input; empty where it would not."""
     real, read = Path(os.path.realpath(out)), Path(os.path.realpath(source))
     if real == read:
         return "is what is read"

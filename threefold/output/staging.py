@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and takes the place of nothing that this program did not write.
+"""Atomic output: a folder that appears complete or not at all, and overwrites nothing that this program did not write.
 
 While `NAME` is made, two entries stand beside it: `.NAME.threefold-lock`, locked by the process that writes, and
 `.NAME.threefold-` with 16 hexadecimal digits, a folder with the file `STAGING` and the new content under `NEW`. The

@@ -64,7 +64,7 @@ class Start:
         if found is None:
             return 0, []
         if isinstance(found, Resumption):
-            step, how = checkpoints.restore(found.checkpoint, found.passed), "Going on"
+            step, how = checkpoints.restore(found.checkpoint, found.passed), "Resuming"
         else:
             checkpoints.start_from(found.checkpoint)
             step, how = 0, "Starting"

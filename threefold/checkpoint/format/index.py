@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint lie: tensors.json.
+"""tensors.json, the index of a checkpoint: file, position and checksum of every chunk of every tensor.
 
 {
 "format": "threefold-tensors",
@@ -53,7 +53,7 @@ _MOST_DIMS: Final = 16
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of a tensor, and where it lies.
+    """A box of a tensor, and its place in a file.
 
     Attributes:
         offsets: its first element in the tensor.

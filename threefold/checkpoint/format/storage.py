@@ -1,4 +1,4 @@
-"""How `torch.distributed.checkpoint` writes and reads our files: raw bytes and an index, never a pickle.
+"""StorageWriter and StorageReader for `torch.distributed.checkpoint`: raw bytes and an index, never a pickle.
 
 Its planners decide which rank writes and reads which part of which tensor. Each rank writes one file,
 tensors-00000.bin for the first, which is the bytes of its parts one after the other; the coordinator writes the index.
@@ -38,7 +38,7 @@ from threefold.host import begin_writing
 _BLOCK: Final = 4 << 20
 """Bytes that are hashed and moved at a time: they are still in the processor's cache for the second."""
 _AHEAD: Final = 32 << 20
-"""Bytes after which the system is told to begin writing: a process that leaves it to the end has to wait for it."""
+"""Bytes after which writeback to the disk is started: left to the end, it would have to be waited for."""
 
 
 def stored_index(folder: Path) -> dict[str, StoredTensor]:
@@ -53,7 +53,7 @@ def stored_index(folder: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank tells the coordinator of a part that it wrote."""
+    """What a rank sends to the coordinator about a part that it wrote."""
 
     chunk: TensorChunk
     file: DataFile
@@ -140,7 +140,7 @@ class Reader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any) -> dcp.Metadata:
-        """What lies where. Damage is told one step later, where torch passes on what is raised as it is."""
+        """The index as torch's metadata. Damage is raised one step later, where torch does not wrap the error."""
         try:
             self._tensors = stored_index(self.folder)
         except DamagedCheckpoint as damage:

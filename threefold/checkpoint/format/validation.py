@@ -1,4 +1,4 @@
-"""Checks of values in the JSON files of a checkpoint."""
+"""Validation of values in the JSON files of a checkpoint."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ JINJA_FILE: Final = "chat_template.jinja"
 JSON_FILE: Final = "chat_template.json"
 CONFIG_FILE: Final = "tokenizer_config.json"
 MAP_FILE: Final = "special_tokens_map.json"
-_CARRIED: Final = "huggingface-"  # before these names in a checkpoint
+_SIDECAR: Final = "huggingface-"  # before these names in a checkpoint
 _GENERATION: Final = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
@@ -52,13 +52,13 @@ class ChatTemplate:
         """The template that lies beside a tokenizer.json, as transformers looks for it; None if there is none.
 
         That is chat_template.jinja, else the `chat_template` of tokenizer_config.json or of chat_template.json; in a
-        checkpoint the same files under the names that they are carried by.
+        checkpoint the same files under their names as sidecar files.
 
         Raises:
             UserError: a file cannot be read, or holds no template that can be chosen.
         """
         folder = tokenizer_file.parent
-        for prefix in ("", _CARRIED):
+        for prefix in ("", _SIDECAR):
             if (jinja := folder / (prefix + JINJA_FILE)).is_file():
                 return cls(read_text(jinja), _special_tokens(folder), str(jinja))
             for name in (CONFIG_FILE, JSON_FILE):
@@ -122,7 +122,7 @@ class ChatRenderer:
         try:
             self._compiled = _environment().from_string(template.template)
         except jinja2.TemplateError as error:
-            raise UserError(f"{template.origin} is no chat template that can be used ({_told(error)}).") from None
+            raise UserError(f"{template.origin} is no chat template that can be used ({_reason(error)}).") from None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
@@ -146,7 +146,7 @@ class ChatRenderer:
                 for block in self._compiled.generate(values):
                     blocks.append(block)
         except Exception as error:  # a template is a program: it may fail in any way
-            raise TemplateRefusal(_told(error)) from None
+            raise TemplateRefusal(_reason(error)) from None
         return Rendered("".join(blocks), spans)
 
 
@@ -171,7 +171,7 @@ def _named(values: Any, path: Path) -> str | None:
 
 def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
     found: dict[str, str] = {}
-    for prefix in ("", _CARRIED):
+    for prefix in ("", _SIDECAR):
         for name in (MAP_FILE, CONFIG_FILE):
             if (path := folder / (prefix + name)).is_file():
                 found |= _tokens_in(read_json(path))
@@ -197,7 +197,7 @@ def _aliased(message: Message) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Conversations and prompt/completion pairs out of JSON lines, checked."""
+"""Conversations (messages) and prompt/completion pairs from JSON lines, validated."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Loose JSON: every line a sample, cut or padded to one length; or conversations, which `conversations` packs."""
+"""JSON lines (JSONL): each line a text, which `padded_samples` cuts or pads, or a conversation, which is packed."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The token files of PaddleFleetX: PREFIX_ids.npy with PREFIX_idx.npz, or the older PREFIX_ids.npz alone.
+"""The token files of PaddleFleetX (PaddlePaddle Fleet): PREFIX_ids.npy with PREFIX_idx.npz, or PREFIX_ids.npz.
 
 PREFIX_ids.npy  the tokens back to back, uint16 or int32
 PREFIX_idx.npz  lens int32 [S], tokens of each sequence; docs int64 [D + 1], the first sequence of each document

@@ -1,4 +1,4 @@
-"""Token files, opened for reading: the tokens stay in their file, so that opening does not read them."""
+"""The folders of `threefold data prepare`, opened for reading; tokens stay on disk, so that opening is fast."""
 
 import os
 from dataclasses import dataclass

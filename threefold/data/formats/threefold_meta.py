@@ -1,4 +1,4 @@
-"""What a folder of token files holds, written down once for the writer and the reader.
+"""The format of a folder of token files, and its meta.json, for the writer and the reader.
 
 tokens.bin      every document's tokens back to back, each text ended by the end-of-document token;
                 uint16 for a vocabulary below 65,500, else int32, little endian

@@ -1,4 +1,4 @@
-"""Text encoded once: folders that appear whole, are named by what they were made from, and have one writer."""
+"""The cache of encoded JSON lines: entries are named by a hash of their inputs, written atomically, by one process."""
 
 import fcntl
 import hashlib
@@ -124,7 +124,7 @@ def _all_files(folder: Path) -> list[str]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether an entry is there, as far as can be told at once: large files are checked in the background of a run."""
+    """Whether an entry is there, as far as a quick check shows: large files are checked in the background of a run."""
     known = entry_checksums(folder)
     if known is None:
         return False

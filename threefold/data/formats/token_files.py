@@ -1,4 +1,4 @@
-"""From a path to a corpus, whatever system made the files there."""
+"""Opening the corpus at a path, whatever the token format of the files there."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Token files read whole, and compared with the checksums that were written with them: `threefold data verify`."""
+"""Verifying token files against the checksums that were written with them: `threefold data verify`."""
 
 import os
 from collections.abc import Iterator
@@ -40,13 +40,13 @@ class Audit:
 def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]:
     """Read all files of a corpus and say of each how it was found.
 
-    A folder of this program's has checksums; of what has none, that it fits together, and that its tokens are in the
-    vocabulary, is all that can be told.
+    Folders of this program have checksums; other files are checked for consistency and for tokens outside the
+    vocabulary.
 
     Args:
         path: token files of any system, a file of JSON lines (whose cached tokens are checked), or a folder of a cache.
         tokenizer: the tokenizer.json of files that have none of their own.
-        progress: told of the bytes that are read.
+        progress: of the bytes that are read.
 
     Raises:
         UserError: there are no token files.

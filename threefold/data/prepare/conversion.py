@@ -1,4 +1,4 @@
-"""Token files of one system to those of another: the whole of `threefold data convert`."""
+"""Converting token files from one format to another: `threefold data convert`."""
 
 import hashlib
 import os
@@ -65,7 +65,7 @@ def convert(
         tokenizer: for `threefold`, a tokenizer.json; None where the source has its own.
         eod: for `threefold`, the name of its end-of-document token; None finds a usual one.
         overwrite: whether an output of this program at `out` may be replaced.
-        progress: told of the bytes that are converted.
+        progress: of the bytes that are converted.
 
     Raises:
         UserError: the format is unknown or cannot hold the tokens, the source cannot be read, its tokenizer is unknown
@@ -127,8 +127,8 @@ def to_threefold(
         out: the folder to make.
         tokenizer: a tokenizer.json; None where the source has its own.
         end: the name of its end-of-document token; None finds a usual one.
-        overwrite: replace token files that stand at `out`.
-        progress: is told how far the work is.
+        overwrite: whether token files at `out` may be replaced.
+        progress: of the bytes that are converted.
 
     Raises:
         UserError: the source cannot be read, its tokenizer is unknown or another, or `out` cannot be written.

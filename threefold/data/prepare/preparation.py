@@ -1,4 +1,4 @@
-"""Text files to token files: the whole of `threefold data prepare`.
+"""Tokenizing text files into token files: `threefold data prepare`.
 
 The corpus is read twice, once to learn the vocabulary and once to encode, and is never held in memory.
 """
@@ -54,8 +54,8 @@ class PrepareRequest:
         eod: name of the given tokenizer's end-of-document token; None finds a usual one.
         key: which key of a JSON object holds the text.
         workers: processes that encode.
-        overwrite: replace token files that stand at `out`.
-        special_tokens: what becomes of text that spells a special token.
+        overwrite: whether token files at `out` may be replaced.
+        special_tokens: how text that spells a special token is encoded.
         chat_template: a file with the template of conversations; None looks beside the tokenizer.
     """
 

@@ -1,4 +1,4 @@
-"""Facts about token files that only a look at all of them tells."""
+"""Statistics of token files that need a pass over all tokens."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -39,7 +39,7 @@ class TokenSummary:
 
 
 def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
-    """Look at every token.
+    """Compute the statistics in one pass over the tokens.
 
     Raises:
         UserError: one is negative.

@@ -1,4 +1,4 @@
-"""From a document to its tokens, and which of them count for the loss."""
+"""Encoding a document as tokens, with its loss mask: which of them count for the loss."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -122,7 +122,7 @@ class DocumentEncoder:
             start = len(self._before(chat, number, rendered))
             so_far = chat.messages[: number + 1]
             texts = [self._render(so_far, chat.where, chat.tools, prompted).text for prompted in (False, True)]
-            # A template may close what is complete (Phi's <|endoftext|>): that is not written while it goes on.
+            # A template may close what is complete (Phi's <|endoftext|>): not written if more follows.
             after = _common_beginning(*texts)
             if not rendered.startswith(after) or len(after) <= start:
                 raise self._unstable(chat, number)
@@ -137,8 +137,8 @@ class DocumentEncoder:
     def _unstable(self, chat: Chat, number: int) -> UserError:
         origin = self._required(chat.where).template.origin
         return UserError(
-            f"{chat.where}: message {number + 1} is rendered differently by {origin} when the conversation goes on, so "
-            "its answer cannot be told from the rest; mark what the assistant writes with {% generation %} and "
+            f"{chat.where}: message {number + 1} is rendered differently by {origin} when the conversation continues, "
+            "so its answer cannot be told from the rest; mark what the assistant writes with {% generation %} and "
             "{% endgeneration %} in the template."
         )
 

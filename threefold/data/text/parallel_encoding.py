@@ -1,7 +1,7 @@
-"""Documents to tokens in several processes, in the order of the documents.
+"""Encoding documents as tokens in several processes, in the order of the documents.
 
-Each worker has a pipe of its own whose other end only this process holds: however this process ends, the pipe closes
-and the worker goes. (A `ProcessPoolExecutor` shares its queues among the workers, which outlive a killed parent.)
+Each worker has its own pipe whose other end only this process holds: however this process ends, the pipe closes and the
+worker exits. (A `ProcessPoolExecutor` shares its queues among the workers, which outlive a killed parent.)
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Text out of parquet files, for which the package needs its extra `parquet`."""
+"""Reading text from parquet files, which needs the extra `parquet` of the package."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Documents out of the user's files: JSON lines and plain text, also compressed, and parquet, one at a time."""
+"""Reading documents from JSON lines, plain text (also compressed) and parquet files, one at a time."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""How text becomes token ids: the one place that says it, for training, evaluation and generation alike."""
+"""Text to token ids, by one rule for training, evaluation and generation: special tokens, BOS, truncation off."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +69,7 @@ class TextEncoder:
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The same tokens, and where each stands in `text`: first character and the one after the last.
 
-        The beginning stands at (0, 0).
+        The beginning has the span (0, 0).
         """
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         ids = self._begun(encoding.ids)

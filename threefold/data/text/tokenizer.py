@@ -1,4 +1,4 @@
-"""The tokenizer: a byte-level BPE learned from the documents, or one that the user brings."""
+"""The tokenizer: a byte-level BPE trained on the documents, or a given tokenizer.json."""
 
 import threading
 from collections.abc import Callable, Iterator
