@@ -1,8 +1,8 @@
 """Shards that two mesh axes cut along the same dim, described to torch.distributed.checkpoint.
 
 A weight that tensor parallelism and ZeRO both shard by rows is a `DTensor` with a `_StridedShard`. Where its rows do
-not divide evenly, torch 2.13 computes other bounds for such a shard than `fully_shard` gave it, and parts of the checkpoint
-would be missing or doubled. So these shards state their own offsets.
+not divide evenly, torch 2.13 computes other bounds for such a shard than `fully_shard` gave it, and parts of the
+checkpoint would be missing or doubled. So these shards state their own offsets.
 """
 
 from typing import Any, Self, TypeGuard

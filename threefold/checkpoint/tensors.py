@@ -25,8 +25,8 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors to `folder`, durably. Collective over the world.
 
     Args:
-        tensors: by name; a `DTensor` where sharded, the same plain tensor on every rank where replicated. A rank
-            passes those that it holds.
+        tensors: by name; a `DTensor` where sharded, the same plain tensor on every rank where replicated. A rank passes
+            those that it holds.
         folder: an empty folder that all ranks see.
 
     Raises:
