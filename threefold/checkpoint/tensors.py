@@ -40,7 +40,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors to `folder`, in a process that is in no process group; streamed tensors are read as they are written.
+    """Write tensors to `folder` outside any process group; streamed tensors are read as they are written.
 
     Raises:
         OSError: it cannot be written.
