@@ -41,7 +41,7 @@ class DataConfig(Section):
     completions alone, or all tokens."""
     cache: PathText = derived(min_length=1)
     """Folder for the tokens of JSON lines, which are encoded once. Default: `FILE.cache` beside the file, or
-    `~/.cache/threefold` where that cannot be written."""
+    `~/.cache/threefold` (under `XDG_CACHE_HOME` where that is set) where that cannot be written."""
     sequence_length: int = derived(ge=1, le=MOST_TOKENS)
     """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
     split: str = "949,50,1"

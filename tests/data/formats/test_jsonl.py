@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -201,7 +202,8 @@ def test_another_place_where_the_folder_cannot_be_written(
     lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines.path.with_name("texts.jsonl.cache").write_text("a file stands where the cache would be")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     opened(lines)
     assert len(list((tmp_path / "home/.cache/threefold").glob("*/tokens.bin"))) == 1
     chosen = JsonLines(lines.path, lines.tokenizer_file, cache=tmp_path / "chosen")
@@ -210,6 +212,20 @@ def test_another_place_where_the_folder_cannot_be_written(
     nowhere = JsonLines(lines.path, lines.tokenizer_file, cache=lines.path / "below a file")
     with pytest.raises(UserError, match=r"no cache can be written in .*below a file .*; set data.cache"):
         opened(nowhere)
+
+
+def test_the_users_cache_follows_xdg_and_earlier_entries_are_read(
+    lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines.path.with_name("texts.jsonl.cache").write_text("a file stands where the cache would be")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    earlier = lines.encoded(LENGTH, SILENT).folder
+    assert earlier.parent == tmp_path / "home/.cache/threefold"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert lines.encoded(LENGTH, SILENT).folder == earlier
+    shutil.rmtree(tmp_path / "home")
+    assert lines.encoded(LENGTH, SILENT).folder == tmp_path / "xdg/threefold" / earlier.name
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from threefold.data.chat.chat_template import ChatTemplate
 from threefold.data.corpus import Corpus
-from threefold.data.formats.token_cache import CACHE_ENDING, cached, content_hash, entry_checksums, entry_name
+from threefold.data.formats.token_cache import cached, content_hash, default_roots, entry_checksums, entry_name
 from threefold.data.progress import Progress
 from threefold.data.stored_array import StoredArray, load_column
 from threefold.data.text.parallel_encoding import EncodedBatch, EncodingSpec, encode_documents
@@ -158,8 +158,7 @@ class JsonLines:
         Args:
             further: what the content follows from, beside what it always does.
         """
-        beside, of_user = self.path.with_name(self.path.name + CACHE_ENDING), Path.home() / ".cache" / "threefold"
-        roots = [beside, of_user] if self.cache is None else [self.cache]
+        roots = default_roots(self.path) if self.cache is None else [self.cache]
         content = content_hash(self.path, roots)
         follows_from = {
             "version": _VERSION,

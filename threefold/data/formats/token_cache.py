@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from platformdirs import user_cache_path
+
 from threefold.checksums import checksum, checksums
 from threefold.data.token_storage import TOKENS_FILE
 from threefold.errors import UserError
@@ -26,6 +28,16 @@ _SMALL: Final = 1 << 30
 """Bytes of the largest file that is checked each time it is opened."""
 _SETTLED: Final = 2.0
 """Seconds after which a change of a file shows in its time stamp on any file system."""
+
+
+def default_roots(path: Path) -> list[Path]:
+    """Where the cache of a file is looked for, and written to the first that can be: beside it, else the user's cache.
+
+    The last is where earlier versions put the latter, also where XDG_CACHE_HOME names another folder.
+    """
+    beside = path.with_name(path.name + CACHE_ENDING)
+    roots = [beside, user_cache_path("threefold", appauthor=False), Path.home() / ".cache" / "threefold"]
+    return list(dict.fromkeys(roots))
 
 
 def entry_name(facts: dict[str, Any]) -> str:
