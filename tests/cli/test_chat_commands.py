@@ -85,4 +85,4 @@ def test_from_an_import_to_an_answer(base: Path) -> None:
     assert answer.stdout == "It is 4.\n"
     refused = typed("eval", "tuned", "--data", "chats.jsonl", "--task", "lambada", "--device", "cpu")
     assert refused.returncode == 2
-    assert "chats.jsonl:1 is no text, which --task lambada needs" in refused.stderr
+    assert "chats.jsonl:1 is not a text, which --task lambada needs" in refused.stderr

@@ -62,7 +62,7 @@ def test_config_size_needs_no_data(threefold, tmp_path: Path) -> None:
     status, output, error = threefold("config", "size", tmp_path / "run.yaml", "--set", "model.num_layers=3")
     assert (status, error) == (0, "")
     assert output.startswith(
-        "Parameters: 4,615,958,528, of which a token passes 1,445,064,704.\nLayout: dp 1 · tp 8 · pp 2, 16"
+        "Parameters: 4,615,958,528, active per token 1,445,064,704.\nLayout: dp 1 · tp 8 · pp 2, 16"
     )
     assert "together" in output
     assert not (tmp_path / "nowhere").exists()
@@ -88,7 +88,7 @@ def test_config_convert(threefold, tmp_path: Path) -> None:
     status, output, error = threefold("config", "convert", "--from", "megatron", tmp_path / "flags.txt")
     assert status == 2
     assert "num_attention_heads: 7" in output
-    assert "Error: This config cannot run before it is mended: model.num_attention_heads is 7" in error
+    assert "Error: This config is invalid: model.num_attention_heads is 7" in error
 
     status, output, error = threefold("config", "convert", tmp_path / "nowhere.sh")
     assert (status, output) == (2, "")

@@ -24,7 +24,7 @@ def test_starts_continues_and_has_nothing_left_to_do(config_file: Path, tmp_path
     assert first.returncode == 0, first.stderr
     again = run_to_its_end(arguments)
     assert (again.returncode, again.stderr) == (0, "")
-    assert again.stdout == f"{run} has made all its 4 steps; there is nothing left to do.\n"
+    assert again.stdout == f"{run} has completed all its 4 steps; there is nothing left to do.\n"
     longer = run_to_its_end([*arguments, "--set", "train.max_steps=6"])
     assert longer.returncode == 0, longer.stderr
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]

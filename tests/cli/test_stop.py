@@ -38,7 +38,7 @@ def saved_step(output: str, name: str, run: Path) -> int:
     told = output.splitlines()
     explained = [number for number, line in enumerate(told) if line.startswith(f"Stopped by {name} ")]
     assert len(explained) == 1, output
-    words = told[explained[0]].removesuffix("; continue with:")
+    words = told[explained[0]].removesuffix("; resume with:")
     before, _, path = words.partition(", which is saved in ")
     step = int(before.rpartition(" ")[2].replace(",", ""))
     assert Path(path) == run / "checkpoints" / f"step_{step:08d}"

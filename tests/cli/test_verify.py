@@ -44,7 +44,7 @@ def test_json_document(config_file: Path) -> None:
     ("arguments", "sentence"),
     [
         (("dp2 zvb",), "Error: The layout 'dp2 zvb' has 'zvb'"),
-        (("tp3",), "Error: The layout tp3 cannot be: parallel.tp is 3 but must divide"),
+        (("tp3",), "Error: Unsupported layout tp3: parallel.tp is 3 but must divide"),
         (("dp2", "--model", "nowhere.py"), "Error: --model is nowhere.py but nowhere.py is not a file"),
         (("dp2", "--all"), "give layouts or --all, not both"),
     ],

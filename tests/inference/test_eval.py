@@ -34,7 +34,7 @@ def learned(runs: Callable[[str], Path]) -> Trained:
 def figures(trained: Trained, task: EvalTask, mesh: Mesh | None = None, texts: list[str] = TEXTS) -> dict[str, float]:
     work = task.prepare(trained.documents(), texts, lambda: None)
     scores = score(trained.load(mesh, "fp64"), work.texts, work.windows, 3)
-    return {figure.name: figure.value for figure in task.figures(work, scores)}
+    return {figure.name: figure.value for figure in task.metrics(work, scores)}
 
 
 def slow_losses(trained: Trained, tokens: list[int], stride: int) -> dict[int, float]:
@@ -106,7 +106,7 @@ def test_a_word_is_known_when_all_its_tokens_are(learned: Trained) -> None:
         work.windows[number] = type(window)(number, 0, len(texts[number]) - 1, len(given))
     found = score(model, work.texts, work.windows, 2)
     assert found.hits.tolist()[0] == len(tokens) > found.hits.tolist()[1]
-    assert {figure.name: figure.value for figure in task.figures(work, found)}["accuracy"] == 0.5
+    assert {figure.name: figure.value for figure in task.metrics(work, found)}["accuracy"] == 0.5
 
 
 def in_layout(run: Path, layout: Layout) -> list[dict[str, float]]:

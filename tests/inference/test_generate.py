@@ -162,9 +162,9 @@ def test_prompts_from_files(tmp_path: Path) -> None:
     empty.write_text("\n \n")
     assert read_prompts(text) == ["One", "  Two ", "Three"]
     assert read_prompts(lines) == ["One\nmore", "Two"]
-    with pytest.raises(UserError, match=r"b.txt holds no prompt; give one a line"):
+    with pytest.raises(UserError, match=r"b.txt has no prompt; give one per line"):
         read_prompts(empty)
-    with pytest.raises(UserError, match="nowhere, which is no file"):
+    with pytest.raises(UserError, match="nowhere, which is not a file"):
         read_prompts(tmp_path / "nowhere")
     lines.write_text('{"text": "One"}')
     with pytest.raises(UserError, match=r'a.jsonl:1 has no key "prompt"'):

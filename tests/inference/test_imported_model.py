@@ -86,7 +86,7 @@ def test_perplexity_is_theirs(trained: Trained, theirs: tuple[Any, Any]) -> None
     work = Perplexity(64, 32).prepare(trained.documents(), PROMPTS, lambda: None)
     found = {
         figure.name: figure.value
-        for figure in Perplexity(64, 32).figures(work, score(trained.load(), work.texts, work.windows, 4))
+        for figure in Perplexity(64, 32).metrics(work, score(trained.load(), work.texts, work.windows, 4))
     }
     assert found["tokens"] == len(losses)
     assert math.isclose(found["loss"], sum(losses) / len(losses), rel_tol=1e-5)

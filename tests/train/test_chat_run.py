@@ -178,7 +178,7 @@ def test_eval_on_the_training_file_is_the_training_loss(tuned: Tuned, pool: Work
     task = Perplexity(trained.config.data.sequence_length, min(64, tuned.length))
     work = task.prepare(trained.documents(), read_texts(tuned.lines, "text"), lambda: None)
     scores = score(trained.load(dtype="fp64"), work.texts, work.windows, 3, masks=work.masks)
-    found = {figure.name: figure.value for figure in task.figures(work, scores)}
+    found = {figure.name: figure.value for figure in task.metrics(work, scores)}
     assert math.isclose(found["loss"], losses_of(tmp_path / "longer")[1], rel_tol=1e-9)
     assert found["tokens"] == expected(tuned)[1]
 

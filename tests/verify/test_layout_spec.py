@@ -107,8 +107,8 @@ def test_covering_selection_has_every_product_and_feature_that_composes() -> Non
 def test_every_candidate_is_taken_or_refused_with_a_reason() -> None:
     base = shrink(prepare(config(), "fp64", 50257), possible(8))
     selection = every(base, 8)
-    assert len(selection.specs) + len(selection.refused) == len(possible(8))
-    assert all(refused.reason.endswith(".") for refused in selection.refused)
+    assert len(selection.specs) + len(selection.unsupported) == len(possible(8))
+    assert all(unsupported.reason.endswith(".") for unsupported in selection.unsupported)
 
 
 def test_layout_that_does_not_compose_is_refused_by_name() -> None:

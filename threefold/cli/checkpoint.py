@@ -1,4 +1,4 @@
-"""`threefold checkpoint`: models of Hugging Face, in and out."""
+"""`threefold checkpoint`: import and export Hugging Face models."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer(help="Bring models in from Hugging Face, and take them there.", no_args_is_help=True)
+app = typer.Typer(help="Import and export Hugging Face models.", no_args_is_help=True)
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
@@ -15,25 +15,27 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")
 
 @app.command("import")
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder with config.json and safetensors.")],
-    out: Annotated[Path, typer.Option(metavar="RUN", help="Folder of the run to make.")],
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder with config.json and safetensors files.")],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to create.")],
     ignore: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="Key of config.json that changes neither logits nor loss; may be repeated."),
+        typer.Option(
+            metavar="KEY", help="Key of config.json to ignore, as it changes neither logits nor loss; may be repeated."
+        ),
     ] = None,
     overwrite: Overwrite = False,
     allow_not_finite: Annotated[
-        bool, typer.Option("--allow-not-finite", help="Import weights that are NaN or infinite as they are.")
+        bool, typer.Option("--allow-not-finite", help="Import weights although some are NaN or infinite.")
     ] = False,
 ) -> None:
-    """Make a run of the model in HF_DIR: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE."""
+    """Import the model in HF_DIR as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE."""
     from threefold.cli.data_view import Bars, print_table, size
     from threefold.huggingface.import_hf import Import, import_model
 
     with Bars() as bars:
         found = import_model(Import(source, out, tuple(ignore or ()), overwrite, allow_not_finite), bars)
     model = found.config.model
-    experts = f", {model.num_experts} experts of which {model.experts_per_token} a token" if model.num_experts else ""
+    experts = f", {model.num_experts} experts, {model.experts_per_token} active per token" if model.num_experts else ""
     print_table(
         (str(out), ""),
         [
@@ -54,16 +56,18 @@ def import_(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; its newest checkpoint is taken.")],
-    out: Annotated[Path, typer.Option(metavar="HF_DIR", help="Folder to make.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder; its newest checkpoint is exported.")],
+    out: Annotated[Path, typer.Option(metavar="HF_DIR", help="Folder to create.")],
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"] | None,
-        typer.Option(help="Of the files.", show_default="the run's precision.dtype; of an import, its files' own"),
+        typer.Option(
+            help="Data type of the weights.", show_default="the run's precision.dtype; of an imported model, its own"
+        ),
     ] = None,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file, such as 500MB.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file size, such as 500MB.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the newest checkpoint of RUN as transformers' from_pretrained reads it."""
+    """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads."""
     from threefold.cli.data_view import Bars, print_table, size
     from threefold.huggingface.export_hf import Export, export_model
 
@@ -80,8 +84,8 @@ def export(
             ("layers", f"{made.config.model.num_layers}"),
             ("weights", f"{made.dtype}, {size(made.bytes)}"),
             ("files", f"{made.files[0]}" + (f" and {len(made.files) - 1} more" if len(made.files) > 1 else "")),
-            ("beside them", ", ".join(made.texts)),
-            *((("left out", f"{', '.join(made.left_out)}: of training alone"),) if made.left_out else ()),
+            ("other files", ", ".join(made.texts)),
+            *((("left out", f"{', '.join(made.left_out)}: used in training only"),) if made.left_out else ()),
         ],
     )
 

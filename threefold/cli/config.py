@@ -1,4 +1,4 @@
-"""`threefold config`: what a run would be."""
+"""`threefold config`: show, size and convert configs."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,12 +8,12 @@ import typer
 from threefold.cli.options import ConfigFile, Overrides
 from threefold.errors import UserError
 
-app = typer.Typer(help="Look into configs.", no_args_is_help=True)
+app = typer.Typer(help="Show, size and convert configs.", no_args_is_help=True)
 
 
 @app.command()
 def show(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check CONFIG against its data and this machine and print it with every setting filled."""
+    """Check CONFIG against its data and this machine, and print it with every setting resolved."""
     from threefold.config import load_config
 
     given = load_config(config, overrides or ())
@@ -24,7 +24,7 @@ def show(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def size(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Count the parameters of CONFIG's model, and what each rank of its layout holds; nothing is started."""
+    """Print the parameter count of CONFIG's model and the memory of each rank's shards, without starting any."""
     from threefold.cli.size_view import print_size
     from threefold.config import load_config
     from threefold.config.resolve import check_settings
@@ -40,19 +40,20 @@ def size(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 ForeignFile = Annotated[
-    Path, typer.Argument(metavar="FILE", help="Fleet YAML, Colossal-AI config.py, or script with Megatron-LM flags.")
+    Path,
+    typer.Argument(metavar="FILE", help="Fleet YAML, Colossal-AI config.py, or shell script with Megatron-LM flags."),
 ]
 KindName = Annotated[
     Literal["fleet", "colossal", "megatron"] | None,
-    typer.Option("--from", help="Whose file it is. Default: what its content says."),
+    typer.Option("--from", help="System that FILE is for. Default: detected from its content."),
 ]
 WorldSize = Annotated[
     int | None,
-    typer.Option("--world-size", min=1, help="Ranks of the run, where FILE does not say how many replicas there are."),
+    typer.Option("--world-size", min=1, help="Ranks of the run, where FILE does not set the number of replicas."),
 ]
 AllowUnsupported = Annotated[
     bool,
-    typer.Option("--allow-unsupported", help="Accept that settings without a counterpart, once listed, are left out."),
+    typer.Option("--allow-unsupported", help="Leave out settings that have no counterpart, after listing them."),
 ]
 
 
@@ -63,7 +64,7 @@ def convert(
     world_size: WorldSize = None,
     allow_unsupported: AllowUnsupported = False,
 ) -> None:
-    """Print the config equal to FILE of another system and, on stderr, what of FILE has no counterpart."""
+    """Convert FILE of another system: print the config and, on stderr, the settings that have no counterpart."""
     from threefold.config.convert import convert as converted_from
     from threefold.config.convert import unmapped_lines
 
@@ -71,20 +72,20 @@ def convert(
     typer.echo(converted.to_yaml(), nl=False)
     for line in unmapped_lines(converted, file):
         typer.echo(line, err=True)
-    if converted.refusal:
-        raise UserError(f"This config cannot run before it is mended: {converted.refusal}")
+    if converted.invalid:
+        raise UserError(f"The converted config is invalid: {converted.invalid}")
     if converted.unsupported and not allow_unsupported:
         keys = list(dict.fromkeys(note.key for note in converted.unsupported))
         shown = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
         raise UserError(
-            f"{file}: {shown} change the training and have no counterpart, or are not known; "
+            f"{file}: {shown} change the training and are unsupported, or are unknown; "
             "give --allow-unsupported to accept the config without them."
         )
 
 
 @app.command()
 def reference() -> None:
-    """Print what every setting means, as Markdown."""
+    """Print the reference of all settings, as Markdown."""
     from threefold.config.reference import markdown
 
     typer.echo(markdown(), nl=False)
@@ -92,7 +93,7 @@ def reference() -> None:
 
 @app.command()
 def compatibility() -> None:
-    """Print which features go together, as Markdown."""
+    """Print which features can be combined, as Markdown."""
     from threefold.config.features import markdown
 
     typer.echo(markdown(), nl=False)

@@ -1,4 +1,4 @@
-"""`threefold eval`: a trained model measured on texts."""
+"""`threefold eval`: perplexity or last-word accuracy of a trained model on texts."""
 
 import os
 import sys
@@ -22,37 +22,38 @@ _LARGE = 1e6
 
 def evaluate(
     run: RunFolder,
-    data: Annotated[
-        Path, typer.Option(metavar="FILE", help="A JSON object a line (.jsonl, also .gz, .zst), or text (.txt).")
-    ],
+    data: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines (.jsonl, also .gz, .zst), or text (.txt).")],
     task: Annotated[
-        Literal["perplexity", "lambada"], typer.Option(help="lambada: whether each text's last word is predicted.")
+        Literal["perplexity", "lambada"], typer.Option(help="lambada: accuracy on the last word of each text.")
     ] = "perplexity",
-    key: Annotated[str, typer.Option(help="Key of a JSON line that holds the text, or the messages.")] = "text",
+    key: Annotated[str, typer.Option(help="Key of the text, or of the messages, in a JSON line.")] = "text",
     stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens between windows.", show_default="half the context")
+        int | None, typer.Option(min=1, help="Tokens between the starts of windows.", show_default="half the context")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that the model reads at once.", show_default="as trained")
+        int | None, typer.Option(min=1, help="Context length, in tokens.", show_default="as trained")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows that a replica works on at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows per batch of a replica.")] = 8,
     special_tokens: SpecialTokensName = None,
     loss_tokens: Annotated[
         Literal["answers", "all"] | None,
         typer.Option(
-            help="Of conversations, and prompts with completions: what counts.", show_default="as the model was trained"
+            help="Of conversations, and prompts with completions: the tokens whose loss counts.",
+            show_default="as the model was trained",
         ),
     ] = None,
-    dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas that share the windows out.")] = 1,
+    dp: Annotated[
+        int, typer.Option("--dp", min=1, help="Data-parallel replicas; each evaluates a part of the windows.")
+    ] = 1,
     tp: TensorRanks = 1,
     pp: PipelineRanks = 1,
     dtype: DtypeName = "fp32",
     device: DeviceName = "auto",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures there as JSON too.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the metrics to FILE, as JSON.")] = None,
 ) -> None:
-    """Measure the newest checkpoint of RUN on the texts of a file, on dp · tp · pp processes here or ranks of torchrun.
+    """Evaluate the newest checkpoint of RUN on the texts of a file, on dp · tp · pp local processes or torchrun ranks.
 
-    The figures are the same in every layout.
+    The metrics are the same in every layout.
     """
     from threefold.comm.layout import Layout
     from threefold.inference.prompt_files import read_texts
@@ -84,7 +85,7 @@ def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["ans
     if name == "perplexity":
         return Perplexity(context, (context + 1) // 2 if stride is None else stride, loss_tokens)
     if stride is not None:
-        raise typer.BadParameter("lambada has one window a text, so no stride; leave it out", param_hint="--stride")
+        raise typer.BadParameter("lambada has one window per text and no stride; leave it out", param_hint="--stride")
     return LastWord(context)
 
 
@@ -96,32 +97,32 @@ def _context(asked: int | None, inference: "InferenceRun") -> int:
         return config.data.sequence_length
     longest = config.model.max_position_embeddings
     if asked > longest and config.model.position_embedding == "learned":
-        raise UserError(f"--context is {asked} but the model knows {longest} positions; use {longest} at most.")
+        raise UserError(f"--context is {asked} but the model has {longest} positions; use {longest} at most.")
     return asked
 
 
 def measure(
     model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], json: Path | None
 ) -> None:
-    """Measure, and have one rank tell."""
+    """Evaluate on all ranks; one rank prints."""
     from threefold.inference.log_likelihood import score
 
-    if model.speaks:
+    if model.prints:
         for warning in model.trained.warnings:
             typer.echo(f"Warning: {warning}", err=True)
     about["step"] = model.trained.checkpoint.step
     started = time.perf_counter()
-    with _progress("measuring", len(work.windows), model.speaks) as advance:
+    with _progress("measuring", len(work.windows), model.prints) as advance:
         scores = score(model, work.texts, work.windows, batch_size, advance, work.masks)
     seconds = time.perf_counter() - started
-    if model.speaks:
-        figures = task.figures(work, scores)
-        _print(figures, about, seconds)
+    if model.prints:
+        metrics = task.metrics(work, scores)
+        _print(metrics, about, seconds)
         if json is not None:
-            _write(json, about | {figure.name: figure.value for figure in figures} | {"seconds": seconds})
+            _write(json, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})
 
 
-def _print(figures: "list[Metric]", about: dict[str, Any], seconds: float) -> None:
+def _print(metrics: "list[Metric]", about: dict[str, Any], seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -130,11 +131,11 @@ def _print(figures: "list[Metric]", about: dict[str, Any], seconds: float) -> No
     table = Table(title=title, title_justify="left", title_style="", show_header=False, box=None, pad_edge=False)
     for align in ("left", "right", "left"):
         table.add_column(justify=align, no_wrap=True)
-    for figure in figures:
-        table.add_row(figure.title, _shown(figure.value), figure.unit)
-    counted = next(figure.value for figure in figures if figure.name == "tokens")
+    for metric in metrics:
+        table.add_row(metric.title, _shown(metric.value), metric.unit)
+    counted = next(metric.value for metric in metrics if metric.name == "tokens")
     table.add_row("time", f"{seconds:,.1f}", "s")
-    table.add_row("speed", f"{counted / seconds:,.0f}", "tokens that count/s")
+    table.add_row("speed", f"{counted / seconds:,.0f}", "evaluated tokens/s")
     Console(highlight=False, soft_wrap=True).print(table)
 
 
@@ -145,9 +146,9 @@ def _shown(value: float | int) -> str:
 
 
 def _check_json(path: Path, data: Path) -> None:
-    """Check that the figures may be written to a path, before they are computed."""
+    """Check that the metrics can be written to a path, before they are computed."""
     if not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is no folder", param_hint="--json")
+        raise typer.BadParameter(f"{path.parent} is not a folder", param_hint="--json")
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a folder; name a file", param_hint="--json")
     if path.exists() and data.exists() and path.samefile(data):
@@ -155,7 +156,7 @@ def _check_json(path: Path, data: Path) -> None:
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    """Write JSON; what stood there stays until it is whole, unless it is a pipe or a device."""
+    """Write JSON; an existing file is replaced when the new one is complete, unless it is a pipe or a device."""
     import json
     import secrets
 
@@ -181,7 +182,7 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 @contextmanager
 def _progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar on the standard error of a terminal."""
+    """A progress bar on standard error, if that is a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield lambda _: None
         return

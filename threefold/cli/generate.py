@@ -1,4 +1,4 @@
-"""`threefold generate`: text from a trained model."""
+"""`threefold generate`: generate text from a trained model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,32 +19,32 @@ def generate(
     run: RunFolder,
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompt", help="Text to go on from; may be given many times.", show_default="standard input"),
+        typer.Option("--prompt", help="Text to continue; may be repeated.", show_default="standard input"),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Take each prompt as a user's message, and print the assistant's answer.")
+        bool, typer.Option("--chat", help="Treat each prompt as a user message, and print the assistant's answer.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system's message before each.")] = None,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A prompt a line; of .jsonl, each line's key `prompt`, or its `messages`."),
+        typer.Option(metavar="FILE", help="One prompt per line; of .jsonl, each line's key `prompt` or `messages`."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0, help="Below 1 safer, above 1 wilder; 0: the likeliest.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among this many likeliest tokens; 0 for all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Choose among the likeliest tokens of this mass.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are worked on at once.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate per prompt.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 = greedy.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) threshold; 1 = all tokens.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 16,
     special_tokens: SpecialTokensName = None,
-    show_special: Annotated[bool, typer.Option("--show-special", help="Print special tokens too.")] = False,
+    show_special: Annotated[bool, typer.Option("--show-special", help="Also print special tokens.")] = False,
     tp: TensorRanks = 1,
     pp: PipelineRanks = 1,
     dtype: DtypeName = "fp32",
     device: DeviceName = "auto",
 ) -> None:
-    """Write on from each prompt with the newest checkpoint of RUN, on tp · pp processes here or as ranks of torchrun.
+    """Continue each prompt with the newest checkpoint of RUN, on tp · pp local processes or torchrun ranks.
 
-    The layout changes nothing but the speed: a prompt, a seed and the options give the same text in each.
+    The layout changes only the speed: the same prompt, seed and options give the same text in every layout.
     """
     from threefold.comm.layout import Layout
     from threefold.inference.generate import GenerationRequest, encode_prompts, require_text
@@ -62,7 +62,7 @@ def generate(
     given = given or [read_standard_input().rstrip("\n")]
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]
-    encode_prompts(inference.trained, chosen, request)  # so that what cannot be encoded is told before a rank starts
+    encode_prompts(inference.trained, chosen, request)  # so that an encoding error is raised before any rank starts
     inference.start(write, chosen, request)
 
 
@@ -74,13 +74,13 @@ def _message(prompt: str, system: str | None) -> "Conversation":
 
 
 def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest") -> None:
-    """Print the prompts and what follows them as it comes, in order: what comes for a later one waits.
+    """Print each prompt and its continuation as it is generated, in order: text of later prompts is held back.
 
-    Of a conversation the answer alone is printed.
+    Of a conversation only the answer is printed.
     """
     from threefold.inference.generate import generate_text
 
-    shown, told = 0, {n: prompt if isinstance(prompt, str) else "" for n, prompt in enumerate(prompts)}
+    shown, pending = 0, {n: prompt if isinstance(prompt, str) else "" for n, prompt in enumerate(prompts)}
     ended: set[int] = set()
     lost: OutputLost | None = None
 
@@ -91,23 +91,23 @@ def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest")
         except OutputLost as error:
             if model.mesh.is_alone:
                 raise
-            lost = error  # the other ranks count on this one to the end
+            lost = error  # the other ranks need this one to the end
 
-    if model.speaks:
+    if model.prints:
         for warning in model.trained.warnings:
             typer.echo(f"Warning: {warning}", err=True)
-        echo(told.pop(0))
+        echo(pending.pop(0))
     for number, text in generate_text(model, prompts, request):
-        if not model.speaks:
+        if not model.prints:
             continue
         if text is None:
             ended.add(number)
         elif number == shown:
             echo(text)
         else:
-            told[number] += text
+            pending[number] += text
         while shown in ended:
             shown += 1
-            echo("\n" + told.pop(shown, ""))
+            echo("\n" + pending.pop(shown, ""))
     if lost is not None:
         raise lost

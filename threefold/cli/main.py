@@ -1,4 +1,4 @@
-"""`threefold`: its commands, and how errors end it."""
+"""`threefold`: the commands, and exit statuses of errors."""
 
 import errno
 import os
@@ -16,9 +16,9 @@ from threefold.files import shown
 
 FAILED, MISUSED = 1, 2
 UNREAD = 141
-"""What a shell shows for a program that SIGPIPE ended."""
+"""Exit status of a program that SIGPIPE ended, in a shell."""
 _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
-"""Errors that lie in a path that the user gave, wherever it is first looked at."""
+"""Errors that are due to a path that the user gave."""
 
 app = typer.Typer(
     name="threefold",
@@ -48,13 +48,13 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Train GPT-style language models on any layout of ranks, with the same result."""
+    """Train GPT-style language models in any data × tensor × pipeline parallel layout, with the same result."""
 
 
 def main() -> None:
-    """Run the command of `sys.argv` and exit: 1 when a rank failed, 2 when the user can mend it, 130 on Ctrl-C.
+    """Run the command of `sys.argv` and exit: 1 when a rank failed, 2 on a user error, 130 on Ctrl-C.
 
-    141, and not a word, when nobody reads standard output any more.
+    141, without a message, when standard output was closed by its reader.
     """
     guard_streams()
     try:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _tell(error: Exception) -> int:
-    """Say an error that was foreseen in one line, and return the exit status."""
+    """Print an expected error on one line, and return the exit status."""
     from threefold.launch.environment import leave_to_rank_zero
     from threefold.launch.failure import RankFailed
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def print_size(size: "ModelSize", config: "Config") -> None:
-    """Tables of a model's parameters, of its pipeline stages, and of what ranks hold."""
+    """Print the parameters of a model, of its pipeline stages, and the memory of each rank's shards."""
     from threefold.comm.layout import Layout
 
     layout = Layout.of(config.parallel)
-    active = f", of which a token passes {size.active:,}" if size.active < size.parameters else ""
+    active = f", {size.active:,} active per token" if size.active < size.parameters else ""
     typer.echo(f"Parameters: {size.parameters:,}{active}.")
     zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
     typer.echo(f"Layout: {layout}{zero}, {_number(layout.world_size, 'rank')}; {config.precision.dtype}.")
@@ -41,7 +41,7 @@ def _print_ranks(size: "ModelSize", pp: int, ranks: int) -> None:
         amounts = (held.weights, held.gradients, held.optimizer, held.bytes)
         rows.append((str(pp_rank), str(ranks), f"{held.parameters:,}", *map(bytes_text, amounts)))
     print_table(("pp rank", "ranks", "parameters", "weights", "gradients", "optimizer", "together"), rows)
-    typer.echo("What each of these ranks holds in a step, at most; activations and buffers come on top.")
+    typer.echo("Upper bound per rank during a step; activations and buffers are not included.")
 
 
 def _run(layers: tuple[str, ...]) -> str:

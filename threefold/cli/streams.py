@@ -1,4 +1,4 @@
-"""Standard streams that may be closed, full or read by nobody any more."""
+"""Standard streams that may be closed or full, or whose reader is gone."""
 
 import errno
 import io
@@ -10,9 +10,9 @@ from threefold.errors import CLOSED_OUTPUT, OutputLost, UserError
 
 
 def guard_streams() -> None:
-    """Open closed standard streams on nothing, and have a failure to write to standard output raise `OutputLost`.
+    """Open closed standard streams on /dev/null, and raise `OutputLost` when standard output cannot be written.
 
-    A descriptor that is closed would be given to the next file that is opened, and what is printed would land there.
+    A closed descriptor would be reused by the next file that is opened, and output would be written into that file.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -28,7 +28,7 @@ def guard_streams() -> None:
 
 
 def read_standard_input() -> str:
-    """All of standard input, which is UTF-8 whatever the locale.
+    """Read all of standard input as UTF-8, whatever the locale.
 
     Raises:
         UserError: it is not UTF-8.
@@ -42,7 +42,7 @@ def read_standard_input() -> str:
     except UnicodeDecodeError as error:
         raise UserError(
             f"Standard input is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}); convert it first, "
-            "with `iconv -f latin1 -t utf-8` say."
+            "for example with `iconv -f latin1 -t utf-8`."
         ) from None
 
 
@@ -53,7 +53,7 @@ def _guarded(stream: TextIO | None) -> TextIO:
 
 
 class _Output(io.RawIOBase):
-    """Descriptor 1. After its first failure, which is raised, what is written is dropped."""
+    """Descriptor 1. Raises at the first failure; later output is dropped."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`threefold train`: a config to a trained model."""
+"""`threefold train`: train a model from a config."""
 
 import shlex
 import signal
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ResumeChoice(StrEnum):
-    """Whether a run continues."""
+    """Whether to resume."""
 
     NO = "no"
     YES = "yes"
@@ -36,7 +36,7 @@ _RESUME: Final[dict[ResumeChoice, bool | Literal["auto"]]] = {
 
 
 class TrainCommand(TyperCommand):
-    """`--resume` alone stands for `--resume=yes`, and never takes the argument after it for its value."""
+    """`--resume` alone means `--resume=yes`; the argument after it is never its value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -48,7 +48,7 @@ def train(
     config: ConfigFile,
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Folder for all that the run writes.", show_default="runs/NAME of NAME.yaml"),
+        typer.Option(metavar="RUN", help="Run folder.", show_default="runs/NAME for NAME.yaml"),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -56,17 +56,17 @@ def train(
         typer.Option(
             "--resume",
             metavar="[=auto]",
-            help="Continue from the newest checkpoint in RUN; with =auto, start where there is none.",
+            help="Resume from the newest checkpoint in RUN; with =auto, start if there is none.",
             show_default=False,
         ),
     ] = ResumeChoice.NO,
     console_ranks: Annotated[
-        str, typer.Option(metavar="RANKS", help="Ranks whose output is shown, such as 0,3; all are in RUN/logs.")
+        str, typer.Option(metavar="RANKS", help="Ranks whose output is shown, such as 0,3; RUN/logs has that of all.")
     ] = "0",
 ) -> None:
-    """Train a model as CONFIG says, on dp · tp · pp · cp processes here, or as ranks of torchrun or srun.
+    """Train the model of CONFIG, on dp · tp · pp · cp local processes, or as ranks of torchrun or srun.
 
-    SIGINT (Ctrl-C) and SIGTERM end the run after the step that is being made, with a checkpoint; a second one at once.
+    SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with a checkpoint; a second one ends it at once.
     """
     from threefold.launch.signals import StopRequested, StopSignals
 
@@ -78,14 +78,16 @@ def train(
 
             given = load_config(config, overrides or ())
             _require_ranks(console, given)
-            with Bars() as bars:  # whose thread has ended when the workers are forked
+            with Bars() as bars:  # its thread must end before the workers are forked
                 run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars)
             if run.finished:
-                _say(f"{folder} has made all its {run.config.train.max_steps:,} steps; there is nothing left to do.")
+                _say(
+                    f"{folder} has completed all its {run.config.train.max_steps:,} steps; there is nothing left to do."
+                )
             stopped = run.start(console, signals, lambda: _tell(run.config.compact()))
         except StopRequested as request:
             if not request.again:
-                # Nothing is imported to say so: the signal may have come in the middle of an import.
+                # Nothing is imported here: the signal may have arrived during an import.
                 _say(f"Stopped by {request} before training began; start again with:\n  {_command()}")
                 raise typer.Exit(_status(request.number)) from None
             _explain(folder, request.number, None)
@@ -102,12 +104,12 @@ def _explain(folder: Path, number: int, step: int | None) -> None:
 
 
 def _status(number: int) -> int:
-    """The exit status of a run that a signal ended in order."""
+    """Exit status of a run that a signal stopped after a checkpoint."""
     return 128 + number if number == signal.SIGINT else 0
 
 
 def _command() -> str:
-    """The command line of this process, to be typed again."""
+    """The command line of this process."""
     return shlex.join(["threefold", *sys.argv[1:]])
 
 
@@ -121,7 +123,7 @@ def _say(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    with suppress(OutputLost):  # the run is what was asked for
+    with suppress(OutputLost):  # losing output does not end the run
         typer.echo(text)
 
 
@@ -135,7 +137,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _require_ranks(ranks: tuple[int, ...], config: "Config") -> None:
-    """Check that the layout has the ranks whose output is to be shown."""
+    """Check that the layout has the ranks of --console-ranks."""
     from threefold.comm.layout import Layout
     from threefold.errors import UserError
 

@@ -1,4 +1,4 @@
-"""`threefold verify`: whether layouts compute what one process computes."""
+"""`threefold verify`: compare layouts with a single process."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,34 +16,42 @@ def verify(
     config: ConfigFile,
     named: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[LAYOUT]...", help="Such as dp2·tp2·pp2 or tp4,pp2:zbv.", show_default="a selection"),
+        typer.Argument(
+            metavar="[LAYOUT]...", help="Layout such as dp2·tp2·pp2 or tp4,pp2:zbv.", show_default="a selection"
+        ),
     ] = None,
     layouts: Annotated[
-        list[str] | None, typer.Option("--layouts", "--layout", metavar="LAYOUT", help="The same; `;` between several.")
+        list[str] | None,
+        typer.Option("--layouts", "--layout", metavar="LAYOUT", help="The same; separate several by `;`."),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every layout of --ranks ranks that composes.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every valid layout of --ranks ranks.")] = False,
     ranks: Annotated[
-        int, typer.Option(min=2, max=1024, help="Ranks of the layouts of the selection and of --all.")
+        int, typer.Option(min=2, max=1024, help="Ranks of the layouts of the default selection and of --all.")
     ] = 8,
     steps: Annotated[int, typer.Option(min=1, max=10_000, help="Optimizer steps to compare.")] = 3,
-    dtype: Annotated[Literal["fp64", "fp32"], typer.Option(help="Precision: equal to 1e-12 or to 1e-5.")] = "fp64",
+    dtype: Annotated[
+        Literal["fp64", "fp32"], typer.Option(help="Precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.")
+    ] = "fp64",
     full: Annotated[
-        bool, typer.Option("--full/--shrink", help="The model as it is, or with fewer and narrower layers.")
+        bool, typer.Option("--full/--shrink", help="Full-size model, or one shrunk to fewer and narrower layers.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(metavar="FILE.py[:PLAN]", help="Your own model and its table.", show_default="GPT")
+        str | None,
+        typer.Option(metavar="FILE.py[:PLAN]", help="Your own model and its sharding plan.", show_default="GPT"),
     ] = None,
     overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/verify.md) instead.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON document (docs/verify.md) instead of the table.")
+    ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also why layouts do not compose, and tracebacks.")
+        bool, typer.Option("--verbose", help="Also print why layouts are unsupported, and tracebacks.")
     ] = False,
 ) -> None:
-    """Train CONFIG's model a few steps in one process and in each LAYOUT, and compare everything they compute.
+    """Train CONFIG's model a few steps in a single process and in each LAYOUT, and compare the results.
 
-    Initial weights, each step's loss and gradient norm, each parameter's gradient and the weights at the end must be
-    equal up to rounding. Ends with status 0 if every layout is equal; 1 if one departs, fails or splits nothing of the
-    model over an axis that it has; 2 if it cannot start.
+    Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding.
+    Exit status: 0 if every layout is equal; 1 if one differs, fails, or shards nothing over one of its axes; 2 if
+    verification cannot start.
     """
     from threefold.config import load_config
     from threefold.data.vocabulary import vocabulary
@@ -60,13 +68,16 @@ def verify(
     base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
     small = base if full else shrink(base, specs or possible(ranks, given.model.num_experts))
     selection = _select(small, specs, ranks, every)
-    from threefold.cli.verify_view import JsonView, TableView  # these import torch, which errors do not wait for
+    from threefold.cli.verify_view import (
+        JsonView,
+        TableView,
+    )  # import torch, which error messages above need not wait for
     from threefold.verify.model_source import ConfigSource, FileSource
     from threefold.verify.verifier import Verification, choose_batches, verifier
 
     task = Verification(small, steps, choose_batches(given), FileSource.parse(model) if model else ConfigSource(), full)
     view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)
-    with verifier(task, selection) as check, view:  # workers are forked before the live line has its thread
+    with verifier(task, selection) as check, view:  # workers are forked before the live line starts its thread
         check.run_one_process()
         view.begin(check.shapes)
         for spec in selection.specs:

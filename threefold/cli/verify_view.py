@@ -1,4 +1,4 @@
-"""What `threefold verify` shows: a row for each layout as it is done, and the line that sums up."""
+"""Output of `threefold verify`: a table row per layout as it finishes, and a summary line; or one JSON document."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ from threefold.verify.shrunk_config import changes
 from threefold.verify.verifier import Verification
 
 AXES = {"dp": ("dp", "dp·cp", "expert copies"), "tp": ("tp",), "pp": ("pp", "tie"), "cp": ("cp",), "ep": ("ep",)}
-"""Columns of the table → the axes whose bytes they add up."""
+"""Column of the table → the mesh axes whose bytes it sums."""
 _MARKS = {
     EQUAL: Text("✓ equal", "green"),
     DEPARTS: Text("✗ DEPARTS", "bold red"),
@@ -34,11 +34,11 @@ _MARKS = {
 }
 _WIDTH_OF_A_FILE = 150
 _LAYOUT, _WHERE, _WIDEST_WHERE = 16, 24, 44
-"""Widths of the columns that adapt: the least, the least and the most."""
+"""Minimum width of the layout column; minimum and maximum width of the column of the worst error."""
 
 
 class View:
-    """Follows the layouts as they are done; a context, so that a live line ends with it.
+    """Shows results as layouts finish; a context manager, so that the live line ends with it.
 
     Args:
         task: what is verified.
@@ -60,18 +60,18 @@ class View:
         pass
 
     def begin(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """One process is done; `shapes` are the model's parameters."""
+        """The single-process run is done; `shapes` are the shapes of the parameters by name."""
         self.shapes = shapes
 
     def running(self, spec: LayoutSpec) -> None:
-        """A layout starts."""
+        """Called when a layout starts."""
 
     def add(self, result: LayoutResult) -> None:
-        """A layout is done."""
+        """Called when a layout is done."""
         self.results.append(result)
 
     def finish(self) -> None:
-        """All are done."""
+        """Called when all layouts are done."""
 
     @property
     def all_equal(self) -> bool:
@@ -83,7 +83,7 @@ class View:
 
     @property
     def parameters(self) -> int:
-        """Of the model that was run, a tied weight counted once."""
+        """Parameter count of the verified model; tied embeddings are counted once."""
         return sum(prod(shape) for shape in self.shapes.values())
 
 
@@ -104,7 +104,8 @@ class JsonView(View):
             "tolerance": self.task.tolerance,
             "layouts": [result.to_json() for result in self.results],
             "not_composable": [
-                {"layout": str(refused.spec), "reason": refused.reason} for refused in self.selection.refused
+                {"layout": str(unsupported.spec), "reason": unsupported.reason}
+                for unsupported in self.selection.unsupported
             ],
             "counts": {verdict: counts[verdict] for verdict in (EQUAL, DEPARTS, FAILED, UNSPLIT)},
             "seconds": round(self.seconds, 3),
@@ -117,7 +118,7 @@ class TableView(View):
 
     Args:
         before: the config before it was shrunk.
-        verbose: whether to say why layouts do not compose, and to show tracebacks.
+        verbose: whether to print why layouts are unsupported, and tracebacks.
     """
 
     def __init__(self, task: Verification, selection: Selection, before: Config, verbose: bool) -> None:
@@ -172,16 +173,16 @@ class TableView(View):
     def finish(self) -> None:
         self.console.print()
         self.console.print(self._summary(), soft_wrap=True)
-        refused = self.selection.refused
-        if refused:
-            hint = "" if self.verbose else " (--verbose says why)"
-            self.console.print(f"  Not composable: {len(refused)} more{hint}.", style="dim")
+        unsupported = self.selection.unsupported
+        if unsupported:
+            hint = "" if self.verbose else " (--verbose for the reasons)"
+            self.console.print(f"  Unsupported: {len(unsupported)} more{hint}.", style="dim")
         if self.verbose:
-            for reason, count in Counter(each.reason for each in refused).most_common():
+            for reason, count in Counter(each.reason for each in unsupported).most_common():
                 self.console.print(Text(f"  {count:>4} × {reason}"), style="dim", soft_wrap=True)
 
     def _facts(self) -> Table:
-        """What is compared, in a few lines."""
+        """The lines above the table: what is compared."""
         config, task = self.task.config, self.task
         size = "as it is" if task.full else f"shrunk (--full: as it is) {', '.join(changes(self.before, config))}"
         facts = {
@@ -221,7 +222,7 @@ class TableView(View):
 
 @dataclass(frozen=True)
 class _Columns:
-    """The table's columns: every row is a table of its own with the same widths, printed as soon as it is known."""
+    """Column widths of the table: each row is printed as its own table of these widths, as soon as it is known."""
 
     layout: int
     where: int
@@ -231,7 +232,7 @@ class _Columns:
 
     @classmethod
     def fitting(cls, specs: Sequence[LayoutSpec], width: int) -> Self:
-        """For these layouts and a terminal of `width`; without the bytes where there is no room for them."""
+        """For these layouts and a terminal of `width`; without the columns of bytes where they do not fit."""
         layout = max(_LAYOUT, *(len(str(spec)) for spec in specs))
         axes = tuple(axis for axis in AXES if any(spec.layout.size(axis) > 1 for spec in specs))
         for shown in (axes, ()):
@@ -273,10 +274,10 @@ class _Columns:
 
 
 def explanation(result: LayoutResult, parameters: int) -> list[str]:
-    """What there is to say of a layout that is not equal.
+    """The lines below the row of a layout that is not equal.
 
     Args:
-        parameters: of the whole model, in number of tensors.
+        parameters: number of parameter tensors of the model.
     """
     lines = [result.message] if result.message else []
     if result.first:
@@ -300,7 +301,7 @@ def _optimizer(config: Config) -> str:
 
 
 def _count(parameters: int) -> Text:
-    """The most that a rank holds; with a digit after the point where it does not fit."""
+    """The largest parameter count of a rank; in billions where it does not fit."""
     if not parameters:
         return Text("·", "dim")
     return Text(f"{parameters:,}" if parameters < 1e9 else f"{parameters / 1e9:,.2f} bn")

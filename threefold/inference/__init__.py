@@ -1,6 +1,6 @@
-"""A trained model at work in any tp × pp layout: writing on from prompts, and being measured on texts.
+"""Inference with a trained model in any tp × pp layout: text generation, and evaluation on texts.
 
-`model` loads this rank's part of a run's newest checkpoint and runs tokens through it, `cache` keeps keys and values,
-`generate` decides which sequences are worked on, `sampling` what comes next; `scoring` gives the loss of chosen tokens,
-and `tasks` says which tokens of a text those are.
+`model` loads this rank's shards of a run's newest checkpoint and runs the forward pass; `kv_cache` has the KV cache,
+`generate` the generation loop over batches of prompts, `sampling` the choice of the next token; `log_likelihood`
+computes the loss of given tokens, and `eval_tasks` defines which tokens of a text are evaluated.
 """

@@ -1,7 +1,7 @@
-"""Writing on from prompts: many at once, each as if it were alone.
+"""Text generation: many prompts per batch, each with the same result as alone.
 
-Every rank runs the same loop over the same sequences. One rank chooses the tokens, all get them from it, and so all
-know which sequence has ended and what is worked on next.
+Every rank runs the same loop over the same sequences. One rank samples the tokens and broadcasts them, so all ranks
+replace ended sequences in the same way.
 """
 
 import warnings
@@ -26,16 +26,16 @@ Prompt = str | Conversation
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What is asked for.
+    """How to generate.
 
     Attributes:
-        max_new_tokens: tokens to add to each prompt; fewer where the document ends.
-        sampling: how they are chosen.
-        seed: of the choices.
-        batch_size: prompts that are worked on at once.
-        special_tokens: what becomes of a prompt's text that spells a special token; None is what became of it in the
-            data that the model was trained on.
-        show_special: whether special tokens are in the text that comes out.
+        max_new_tokens: largest number of tokens to generate per prompt; fewer where the document ends.
+        sampling: temperature, top-k and top-p.
+        seed: of the sampling.
+        batch_size: prompts per batch.
+        special_tokens: whether a prompt's text that spells a special token becomes that token; None is as in the data
+            that the model was trained on.
+        show_special: whether special tokens are part of the generated text.
 
     Raises:
         UserError: a value out of range.
@@ -55,11 +55,11 @@ class GenerationRequest:
 
 
 class GeneratedToken(NamedTuple):
-    """Something happened to a prompt.
+    """One generated token, or the end of a sequence.
 
     Attributes:
-        prompt: its number.
-        token: what comes next; None where it has ended.
+        prompt: number of the prompt.
+        token: the token id; None when the sequence has ended.
     """
 
     prompt: int
@@ -68,15 +68,15 @@ class GeneratedToken(NamedTuple):
 
 @dataclass
 class _Sequence:
-    """A prompt and what follows it so far.
+    """A prompt and the tokens generated for it so far.
 
     Attributes:
         number: of the prompt.
-        tokens: all so far.
-        key: names it among the random streams: what it begins with, and how often that came before it.
-        left: tokens to add at most.
-        start: the first token that the model still looks at.
-        is_cached: whether the keys of all tokens from `start` to the last but one are kept.
+        tokens: all token ids, those of the prompt included.
+        key: keys its random numbers: the prompt's tokens, and how often the same prompt came before.
+        left: tokens that may still be generated.
+        start: index of the first token in the context window.
+        is_cached: whether the KV cache has all tokens from `start` to the last but one.
     """
 
     number: int
@@ -87,8 +87,8 @@ class _Sequence:
     is_cached: bool = False
 
     def fit(self, context: int) -> None:
-        """Let tokens go where there are more than `context`: of a prompt as many as need be; later the older half, as
-        what stays has to be worked on anew, at other positions."""
+        """Truncate on the left to at most `context` tokens: a prompt to `context`; later to half of it, as the KV cache
+        of the rest has to be recomputed at other positions."""
         if len(self.tokens) - self.start > context:
             kept = (context + 1) // 2 if self.is_cached else context
             self.start, self.is_cached = len(self.tokens) - kept, False
@@ -97,23 +97,23 @@ class _Sequence:
 def generate_tokens(
     model: Model, prompts: Sequence[Sequence[int]], request: GenerationRequest, ends: frozenset[int] | None = None
 ) -> Iterator[GeneratedToken]:
-    """Each token as it is chosen, of all prompts as they come, and the end of each.
+    """Yield each token as it is generated, of all prompts of the batch, and the end of each sequence.
 
     A prompt's tokens are a function of the prompt, the request's sampling and its seed: not of the layout, nor of the
-    prompts beside it (the same prompt again is given other random numbers). Collective over the mesh, whose dp is 1.
+    other prompts (a repeated prompt gets other random numbers). Collective over the mesh, whose dp is 1.
 
     Args:
-        model: this rank's part.
+        model: this rank's shards.
         prompts: token ids; the same on every rank.
-        request: what is asked for; the same on every rank.
-        ends: the tokens that end a text; None is the model's.
+        request: the same on every rank.
+        ends: token ids that end a sequence; None is the model's.
 
     Raises:
         UserError: a prompt has no token.
     """
     ends = model.ends if ends is None else ends
     if not all(len(prompt) for prompt in prompts):
-        raise UserError("A prompt is empty; give at least one token to go on from.")
+        raise UserError("A prompt is empty; give at least one token to continue.")
     waiting = deque(_sequences(prompts, request))
     rows = min(request.batch_size, len(waiting))
     longest = max((len(prompt) for prompt in prompts), default=0) + request.max_new_tokens
@@ -134,7 +134,7 @@ def generate_tokens(
 
 
 def complete(model: Model, prompts: Sequence[Sequence[int]], request: GenerationRequest) -> list[list[int]]:
-    """What follows each prompt, all at once; as `generate_tokens`."""
+    """The token ids generated for each prompt; otherwise as `generate_tokens`."""
     added: list[list[int]] = [[] for _ in prompts]
     for number, token in generate_tokens(model, prompts, request):
         if token is not None:
@@ -143,19 +143,19 @@ def complete(model: Model, prompts: Sequence[Sequence[int]], request: Generation
 
 
 class GeneratedText(NamedTuple):
-    """A piece of text that follows a prompt; None for its end."""
+    """A piece of the text generated for a prompt; None for its end."""
 
     prompt: int
     text: str | None
 
 
 def generate_text(model: Model, prompts: Sequence[Prompt], request: GenerationRequest) -> Iterator[GeneratedText]:
-    """What follows each prompt in pieces of whole characters; otherwise as `generate_tokens`.
+    """Yield the text generated for each prompt in pieces of whole characters; otherwise as `generate_tokens`.
 
     The answer to a conversation ends where the chat template ends the assistant's turn.
 
     Raises:
-        UserError: a prompt is empty, or a conversation is one that the chat template refuses, or there is no template.
+        UserError: a prompt is empty, or the chat template rejects a conversation, or there is none.
     """
     require_text(prompts)
     begun, ends = encode_prompts(model.trained, prompts, request)
@@ -170,10 +170,10 @@ def generate_text(model: Model, prompts: Sequence[Prompt], request: GenerationRe
 def encode_prompts(
     trained: Trained, prompts: Sequence[Prompt], request: GenerationRequest
 ) -> tuple[list[list[int]], frozenset[int]]:
-    """The tokens of each prompt, and those that end what follows.
+    """The token ids of each prompt, and those that end its continuation.
 
     Raises:
-        UserError: a conversation is one that the chat template refuses, or there is no template.
+        UserError: the chat template rejects a conversation, or there is none.
     """
     documents, ends = trained.documents(request.special_tokens), trained.ends()
     if any(isinstance(prompt, Conversation) for prompt in prompts) and (end := documents.end_of_turn()) is not None:
@@ -186,7 +186,7 @@ def encode_prompts(
 
 
 def generate(run: Path, prompts: Sequence[str], request: GenerationRequest | None = None) -> list[str]:
-    """Each prompt with what the newest checkpoint of `run` writes on from it, in this process.
+    """Each prompt with its continuation by the newest checkpoint of `run`, in this process.
 
     Raises:
         UserError: no complete checkpoint, or an empty prompt.
@@ -202,19 +202,19 @@ def generate(run: Path, prompts: Sequence[str], request: GenerationRequest | Non
 
 
 def require_text(prompts: Sequence[Prompt]) -> None:
-    """Check that there is something to go on from in each prompt.
+    """Check that no prompt is empty.
 
     Raises:
-        UserError: one is empty or no text, or there is none.
+        UserError: one is empty or not UTF-8, or there is none.
     """
     if not prompts or not all(prompts):
-        raise UserError("--prompt is empty; give at least one character to go on from.")
+        raise UserError("--prompt is empty; give at least one character to continue.")
     for prompt in (prompt for prompt in prompts if isinstance(prompt, str)):
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             code = ord(prompt[error.start])
-            # Python stands so for a byte of the command line that is not UTF-8
+            # how Python represents a byte of the command line that is not UTF-8
             what = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character (U+{code:04X})"
             raise UserError(
                 f"--prompt is not UTF-8 text: its character {error.start + 1} is {what}; give it as UTF-8."
@@ -222,27 +222,27 @@ def require_text(prompts: Sequence[Prompt]) -> None:
 
 
 class _Text:
-    """The text of a sequence, told piece by piece."""
+    """Incremental detokenizer: the text of a sequence, piece by piece."""
 
     def __init__(self, model: Model, tokens: list[int], show_special: bool) -> None:
         self._tokenizer, self._tokens, self._skipped = model.tokenizer, list(tokens), not show_special
-        self._told = self._text()
+        self._emitted = self._text()
 
     def add(self, token: int) -> str:
-        """What a token adds; nothing as long as the rest of a character is still to come."""
+        """The text that a token adds; empty while a character is incomplete."""
         self._tokens.append(token)
         text = self._text()
-        return "" if text.endswith("\ufffd") else self._tell(text)
+        return "" if text.endswith("\ufffd") else self._emit(text)
 
     def end(self) -> str:
-        """What is left."""
-        return self._tell(self._text())
+        """The remaining text."""
+        return self._emit(self._text())
 
     def _text(self) -> str:
         return str(self._tokenizer.decode(self._tokens, skip_special_tokens=self._skipped))
 
-    def _tell(self, text: str) -> str:
-        piece, self._told = text[len(self._told) :], text
+    def _emit(self, text: str) -> str:
+        piece, self._emitted = text[len(self._emitted) :], text
         return piece
 
 
@@ -255,7 +255,7 @@ def _sequences(prompts: Sequence[Sequence[int]], request: GenerationRequest) -> 
 
 
 def _next_logits(model: Model, cache: Cache, active: list[_Sequence]) -> Tensor | None:
-    """The logits [B, V] of what follows each sequence, on the last stage; None elsewhere."""
+    """Logits [B, V] of the next token of each sequence, on the last stage; None elsewhere."""
     for sequence in active:
         sequence.fit(model.context)
     _fill(model, cache, [row for row, sequence in enumerate(active) if not sequence.is_cached], active)
@@ -266,7 +266,7 @@ def _next_logits(model: Model, cache: Cache, active: list[_Sequence]) -> Tensor 
 
 
 def _fill(model: Model, cache: Cache, rows: list[int], active: list[_Sequence]) -> None:
-    """Have the keys and values of all tokens but the last kept, in the rows where they are not."""
+    """Prefill: compute the KV cache of all tokens but the last, in the rows that do not have it."""
     tokens = {row: active[row].tokens[active[row].start : -1] for row in rows}
     for row in rows:
         active[row].is_cached = True
@@ -279,7 +279,7 @@ def _fill(model: Model, cache: Cache, rows: list[int], active: list[_Sequence]) 
 
 
 def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, request: GenerationRequest) -> list[int]:
-    """The next token of each sequence: chosen by one rank, told to all."""
+    """The next token of each sequence: sampled on one rank, broadcast to all."""
     mesh = model.mesh
     chosen = torch.zeros(len(active), dtype=torch.int64, device=mesh.device)
     if logits is not None:
@@ -291,9 +291,9 @@ def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, reques
 
 
 def _replace_ended(active: list[_Sequence], waiting: deque[_Sequence], cache: Cache, model: Model) -> list[_Sequence]:
-    """The sequences to go on with: those that wait take the rows of those that have ended."""
+    """The sequences of the next step: waiting ones take the rows of those that have ended."""
     after = [sequence if sequence.left or not waiting else waiting.popleft() for sequence in active]
-    going_on = [row for row, sequence in enumerate(after) if sequence.left]
-    if 0 < len(going_on) < len(after):
-        cache.keep(going_on, model.mesh.device)
-    return [after[row] for row in going_on]
+    active_rows = [row for row, sequence in enumerate(after) if sequence.left]
+    if 0 < len(active_rows) < len(after):
+        cache.keep(active_rows, model.mesh.device)
+    return [after[row] for row in active_rows]

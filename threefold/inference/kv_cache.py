@@ -1,11 +1,11 @@
-"""Keys and values that are kept, so that a new token costs one token's work.
+"""KV cache: the keys and values of earlier tokens are kept, so that a new token costs the work of one token.
 
-The model stays as it is: for the time of a `caching` block, each of its `CausalAttention` modules is replaced by one
-that remembers, and its positions (learned or rotary) by one of a `Cursor`.
+The model is unchanged: within a `caching` block, each of its `CausalAttention` modules is replaced by one with a cache,
+and its positions (learned or rotary) by those of a `Cursor`.
 
-The samples of a batch may be of different lengths. They are padded on the right, where causal attention sees nothing of
-it: a pad comes after every token of its sample, and the slots in which it left keys and values are overwritten before
-a later position can look at them.
+The samples of a batch may have different lengths. They are padded on the right, where causal attention hides it: the
+padding comes after every token of its sample, and its cache slots are overwritten before a later position attends to
+them. With a sliding window the cache is a ring buffer of as many slots as the window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleIn
 
 
 class Cursor:
-    """Where the tokens that are being worked on stand in their samples; `Positions` of the sequence dim.
+    """Positions of the current tokens in their samples; `Positions` of the sequence dim.
 
     Attributes:
         positions: int64 [B, S] (or [1, S], the same for all).
-        rows: int64 [B], the rows of the cache that are being filled anew; None when every row gets one more token.
-        lasts: int64 [B], the last position of each sample that is no pad.
-        used: slots that any row has used.
+        rows: int64 [B], the cache rows that are being prefilled; None when every row gets one more token.
+        lasts: int64 [B], the last position of each sample that is not padding.
+        used: number of slots that any row has used.
     """
 
     positions: Tensor
@@ -35,23 +35,23 @@ class Cursor:
     used: int
 
     def fill(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-        """What follows are the first tokens of these rows' samples, padded on the right."""
+        """Prefill: the next forward pass has the first tokens of these rows, padded on the right."""
         self.positions = torch.arange(max(lengths), device=device).unsqueeze(0)
         self.rows = torch.tensor(rows, device=device)
         self.lasts = torch.tensor(lengths, device=device) - 1
         self.used = max(lengths)
 
     def advance(self, positions: Sequence[int], device: torch.device) -> None:
-        """What follows is one token for each row, at these positions."""
+        """Decode: the next forward pass has one token per row, at these positions."""
         self.rows = None
         self.lasts = torch.tensor(positions, device=device)
         self.positions = self.lasts.unsqueeze(1)
         self.used = max(positions) + 1
 
     def held(self, slots: int) -> Tensor:
-        """int64 [B, slots]: the position whose key is in each slot; negative in slots not used yet.
+        """int64 [B, slots]: the position whose key is in each slot; negative in unused slots.
 
-        Position p is in slot p modulo `slots`, where later ones take the place of earlier ones.
+        Position p is in slot p modulo `slots`, where later positions overwrite earlier ones.
         """
         lasts = self.lasts.unsqueeze(1)
         return lasts - (lasts - torch.arange(slots, device=lasts.device)) % slots
@@ -64,16 +64,16 @@ class Cursor:
 
 
 class CachedAttention(nn.Module):
-    """`CausalAttention` of new tokens to all tokens of their samples so far.
+    """`CausalAttention` with a KV cache: new tokens attend to all earlier tokens of their samples.
 
     Args:
         core: the attention of whole sequences, without dropout.
-        cursor: where the tokens stand.
-        rows: samples that are worked on at once.
-        slots: positions of each whose keys are kept; where attention looks back less far, only as many as it needs.
+        cursor: positions of the tokens.
+        rows: samples of a batch.
+        slots: cached positions per sample; at most the sliding window.
 
     Attributes:
-        keys, values: [rows, kv heads, slots, d], once the first have come.
+        keys, values: [rows, kv heads, slots, d]; None before the first tokens.
     """
 
     def __init__(self, core: CausalAttention, cursor: Cursor, rows: int, slots: int) -> None:
@@ -84,7 +84,7 @@ class CachedAttention(nn.Module):
         self.values: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Keep `k`, `v` [B, S, kv heads, d] and attend from `q` [B, S, heads, d] → [B, S, heads · d]."""
+        """Cache `k`, `v` [B, S, kv heads, d] and attend from `q` [B, S, heads, d] → [B, S, heads · d]."""
         if self.keys is None or self.values is None:
             shape = (self.rows, k.shape[2], self.slots, k.shape[3])
             self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
@@ -100,37 +100,37 @@ class CachedAttention(nn.Module):
         return _attend(q, self.keys[:, :, :used], self.values[:, :, :used], held[:, :used] >= 0)
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all rows but these."""
+        """Drop all rows but these."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 class Cache:
-    """The keys and values of all layers of a stage, and the cursor that they share."""
+    """The KV cache of all layers of a stage, and the cursor that they share."""
 
     def __init__(self, cursor: Cursor, attentions: list[CachedAttention]) -> None:
         self.cursor, self._attentions = cursor, attentions
 
     def keep(self, rows: Sequence[int], device: torch.device) -> None:
-        """Forget all rows but these, which become the first ones in this order."""
+        """Drop all rows but these, which become the first ones in this order."""
         for attention in self._attentions:
             attention.keep(torch.tensor(rows, device=device))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values."""
+        """Bytes of the cached keys and values."""
         held = [each for attention in self._attentions for each in (attention.keys, attention.values)]
         return sum(each.nbytes for each in held if each is not None)
 
 
 @contextmanager
 def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
-    """Have the layers of `model` keep keys and values for the time of the block.
+    """Give the attention layers of `model` a KV cache within the block.
 
     Args:
         model: a model or a stage, in evaluation mode and not split along the sequence.
-        rows: samples that are worked on at once.
-        slots: the longest that one may become, in tokens.
+        rows: samples of a batch.
+        slots: largest length of a sample, in tokens.
     """
     cursor = Cursor()
     cached: list[CachedAttention] = []
@@ -158,7 +158,10 @@ def _take(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """One query a row, [B, 1, heads, d], to the slots [B, kv heads, slots, d] that are `visible` [B, slots]."""
+    """Attention (GQA) of one query per row, [B, 1, heads, d], to the slots [B, kv heads, slots, d].
+
+    `visible`, bool [B, slots], is the attention mask.
+    """
     grouped = q.shape[2] != k.shape[1]
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible[:, None, None], enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)

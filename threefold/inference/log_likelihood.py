@@ -1,4 +1,4 @@
-"""The loss of chosen tokens of texts, and whether they are the likeliest, in any layout."""
+"""Log-likelihood (loss) of given tokens of texts, and whether greedy decoding predicts them, in any layout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from threefold.inference.model import Model
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
 
 _LOGITS_AT_ONCE = 1 << 25
-"""Elements; the logits of a whole batch would need many times the memory of the model."""
+"""Elements per chunk; the logits of a whole batch would need many times the memory of the model."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens that run through the model together, and which of those that follow them count.
+    """A context window: input tokens of one forward pass, and the labels that are evaluated.
 
     Attributes:
         text: number of the text.
-        begin, end: the model reads its tokens `begin` up to, not including, `end`; each predicts the one after it.
-        first: the first token that counts; the last is `end`.
+        begin, end: the input is its tokens `begin` up to, not including, `end`; each predicts the next one.
+        first: the first evaluated token; the last is `end`.
     """
 
     text: int
@@ -33,22 +33,22 @@ class Window:
 
     @property
     def counted(self) -> int:
-        """How many tokens count, where no mask says otherwise."""
+        """Number of evaluated tokens, without a mask."""
         return self.end + 1 - self.first
 
     def mask(self, masks: Sequence[np.ndarray]) -> np.ndarray:
-        """Which of the tokens from `first` to `end` count, by the masks of the texts: bool [counted]."""
+        """Which of the tokens from `first` to `end` are evaluated, by the masks of the texts: bool [counted]."""
         mask: np.ndarray = masks[self.text][self.first : self.end + 1]
         return mask
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the windows gave, the same on every rank.
+    """Results of the windows, the same on every rank.
 
     Attributes:
-        losses: fp64 [windows], the summed loss (nats) of each window's tokens that count.
-        hits: int64 [windows], how many of them are the likeliest after what is before them.
+        losses: fp64 [windows], the summed loss (nats) of each window's evaluated tokens.
+        hits: int64 [windows], how many of them are the most likely token.
     """
 
     losses: Tensor
@@ -63,15 +63,15 @@ def score(
     advance: Callable[[int], None] = lambda _: None,
     masks: Sequence[np.ndarray] | None = None,
 ) -> Scores:
-    """Run all windows through the model. Collective over the mesh, whose dp replicas share the windows out.
+    """Evaluate all windows. Collective over the mesh; each dp replica evaluates a part of the windows.
 
     Args:
-        model: this rank's part.
+        model: this rank's shards.
         texts: token ids of each.
         windows: of these texts.
-        batch_size: windows that run together on a replica; the longest come first, so that little of them is padding.
-        advance: told how many windows are done (of all replicas, as far as this rank can tell).
-        masks: bool, for each token of each text whether it counts; None where all do that the windows count.
+        batch_size: windows per batch of a replica; sorted by length, so that there is little padding.
+        advance: called with the number of windows that are done (of all replicas, as estimated by this rank).
+        masks: bool, whether each token of each text is evaluated; None where all in the windows are.
 
     Raises:
         UserError: a loss is not finite; on every rank.
@@ -107,7 +107,7 @@ def _score_batch(
 ) -> Tensor | None:
     """Summed loss and hits, fp64 [2, B], of each window, on the last stage; None elsewhere.
 
-    Windows are padded on the right, where causal attention sees nothing of it.
+    Windows are padded on the right, which causal attention hides.
     """
     tokens = np.zeros((len(windows), max(window.end - window.begin for window in windows)), np.int64)
     for row, window in enumerate(windows):
@@ -128,7 +128,7 @@ def _score_batch(
 
 
 def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss fp64 [N] of each label [N] after its `hidden` [N, H], and whether it is the likeliest, bool [N]."""
+    """The loss fp64 [N] of each label [N] given its `hidden` [N, H], and whether it is the most likely, bool [N]."""
     loss = ParallelCrossEntropy(model.trained.config.model.vocab_size, model.mesh.tp)
     at_once = max(1, _LOGITS_AT_ONCE // max(1, model.trained.config.model.vocab_size))
     losses, hits = [], []
@@ -141,7 +141,7 @@ def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor,
 
 
 def _likeliest(model: Model, logits: Tensor) -> Tensor:
-    """The likeliest token, int64 [N], by this tensor rank's columns of the logits [N, columns]."""
+    """The most likely token, int64 [N], from this tp rank's columns of the logits [N, columns]."""
     tp = model.mesh.tp
     start, _ = shard_bounds(model.trained.config.model.vocab_size, tp.size, tp.index)
     known = logits[:, : max(0, model.tokens - start)]  # the embedding may have more rows than there are tokens

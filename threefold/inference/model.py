@@ -1,4 +1,4 @@
-"""A trained model, or this rank's part of it, and how tokens run through it."""
+"""A trained model: its newest checkpoint, this rank's shards of it, and the forward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,18 +37,17 @@ from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 
 _WORTH_THREADS = 10_000_000
-"""Parameters from which a token is work for several threads; below, they wait for one another (on a busy machine for
-seconds)."""
+"""Parameter count from which one token is enough work for several threads; smaller models are slower with them."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model on the disk: where its newest good checkpoint is, and what that says of it.
+    """A trained model on disk: its newest good checkpoint.
 
     Attributes:
-        checkpoint: where it is.
-        config: its own.
-        warnings: a sentence that names the damaged checkpoints that were passed over, if any were.
+        checkpoint: its folder and manifest.
+        config: that of the checkpoint.
+        warnings: a sentence that names the damaged checkpoints that were skipped, if any.
     """
 
     checkpoint: Checkpoint
@@ -60,7 +59,7 @@ class Trained:
         """The newest good checkpoint of a run.
 
         Args:
-            run: its folder.
+            run: run folder.
             damaged: checkpoints that loading found damaged.
 
         Raises:
@@ -72,10 +71,10 @@ class Trained:
         return cls(choice.checkpoint, choice.config, choice.warnings)
 
     def check(self, layout: Layout) -> None:
-        """Check that the model can be spread over a layout.
+        """Check that the layout is supported for the model.
 
         Raises:
-            UserError: it cannot.
+            UserError: it is not.
         """
         plan = model_plan(self.config.model, 1)
         widths = plan.divided_settings("tp")
@@ -96,14 +95,14 @@ class Trained:
 
     @property
     def is_import(self) -> bool:
-        """Whether it is as it came from Hugging Face, and has seen no data here."""
+        """Whether it was imported from Hugging Face and not trained since."""
         return not self.checkpoint.facts.documents
 
     def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
-        """How it reads texts and conversations: as the data it was trained on was; an import as its tokenizer has it.
+        """Encoder of texts and conversations, as for the training data; of an imported model as its tokenizer has it.
 
         Args:
-            special_tokens: what becomes of text that spells one; None is what became of it in the data.
+            special_tokens: whether text that spells a special token becomes it; None is as in the training data.
 
         Raises:
             UserError: as for `tokenizer`.
@@ -116,15 +115,15 @@ class Trained:
         return DocumentEncoder(TextEncoder(tokenizer, rule), facts.eod, template)
 
     def ends(self) -> frozenset[int]:
-        """The tokens that end a text: that of the data, and those that the files of an import name."""
+        """Token ids that end a text: that of the training data, and those of an imported model's files."""
         eod = self.checkpoint.facts.eod
         return frozenset(end_tokens(self.checkpoint.path, PREFIX)) | ({eod} if eod is not None else set())
 
     def tokenizer(self) -> Tokenizer:
-        """Of the data that the model was trained on.
+        """The tokenizer of the training data.
 
         Raises:
-            UserError: the checkpoint has none that can be read.
+            UserError: the checkpoint has none, or it cannot be read.
         """
         if not self.has_tokenizer and self.is_import:
             raise UserError(
@@ -143,17 +142,17 @@ class Trained:
             raise UserError(f"The tokenizer {path} cannot be read ({error}).") from None
 
     def load(self, mesh: Mesh | None = None, dtype: str = "fp32") -> "Model":
-        """Read this rank's part of the weights, and no more, whatever layout and dtype wrote them.
+        """Load this rank's shards of the weights, whatever layout and dtype wrote them.
 
-        What is read is compared with its checksums; where any rank finds damage, all take the newest good checkpoint
-        before. Collective over the mesh.
+        Checksums are verified; if any rank finds damage, all load the newest good checkpoint before it. Collective over
+        the mesh.
 
         Args:
             mesh: the ranks; None for this process alone, on the CPU.
-            dtype: what to compute in: fp32, bf16, fp16 or fp64.
+            dtype: of weights and computation: fp32, bf16, fp16 or fp64.
 
         Returns:
-            the model, whose `trained` says which checkpoint it has.
+            the model, whose `trained` is the checkpoint that was loaded.
 
         Raises:
             UserError: no checkpoint can be read.
@@ -179,13 +178,13 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """This rank's part of a trained model.
+    """This rank's shards of a trained model.
 
     Attributes:
-        trained: where it is from.
+        trained: its checkpoint.
         stage: its layers.
-        mesh: this rank's place.
-        dtype: what it computes in.
+        mesh: this rank's.
+        dtype: of weights and computation.
     """
 
     trained: Trained
@@ -199,21 +198,21 @@ class Model:
 
     @cached_property
     def tokens(self) -> int:
-        """How many token ids there are; the embedding may have more rows."""
+        """Number of token ids; the embedding may have more rows."""
         rows = self.trained.config.model.vocab_size
         return min(id_count(self.tokenizer), rows) if self.trained.has_tokenizer else rows
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The tokens that end a text; none where the data had none."""
+        """Token ids that end a text; empty where the data had none."""
         return self.trained.ends()
 
     @property
     def context(self) -> int:
-        """Tokens that the model looks at when it writes: as many as it was trained to.
+        """Context length of generation, in tokens: that of training.
 
-        Where the angles of its rotary positions follow the sequence's length, no more than those for which they do not:
-        keys that are kept would have been turned by other angles.
+        With dynamic RoPE scaling at most the length up to which the angles do not depend on the sequence's length, as
+        cached keys would have other angles.
         """
         config = self.trained.config
         if config.model.rope_scaling == "dynamic":
@@ -222,23 +221,23 @@ class Model:
 
     @cached_property
     def is_small(self) -> bool:
-        """Whether a token is too little work to share between threads."""
+        """Whether one token is too little work for several threads."""
         return sum(parameter.numel() for parameter in self.stage.parameters()) < _WORTH_THREADS
 
     @property
-    def speaks(self) -> bool:
-        """Whether this is the one rank that prints."""
+    def prints(self) -> bool:
+        """Whether this is the rank that prints."""
         return self.mesh.rank == 0
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor) -> Tensor | None:
-        """Run tokens through all layers but the head. Collective over the pipeline.
+        """Forward pass through all layers but the head. Collective over the pp axis.
 
         Args:
             tokens: int64 [B, S], the same on every rank of a replica.
 
         Returns:
-            what the head takes, [B, S, H], on the last stage; None on the others.
+            input of the head, [B, S, H], on the last stage; None on the others.
         """
         pp = self.mesh.pp
         x = tokens.to(self.mesh.device)
@@ -255,14 +254,14 @@ class Model:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """This tensor rank's columns of the logits, of [..., H] on the last stage: [..., columns]."""
+        """This tp rank's columns of the logits [..., columns], from `hidden` [..., H] on the last stage."""
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         out: Tensor = self.stage.get_submodule(self.stage.layer_names[-1])(flat)
         return out.view(*hidden.shape[:-1], out.shape[-1])
 
     @contextmanager
     def few_threads(self) -> Iterator[None]:
-        """As few threads as the work is worth, for the time of the block."""
+        """One torch thread within the block if the model is small."""
         before = torch.get_num_threads()
         if before > 1 and self.is_small:
             torch.set_num_threads(1)
@@ -272,7 +271,7 @@ class Model:
             torch.set_num_threads(before)
 
     def whole_logits(self, hidden: Tensor) -> Tensor:
-        """The logits [..., V] of the tokens there are, the same on every tensor rank. Collective over the tensor axis.
+        """Logits [..., V] of all token ids, gathered over the tp ranks. Collective over the tp axis.
 
         Args:
             hidden: [..., H] on the last stage.

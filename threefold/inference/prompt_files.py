@@ -1,4 +1,4 @@
-"""Prompts and texts from files."""
+"""Prompts for generation and texts for evaluation, read from files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +9,9 @@ from threefold.errors import UserError
 
 
 def read_prompts(path: Path) -> list[str | Conversation]:
-    """The prompts of a file: the key `prompt` of each line of a .jsonl (or .json, also .gz, .zst), else one a line.
+    """Read prompts: the key `prompt` of each line of a .jsonl (or .json, also .gz, .zst), else one prompt per line.
 
-    A list of messages, under `prompt` or `messages`, is a conversation to be answered.
-
-    Blank lines are no prompts.
+    A list of messages, under `prompt` or `messages`, is a conversation to be answered. Blank lines are skipped.
 
     Raises:
         UserError: the file cannot be read, a line is malformed, or there is no prompt in it.
@@ -21,27 +19,27 @@ def read_prompts(path: Path) -> list[str | Conversation]:
     is_json = ".json" in _file(path, "--prompts-file").name
     prompts: list[str | Conversation] = [*(_json_prompts(path) if is_json else _text_prompts(path))]
     if not prompts:
-        raise UserError(f"--prompts-file {path} holds no prompt; give one a line.")
+        raise UserError(f"--prompts-file {path} has no prompt; give one per line.")
     return prompts
 
 
 def read_texts(path: Path, key: str) -> list[Document]:
-    """The texts of a file that are not blank: of .jsonl (or .json) one a line under `key`, of .txt the documents.
+    """Read the non-blank texts of a file: of .jsonl (or .json) one per line under `key`, of .txt its documents.
 
-    Of JSON lines with conversations, or prompts and completions, these.
+    JSON lines may also have conversations, or prompts and completions.
 
     Raises:
         UserError: the file cannot be read, is of another kind, a line is malformed, or there is no text in it.
     """
     (found,) = find_inputs([_file(path, "--data")])
     if not (texts := list(SourceReader(found, key, lambda _: None))):
-        raise UserError(f"--data {path} holds no text; give one JSON object a line, with the text under {key!r}.")
+        raise UserError(f"--data {path} has no text; give one JSON object per line, with the text under {key!r}.")
     return texts
 
 
 def _file(path: Path, option: str) -> Path:
     if not path.is_file():
-        raise UserError(f"{option} is {path}, which is no file; give one that exists.")
+        raise UserError(f"{option} is {path}, which is not a file; give one that exists.")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Starting, watching and ending the ranks of a run."""
+"""Launching the ranks of a run: local processes, torchrun or Slurm; and reporting the failure of a rank."""
 
 from threefold.launch.failure import RankFailed
 from threefold.launch.launcher import run, spawn

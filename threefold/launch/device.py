@@ -1,4 +1,4 @@
-"""Which device the ranks of this host compute on."""
+"""Choice of the device (CPU or CUDA), and the memory budget of a rank."""
 
 from pathlib import Path
 from typing import Final, Literal
@@ -7,19 +7,19 @@ from threefold.errors import UserError
 from threefold.host import memory
 
 _SHARE = {"cpu": 0.5, "cuda": 0.7}
-"""Of the memory, that a run plans with: the rest is for what no formula counts, and on a CPU for other programs."""
+"""Fraction of the memory that a run may use; the rest is for fragmentation and, on a CPU, for other programs."""
 _OWN = {"cpu": 400 << 20, "cuda": 1 << 30}
-"""Bytes of a rank's process before it has a model: torch itself, and on a GPU its context and NCCL's buffers."""
+"""Bytes of a rank's process without a model: torch itself, and on a GPU the CUDA context and NCCL's buffers."""
 
 _DRIVERS: Final = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
-"""What the drivers of NVIDIA's GPUs (Linux, Tegra, WSL) and of AMD's make, of which torch needs one."""
+"""Device files of the drivers of NVIDIA (Linux, Tegra, WSL) and AMD GPUs, of which torch needs one."""
 
 
 def choose_device(setting: Literal["auto", "cpu", "cuda"], dtype: str, local_world_size: int) -> Literal["cpu", "cuda"]:
-    """The device of `train.device`: `auto` takes CUDA when there is a GPU for each rank of this host.
+    """Resolve `train.device`: `auto` takes CUDA when there is a GPU for each rank of this host.
 
     Raises:
-        UserError: CUDA is asked for and there are fewer GPUs than ranks.
+        UserError: `setting` is cuda and there are fewer GPUs than ranks.
     """
     if setting == "cuda":
         require_gpus(local_world_size)
@@ -30,7 +30,7 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"], dtype: str, local_wor
 
 
 def require_gpus(local_world_size: int) -> None:
-    """Check that each rank of this host has its GPU.
+    """Check that there is a GPU for each rank of this host.
 
     Raises:
         UserError: there are fewer.
@@ -45,9 +45,9 @@ def require_gpus(local_world_size: int) -> None:
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use, counted without initialising CUDA (forked workers could not use it then).
+    """Number of GPUs that torch can use, without initialising CUDA, which forked workers could not use then.
 
-    Where no driver is, torch is not asked: importing it takes seconds, which an error in a config should not wait for.
+    Without a driver torch is not imported, which takes seconds that a config error should not wait for.
     """
     if not any(Path(driver).exists() for driver in _DRIVERS):
         return 0
@@ -57,11 +57,11 @@ def gpu_count() -> int:
 
 
 def memory_per_rank(device: Literal["cpu", "cuda"], local_world_size: int) -> int:
-    """Bytes that a rank of this host may plan with: the same whenever it is asked.
+    """Memory budget of a rank of this host, in bytes; does not depend on the current load.
 
     Args:
-        device: what it computes on; of several GPUs, the smallest counts.
-        local_world_size: ranks of this host, which share the memory of a CPU.
+        device: of several GPUs, the smallest counts.
+        local_world_size: ranks of this host, which divide the memory of a CPU.
     """
     if device == "cpu":
         return max(0, int(memory() * _SHARE[device] / local_world_size) - _OWN[device])

@@ -1,4 +1,4 @@
-"""Where a launcher put this process: the one launched that reads the launcher's environment variables."""
+"""The rank of this process under torchrun or Slurm; only this file reads the launchers' environment variables."""
 
 import os
 import re
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 FIRST_SLURM_PORT = 20_000
 SLURM_PORTS = 10_000
 TIME_TO_SPEAK = 5.0
-"""Seconds that the other ranks leave to rank 0 to tell an error they share."""
+"""Seconds that the other ranks wait while rank 0 prints an error that all of them have."""
 
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """One rank among those that a launcher started.
+    """A rank that a launcher started.
 
     Attributes:
         rank: 0 to `world_size` - 1.
         local_rank: 0 to `local_world_size` - 1 on this host.
-        rendezvous: where the ranks meet, as a URL of `torch.distributed`.
-        attempt: how often the launcher has started the ranks before.
+        rendezvous: URL of the rendezvous, for `torch.distributed`.
+        attempt: how often the launcher has restarted the ranks.
     """
 
     rank: int
@@ -33,14 +33,14 @@ class LaunchedRank:
 
 
 def find_launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """The launched that torchrun or Slurm's srun gave this process; None when no launcher started it."""
+    """The rank that torchrun or Slurm's srun gave this process; None when no launcher started it."""
     return _torchrun(environment) or _slurm(environment)
 
 
 def leave_to_rank_zero() -> None:
-    """On ranks other than 0 of a launcher's world, let rank 0 tell an error that all ranks meet, and end.
+    """On ranks other than 0 under a launcher, wait while rank 0 prints an error that all ranks have, then exit.
 
-    They give it time: some launchers end every rank as soon as one has.
+    They wait because some launchers end every rank as soon as one has ended.
     """
     launched = find_launched_rank()
     if launched is not None and launched.rank != 0:
@@ -63,7 +63,7 @@ def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """A task of a job step; the shell of a batch script or of an interactive step is none of many."""
+    """A task of a job step; None in the shell of a batch script or of an interactive step."""
     world_size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
     if "SLURM_STEP_ID" not in environment or world_size == 1:
         return None
@@ -82,7 +82,7 @@ def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def first_host(hosts: str) -> str:
-    """First host of a Slurm list: `gpu[03-07,9]-ib,other` gives `gpu03-ib`."""
+    """First host of a Slurm host list: `gpu[03-07,9]-ib,other` gives `gpu03-ib`."""
     match = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\])?([^,]*)", hosts)
     assert match  # every part may be empty
     prefix, number, suffix = match.groups()
@@ -90,7 +90,7 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_on(tasks_per_node: str, node: int) -> int:
-    """Tasks on one node of Slurm's short list: `4(x2),3` is 4, 4, 3."""
+    """Tasks on one node of a Slurm list of tasks per node: `4(x2),3` is 4, 4, 3."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -1,4 +1,4 @@
-"""How a rank failed, and which failure of several was the cause."""
+"""Failures of ranks, and which of several was the first cause."""
 
 import signal
 import time
@@ -14,7 +14,7 @@ from threefold.launch.process import signal_name
 
 
 class RankFailed(RuntimeError):
-    """A rank of a run failed, and the run was ended; the message names the rank, its first error and its log file."""
+    """A rank failed and the run was ended; the message names the rank, its first error and its log file."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Failure:
     """How one rank failed.
 
     Attributes:
-        error: one line.
-        when: `time.monotonic` of the failure, comparable between the processes of a host.
-        silent: whether its process ended without telling what it raised, and not by aborting itself.
-        user_error: whether `error` is the sentence of a `UserError`.
+        error: message, one line.
+        when: `time.monotonic` of the failure, comparable between processes of a host.
+        silent: whether its process ended without reporting an exception, and not by SIGABRT.
+        user_error: whether `error` is the message of a `UserError`.
     """
 
     rank: int
@@ -35,14 +35,14 @@ class Failure:
     user_error: bool = False
 
     def message(self, run_dir: Path | None) -> str:
-        """One line: the rank, its error and its log; the sentence alone of an error that is the user's to mend."""
+        """One line: the rank, its error and its log; of a `UserError` only its message."""
         if self.user_error:
             return self.error
         log = f" (log: {log_file(run_dir, self.rank)})" if run_dir else ""
         return f"rank {self.rank} failed: {self.error}{log}"
 
     def exception(self, run_dir: Path | None) -> Exception:
-        """What the caller of the run gets to see."""
+        """The exception for the caller of the run."""
         return (UserError if self.user_error else RankFailed)(self.message(run_dir))
 
 
@@ -51,7 +51,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     now = time.monotonic()
     if isinstance(error, UserError):
         return Failure(rank, str(error), now, user_error=True)
-    while error.__cause__ is not None:  # what was raised first
+    while error.__cause__ is not None:  # the first exception of the chain
         error = error.__cause__
     lines = traceback.format_exception_only(error)[-1].split("\n")
     return Failure(rank, " ".join(line.strip() for line in lines if line.strip()), now)
@@ -64,7 +64,7 @@ _HINTS: Final[dict[int, str]] = {
 
 
 def from_exit_code(rank: int, code: int) -> Failure:
-    """The failure of a rank whose process ended without a word: its exit status, or minus the signal's number."""
+    """The failure of a rank whose process ended without a report: its exit status, or minus the signal's number."""
     now = time.monotonic()
     if code >= 0:
         return Failure(rank, f"its process ended with exit status {code}", now, silent=True)
@@ -73,9 +73,9 @@ def from_exit_code(rank: int, code: int) -> Failure:
 
 
 def cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that the others follow from.
+    """The failure that caused the others.
 
-    A process that ended in silence comes first, since its neighbours may report that they lost it before its end is
-    noticed; but not one that aborted itself, which may be how native code takes the loss of a neighbour.
+    A process that ended without a report comes first, since other ranks may report a lost connection before its end is
+    noticed; but not one that aborted, as native code may abort when it loses the connection to another rank.
     """
     return min(failures, key=lambda failure: (not failure.silent, failure.when))

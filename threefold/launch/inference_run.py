@@ -1,4 +1,4 @@
-"""A trained model on the ranks of a layout: everything that is checked before they start, and starting them."""
+"""Launching generation and evaluation: checks before the ranks start, then loading the model on each rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ RankFunction = Callable[..., object]
 
 @dataclass(frozen=True)
 class InferenceRun:
-    """A trained model, and where it is to work.
+    """A trained model, and the ranks to run it on.
 
     Attributes:
-        trained: the model on the disk.
-        layout: the ranks it is spread over.
-        dtype: what it computes in.
-        device: what it computes on.
+        trained: the checkpoint.
+        layout: of the ranks.
+        dtype: of weights and computation.
+        device: CPU or CUDA.
     """
 
     trained: Trained
@@ -37,7 +37,7 @@ class InferenceRun:
         """Check everything before a rank starts.
 
         Raises:
-            UserError: `run_dir` has no checkpoint, or one without a tokenizer, the model cannot be spread like that,
+            UserError: `run_dir` has no checkpoint, or one without a tokenizer, the layout is unsupported for the model,
                 the launcher started another number of ranks, or there are fewer GPUs than ranks.
         """
         trained = Trained.find(run_dir)
@@ -50,8 +50,9 @@ class InferenceRun:
         return cls(trained, layout, dtype, choose_device(device, dtype, local_world_size))
 
     def start(self, work: RankFunction, *args: Any) -> None:
-        """Load the model and call `work(model, *args)` on every rank: this process where it is the only one, processes
-        of this host, or the rank a launcher started here. Waits for the end.
+        """Load the model and call `work(model, *args)` on every rank, and wait for the end.
+
+        The ranks are this process alone, processes of this host, or those of a launcher.
 
         Raises:
             UserError: a rank raised it.
@@ -72,7 +73,7 @@ def _work(info: RankInfo, inference: InferenceRun, work: RankFunction, args: tup
 
 
 def load_rank(inference: InferenceRun) -> Model:
-    """This rank's part of the model, in an initialised process group of as many ranks as the layout."""
+    """Load this rank's shards of the model, in an initialised process group of as many ranks as the layout."""
     import torch
 
     from threefold.comm.mesh import Mesh

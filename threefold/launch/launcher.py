@@ -1,4 +1,4 @@
-"""Run a function as the ranks of one world: on processes of this host, or as the rank a launcher started here."""
+"""Run a function on all ranks: on processes of this host, or in the ranks that torchrun or Slurm started."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from threefold.launch.worker import Device, Job, RankInfo, Worker, never, work
 _OWNED = "owned"
 
 Ownership = Callable[[], AbstractContextManager[object]]
-"""Makes a context that one process enters for all ranks before any of them works, and leaves when it ends."""
+"""Makes a context that one process enters for all ranks before any of them starts, and leaves at the end."""
 
 
 def run(
@@ -34,24 +34,24 @@ def run(
 ) -> object:
     """Call `worker(rank_info, *args)` on every rank with `torch.distributed` initialised, and wait for the end.
 
-    Under torchrun or Slurm's srun this process is one rank of the world; otherwise the ranks are started here.
+    Under torchrun or Slurm's srun this process is one rank; otherwise the ranks are started here.
 
     Args:
         worker: a function of an importable module.
         world_size: ranks of the layout.
-        run_dir: folder whose logs/rank_*.log get what the ranks print; None leaves their output alone.
-        console_ranks: ranks whose output is shown on the console too.
+        run_dir: folder whose logs/rank_*.log get the ranks' output; None does not redirect it.
+        console_ranks: ranks whose output is also shown on the console.
         own: such as a lock; a `UserError` that it raises is raised for all ranks.
-        signals: for a worker that ends when `rank_info.asked()` says so; without, signals end the processes.
+        signals: for a worker that ends when `rank_info.asked()` is not 0; without, signals end the processes.
 
     Returns:
-        what the worker returned on the rank of this process, or on rank 0 where the ranks are started here.
+        the worker's result on the rank of this process, or on rank 0 where the ranks are started here.
 
     Raises:
-        UserError: the launcher's world is another one, there are too few GPUs, or a rank started here raised it.
-        StopRequested: a signal came before any rank worked, or a second one.
+        UserError: the launcher's world size differs, there are too few GPUs, or a rank started here raised it.
+        StopRequested: a signal came before any rank started, or a second one.
         RankFailed: a rank failed; all have been ended.
-        SystemExit: this is a launcher's rank and failed after another one, which says so.
+        SystemExit: this is a launcher's rank and failed after another one, which reports it.
     """
     launched = find_launched_rank()
     if launched is None:
@@ -87,8 +87,8 @@ def spawn(
     """As `run`, always on processes of this host.
 
     Args:
-        start_method: "fork", the default on the CPU, needs a process that ran no parallel torch operation yet; "spawn",
-            the default on CUDA, needs a main module that can be imported.
+        start_method: "fork", the default on the CPU, needs a process that has run no parallel torch operation; "spawn",
+            the default on CUDA, needs an importable main module.
     """
     require_room(world_size)
     if device == "cuda":
@@ -99,7 +99,7 @@ def spawn(
 
 
 def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSignals | None) -> object:
-    """Be the rank that a launcher started."""
+    """Run as the rank that a launcher started."""
     if job.device == "cuda":
         require_gpus(launched.local_world_size)
     asked = (lambda: signals.received) if signals else never
@@ -125,7 +125,7 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
 
 
 def _meet(launched: LaunchedRank) -> Any:
-    """The store of this start of the ranks: a launcher that starts them again may keep the store behind it."""
+    """The rendezvous store of this attempt; a launcher may keep the same store when it restarts the ranks."""
     import torch.distributed as dist
 
     store, _, _ = next(iter(dist.rendezvous(launched.rendezvous)))
@@ -133,7 +133,7 @@ def _meet(launched: LaunchedRank) -> Any:
 
 
 def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any) -> str:
-    """Enter `own` on rank 0. The sentence of the `UserError` that it raised, on every rank; empty if it did not."""
+    """Enter `own` on rank 0. Returns the message of the `UserError` that it raised, on every rank; empty if none."""
     refusal = ""
     if launched.rank == 0:
         try:
@@ -146,8 +146,8 @@ def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any)
 
 
 def _is_first(store: Any, failure: Failure) -> bool:
-    """Whether no other rank has said yet that it failed."""
+    """Whether no other rank has reported a failure yet."""
     try:
         return int(store.add("failures", 1)) == 1
-    except Exception:  # the store is gone, or was never there
+    except Exception:  # the store is unreachable
         return True

@@ -1,9 +1,8 @@
-"""A run whose ranks are processes of this host, started, watched and ended here.
+"""Local launcher: starts, monitors and ends ranks that are processes of this host.
 
-`torch.distributed.elastic.multiprocessing` would start them too, but shows a rank on the console only through a thread
-that polls its log file (so that no progress bar works), passes errors through environment variables and files, leaves
-its workers alive when it is killed itself, and writes a report of many lines: what is below is shorter than mending
-that.
+Not `torch.distributed.elastic.multiprocessing`: it shows a rank's output only through a thread that polls its log file
+(so that no progress bar works), passes errors through environment variables and files, leaves its workers alive when it
+is killed itself, and prints a report of many lines.
 """
 
 import multiprocessing
@@ -26,22 +25,22 @@ from threefold.errors import UserError
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
 from threefold.launch.output import log_file
 from threefold.launch.process import die_with_parent
-from threefold.launch.signals import NUMBERS, Asked, StopRequested, StopSignals, held_back, let_in
+from threefold.launch.signals import NUMBERS, Asked, StopRequested, StopSignals, signals_blocked, unblock_signals
 from threefold.launch.worker import Job, RankInfo, never, stay_on_loopback, work
 
 StartMethod = Literal["fork", "spawn"]
 
 LOOPBACK = "127.0.0.1"
 OTHER_FAILURES = 0.5
-"""Seconds to hear of the failures of other ranks after the first, one of which may be the cause."""
-GOODBYE = 3.0
+"""Seconds to wait after the first failure for those of other ranks, one of which may be the cause."""
+KILL_TIMEOUT = 3.0
 """Seconds that a rank may take to end when it is killed."""
-LAST_WORDS = 2.0
-"""Seconds for what the ranks printed to reach the console."""
+FLUSH_TIMEOUT = 2.0
+"""Seconds to wait until the ranks' output is on the console."""
 
 
 class _Rank(NamedTuple):
-    """A started rank: its process, and the pipe on which it tells how it failed."""
+    """A started rank: its process, and the pipe on which it reports its result or failure."""
 
     process: BaseProcess
     report: Connection
@@ -68,7 +67,7 @@ def run_local(job: Job, world_size: int, start_method: StartMethod, signals: Sto
         port = listener.getsockname()[1]
         for rank in range(world_size):
             info = RankInfo(rank, world_size, rank, world_size, job.device)
-            with held_back():  # or a signal would come between the start of a process and its place in the list
+            with signals_blocked():  # or a signal could come between the start of a process and its entry in the list
                 ranks.append(_start(job, info, port, start_method))
         store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
@@ -91,7 +90,7 @@ def _start(job: Job, info: RankInfo, port: int, start_method: StartMethod) -> _R
 
 
 def _ask(ranks: list[_Rank], number: int, again: bool) -> None:
-    """Pass a signal on to the ranks; end all on a second one."""
+    """Forward a signal to the ranks; raise on a second one."""
     if again:
         raise StopRequested(number, again)
     for rank in ranks:
@@ -103,10 +102,10 @@ def _ask(ranks: list[_Rank], number: int, again: bool) -> None:
 def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int) -> None:
     """A rank's process."""
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears of Ctrl-C too, and ends all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     asked = Asked() if job.stops else never
-    let_in()
+    unblock_signals()
     try:
         with job.output_of(info.rank):
             import torch.distributed as dist
@@ -119,12 +118,12 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int) 
     except BaseException as error:
         report.send(from_exception(info.rank, error))
         write_traceback(job, info.rank, error)
-        # no clean-up: a collective that waits for a lost neighbour would hold it up
+        # no clean-up: a collective that waits for a lost rank would block it
         os._exit(1)
 
 
 def write_traceback(job: Job, rank: int, error: BaseException) -> None:
-    """Put the traceback into the rank's log; the console gets one message for the whole run."""
+    """Write the traceback to the rank's log; the console gets one message for the whole run."""
     if isinstance(error, UserError):
         return
     if job.run_dir is None:
@@ -136,12 +135,12 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
 
 
 def _watch(ranks: list[_Rank]) -> tuple[list[Failure], object]:
-    """Wait until all ranks have ended, or one has failed and the others had the time to say that they did.
+    """Wait until all ranks have ended, or `OTHER_FAILURES` seconds after the first failure.
 
     Returns:
-        the failures, and what rank 0 returned.
+        the failures, and the result of rank 0.
     """
-    told: dict[int, object] = {}
+    results: dict[int, object] = {}
     failures: dict[int, Failure] = {}
     running: dict[Any, int] = {rank.process.sentinel: number for number, rank in enumerate(ranks)}
     reports: dict[Any, int] = {rank.report: number for number, rank in enumerate(ranks)}
@@ -153,24 +152,24 @@ def _watch(ranks: list[_Rank]) -> tuple[list[Failure], object]:
         for event in wait([*running, *reports], left):
             if event in reports:
                 number = reports.pop(event)
-                _hear(ranks[number], number, told, failures)
-            elif event in running:  # else the report of a rank whose end, in the same batch, had it read
+                _receive(ranks[number], number, results, failures)
+            elif event in running:  # else a report that was already read with the end of its rank
                 number = running.pop(event)
                 code = _exit_code(ranks[number].process)
                 if reports.pop(ranks[number].report, None) is not None and ranks[number].report.poll():
-                    _hear(ranks[number], number, told, failures)
+                    _receive(ranks[number], number, results, failures)
                 if code and number not in failures:
                     failures[number] = from_exit_code(number, code)
         if failures and deadline is None:
             deadline = time.monotonic() + OTHER_FAILURES
-    return list(failures.values()), told.get(0)
+    return list(failures.values()), results.get(0)
 
 
-def _hear(rank: _Rank, number: int, told: dict[int, object], failures: dict[int, Failure]) -> None:
-    """Take what a rank tells at its end: how it failed, or what it returned."""
+def _receive(rank: _Rank, number: int, results: dict[int, object], failures: dict[int, Failure]) -> None:
+    """Receive a rank's failure or result."""
     with suppress(EOFError):
         report = rank.report.recv()
-        (failures if isinstance(report, Failure) else told)[number] = report
+        (failures if isinstance(report, Failure) else results)[number] = report
 
 
 def _exit_code(process: BaseProcess) -> int:
@@ -180,25 +179,25 @@ def _exit_code(process: BaseProcess) -> int:
 
 @contextmanager
 def _ended() -> Iterator[list[_Rank]]:
-    """A list of ranks that have all ended afterwards, by themselves or not."""
+    """A list of ranks, which are killed on exit where they have not ended."""
     ranks: list[_Rank] = []
     try:
         yield ranks
     finally:
-        with _undisturbed():
+        with _signals_ignored():
             alive = [rank.process for rank in ranks if rank.process.is_alive()]
             for process in alive:
                 process.kill()
-            deadline = time.monotonic() + GOODBYE
+            deadline = time.monotonic() + KILL_TIMEOUT
             for process in alive:
                 process.join(max(0, deadline - time.monotonic()))
             _wait_for_console(ranks)
 
 
 def _wait_for_console(ranks: list[_Rank]) -> None:
-    """Wait until the processes that copy to the console have written all: they hold the reports' other ends."""
+    """Wait until the processes that copy output to the console are done: they hold the other ends of the pipes."""
     reports: dict[Any, Connection] = {rank.report: rank.report for rank in ranks}
-    deadline = time.monotonic() + LAST_WORDS
+    deadline = time.monotonic() + FLUSH_TIMEOUT
     while reports and (ready := wait(list(reports), max(0, deadline - time.monotonic()))):
         for event in ready:
             try:
@@ -208,8 +207,8 @@ def _wait_for_console(ranks: list[_Rank]) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No further signal while the ranks are being ended."""
+def _signals_ignored() -> Iterator[None]:
+    """Ignore signals within the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What a rank prints goes to its log, and from chosen ranks to the console also."""
+"""Output of ranks: redirected to log files, and from chosen ranks shown on the console too."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TextIO
 from threefold.errors import OutputLost
 
 _CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
-"""Colours, cursor movements and titles of a terminal."""
+"""ANSI escape sequences: colours, cursor movements and titles."""
 _LONGEST_LINE = 1 << 16
 
 
@@ -29,17 +29,17 @@ def log_file(run_dir: Path, rank: int) -> Path:
 
 @contextmanager
 def logged(log: Path) -> Iterator[None]:
-    """Send this process's standard output and error, native code's included, to the end of `log`."""
+    """Append this process's standard output and error, native code's included, to `log`."""
     with _redirected(_append(log)):
         yield
 
 
 @contextmanager
 def logged_and_shown(log: Path, prefix: str = "") -> Iterator[None]:
-    """As `logged`, and show them on standard output too; a terminal stays one, so that progress bars work.
+    """As `logged`, and also show them on standard output; a terminal stays a terminal, so that progress bars work.
 
     Args:
-        prefix: begins each line on the console, for when several ranks share it (which then is no terminal).
+        prefix: of each line on the console, for several ranks; then it is not a terminal for them.
     """
     target, finish = _tee(log, prefix)
     try:
@@ -63,10 +63,10 @@ def _redirected(target: int) -> Iterator[None]:
 
 
 def _replace_streams(output: int, error: int) -> None:
-    """Point descriptors 1 and 2 elsewhere, with Python streams on them that write whole lines at once."""
+    """Redirect descriptors 1 and 2, with line-buffered Python streams."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, OutputLost):
-            if stream is not None:  # as where the console was closed from the start
+            if stream is not None:  # as where the console was closed at the start
                 stream.flush()
     os.dup2(output, 1)
     os.dup2(error, 2)
@@ -80,7 +80,7 @@ def _stream(descriptor: int) -> TextIO:
 
 
 class _Tolerant(io.RawIOBase):
-    """A descriptor to write to whose failures, such as those of a log on a full disk, end no run."""
+    """An output descriptor that ignores write errors, such as those of a log on a full disk."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _Tolerant(io.RawIOBase):
 
 
 def _append(log: Path) -> int:
-    """A descriptor that appends to a log; where there can be none, to nothing."""
+    """A descriptor that appends to a log; /dev/null where it cannot be opened."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
@@ -120,9 +120,9 @@ def _warn(descriptor: int, log: Path, error: OSError) -> None:
 
 
 def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
-    """A descriptor whose text a process of its own copies to standard output and to `log`, and how to wait for it.
+    """A descriptor whose output a helper process copies to standard output and to `log`, and a function to wait for it.
 
-    A process, not a thread, so that nothing is lost when this one is killed or crashes.
+    A process, not a thread, so that no output is lost when this process is killed or crashes.
     """
     source, target = _terminal() if os.isatty(1) and not prefix else os.pipe()
     told, teller = os.pipe()
@@ -135,7 +135,7 @@ def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
     try:
         os.close(target)
         os.close(teller)
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # it ends when the last writer has
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # it ends with the last writer
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         with open(_append(log), "ab", buffering=0) as file:
             _copy(source, told, _Log(log, file), prefix.encode())
@@ -146,14 +146,14 @@ def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
 
 
 def _finish(copier: int, teller: int) -> None:
-    """Tell the copier that nothing follows and wait; helpers of this process may keep the other descriptor open."""
+    """Signal the end of output and wait for the copier; child processes may keep the other descriptor open."""
     os.close(teller)
     with suppress(ChildProcessError):
         os.waitpid(copier, 0)
 
 
 def _terminal() -> tuple[int, int]:
-    """A terminal of the size of the one on standard output, that passes on what is written as it is."""
+    """A raw pseudo-terminal of the size of the terminal on standard output."""
     master, slave = pty.openpty()
     tty.setraw(slave)
     with suppress(termios.error, OSError):
@@ -162,7 +162,7 @@ def _terminal() -> tuple[int, int]:
 
 
 class _Log:
-    """A log that says once, on the console, that it cannot be written."""
+    """A log file that warns once, on the console, when it cannot be written."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file, self._told = path, file, False
@@ -181,7 +181,7 @@ def _copy(source: int, told: int, log: _Log, prefix: bytes) -> None:
     while source in select.select([source, told], [], [])[0] and (data := _read(source)):
         lines = (pending + data).split(b"\n")
         pending = lines.pop()
-        if len(pending) > _LONGEST_LINE:  # a progress bar that draws over itself: only its last state matters
+        if len(pending) > _LONGEST_LINE:  # a progress bar that overwrites itself: only its last state matters
             pending = pending[max(pending.rfind(b"\r"), 0) :]
         if lines:
             log.write(b"".join(_plain(line) + b"\n" for line in lines))
@@ -194,17 +194,17 @@ def _copy(source: int, told: int, log: _Log, prefix: bytes) -> None:
 def _read(source: int) -> bytes:
     try:
         return os.read(source, 1 << 16)
-    except OSError:  # a terminal whose other side is closed
+    except OSError:  # the other side of the pseudo-terminal is closed
         return b""
 
 
 def _show(data: bytes) -> None:
-    """Write to the console; the log goes on when that is gone."""
+    """Write to the console; the log continues when the console is closed."""
     with suppress(OSError):
         while data:
             data = data[os.write(1, data) :]
 
 
 def _plain(line: bytes) -> bytes:
-    """A line as it looked in the end, without what only a terminal understands."""
+    """The final state of a line, without escape sequences."""
     return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])

@@ -1,4 +1,4 @@
-"""What any process of a run needs to know about processes."""
+"""Processes: ending with the parent, names of signals, and how many fit into memory."""
 
 import ctypes
 import os
@@ -10,14 +10,14 @@ from threefold.errors import UserError
 
 PR_SET_PDEATHSIG = 1
 _LEAST_MEMORY: Final = 64 << 20
-"""Bytes that a rank takes before it has a model."""
+"""Bytes of a rank's process without a model."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends, whatever ends it (on Linux).
+    """Have the kernel kill this process when the thread that forked it ends (on Linux).
 
     Args:
-        parent: process id of the parent, read before forking: it may have died since.
+        parent: process id of the parent, read before forking, as it may have ended since.
     """
     if sys.platform != "linux":
         return
@@ -35,10 +35,10 @@ def signal_name(number: int) -> str:
 
 
 def require_room(ranks: int) -> None:
-    """Check that so many processes can be started here at all.
+    """Check that the memory of this machine suffices for so many processes.
 
     Raises:
-        UserError: they would take more memory than there is before any of them has a model.
+        UserError: it does not, even without a model.
     """
     most = max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _LEAST_MEMORY)
     if ranks > most:

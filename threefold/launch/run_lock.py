@@ -1,7 +1,6 @@
-"""RUN/run.lock: one run at a time in one folder.
+"""RUN/run.lock: a lock, so that one run at a time uses a run folder.
 
-The lock is the system's (`flock`), so it ends with the process that holds it, whatever ends that. The file stays, and
-says who holds it.
+The lock is `flock`, so it ends with the process that holds it. The file stays, and names the holder.
 """
 
 import errno
@@ -24,7 +23,7 @@ from threefold.files import read_json, shown
 
 FILE: Final = "run.lock"
 LONGEST_WAIT: Final = 15.0
-"""Seconds to wait for a lock whose holder is not seen to live: it may be ending, or be on another host."""
+"""Seconds to wait for a lock whose holder is not a live process of this host: it may be ending, or on another host."""
 _POLL = 0.1
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -36,7 +35,7 @@ class Holder:
     Attributes:
         host: its name.
         pid: on that host.
-        since: when it took the lock, in words.
+        since: date and time when it took the lock, as text.
     """
 
     host: str
@@ -49,14 +48,14 @@ class Holder:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Who a lock's file names; None if it names nobody (yet)."""
+        """The holder that a lock file names; None if it names none (yet)."""
         try:
             values = read_json(path)
             return cls(str(values["host"]), int(values["pid"]), str(values["since"]))
         except (UserError, TypeError, KeyError, ValueError):
             return None
 
-    def is_seen(self) -> bool:
+    def is_alive_here(self) -> bool:
         """Whether it is a live process of this host."""
         if self.host != socket.gethostname():
             return False
@@ -74,10 +73,10 @@ class Holder:
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is made if it is missing.
+    """Hold the lock of a run folder, which is created if it is missing.
 
-    A holder that is not seen to live is waited for, `LONGEST_WAIT` seconds at most: the ranks of a run that was killed
-    may take a moment to end. Where the file system has no locks, a warning is printed and nothing is locked.
+    Waits at most `LONGEST_WAIT` seconds for a holder that is not a live process of this host, as the ranks of a killed
+    run may take a moment to end. Where the file system has no locks, prints a warning and locks nothing.
 
     Raises:
         UserError: another process holds it, or the folder cannot be written.
@@ -101,15 +100,15 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 def require_free(run_dir: Path) -> None:
-    """Check that no live process of this host holds the lock, without taking it for longer than a moment.
+    """Check that no live process of this host holds the lock, without keeping it.
 
-    For a first answer: whether a run may begin is what `run_lock` finds out.
+    An early check; `run_lock` decides whether a run may start.
 
     Raises:
         UserError: one does.
     """
     holder = Holder.read(run_dir / FILE)
-    if holder is None or not holder.is_seen():
+    if holder is None or not holder.is_alive_here():
         return
     lock = FileLock(run_dir / FILE, timeout=0, fallback_to_soft=False)
     try:
@@ -122,19 +121,19 @@ def require_free(run_dir: Path) -> None:
 
 
 def cannot_write(run_dir: Path, error: OSError) -> UserError:
-    """What the user is told when the run's folder does not take a file."""
+    """The error that a file in the run folder cannot be written."""
     return UserError(f"Cannot write to --run-dir {shown(run_dir)}: {error.strerror}.")
 
 
 def _in_use(run_dir: Path, holder: Holder | None) -> UserError:
     return UserError(
-        f"{shown(run_dir)} is in use by another run ({holder or 'which did not tell its process'}); wait for that one, "
+        f"{shown(run_dir)} is in use by another run ({holder or 'an unknown process'}); wait for that one, "
         "end it, or choose another --run-dir."
     )
 
 
 def _acquire(lock: FileLock, run_dir: Path) -> bool:
-    """Whether it was taken; False where the file system has no locks."""
+    """Take the lock; False where the file system has no locks."""
     deadline = time.monotonic() + LONGEST_WAIT
     while True:
         try:
@@ -142,7 +141,7 @@ def _acquire(lock: FileLock, run_dir: Path) -> bool:
             return True
         except Timeout:
             holder = Holder.read(run_dir / FILE)
-            if (holder and holder.is_seen()) or time.monotonic() > deadline:
+            if (holder and holder.is_alive_here()) or time.monotonic() > deadline:
                 raise _in_use(run_dir, holder) from None
             time.sleep(_POLL)
         except (OSError, NotImplementedError) as error:

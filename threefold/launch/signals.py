@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM to a training run: the first ends it in order, a second one at once."""
+"""SIGINT and SIGTERM to a training run: the first stops it after a checkpoint, a second one at once."""
 
 import os
 import signal
@@ -13,15 +13,15 @@ from threefold.launch.process import signal_name
 
 NUMBERS: Final = (signal.SIGINT, signal.SIGTERM)
 ONE_PRESS: Final = 1.0
-"""Seconds within which signals are one: Ctrl-C reaches a rank from the terminal and through its launcher too."""
+"""Seconds within which signals count as one: Ctrl-C reaches a rank from the terminal and through its launcher."""
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal came where there is nothing to finish first.
+    """A signal came outside the steps of a run, or a second one.
 
     Attributes:
         number: of the signal.
-        again: whether it was a second one, so that what was to be finished was not.
+        again: whether it was a second one, so that no checkpoint was saved.
     """
 
     def __init__(self, number: int, again: bool = False) -> None:
@@ -30,10 +30,10 @@ class StopRequested(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Takes SIGINT and SIGTERM of this process while it is entered; in the main thread, else it does nothing.
+    """Context manager that handles SIGINT and SIGTERM of this process; does nothing outside the main thread.
 
-    Until somebody takes them over (`passed_to`, `noted`), a signal raises `StopRequested` where the process is. Once
-    one came, more are ignored after this is left, as the process ends then.
+    Outside of `passed_to` and `noted` a signal raises `StopRequested`. After a signal, later ones are ignored on exit,
+    as the process is ending.
 
     Attributes:
         received: the number of the first signal, 0 before.
@@ -48,19 +48,19 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # One that is ignored, as that of a shell's background job may be, stays so.
+            # A signal that is ignored, as in a background job of a shell, stays ignored.
             taken = [number for number in NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, before in self._before.items():
-            # After a signal the process only ends: one more is not to change the status that says in which way.
+            # After a signal the process is ending: another one must not change its exit status.
             signal.signal(number, signal.SIG_IGN if self.received else before)
 
     @contextmanager
     def passed_to(self, take: Callable[[int, bool], None]) -> Iterator[None]:
-        """Call `take(number, again)` for each signal instead of raising; for the one that came already, first."""
+        """Call `take(number, again)` for each signal instead of raising, first for one that came already."""
         self._take = take
         try:
             if self.received:
@@ -71,9 +71,9 @@ class StopSignals:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Have the first signal in `received`, and end the process at once on a second one.
+        """Store the first signal in `received`, and end the process at once on a second one.
 
-        Also while it is in a call that never returns to Python, so a thread waits for the second.
+        A thread waits for the second, as the main thread may be in a call that never returns to Python.
         """
         if not self._before:
             yield
@@ -90,7 +90,7 @@ class StopSignals:
             os.close(write)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked helper, which is to end as if there were no handler
+        if os.getpid() != self._pid:  # a forked helper process, which ends as without a handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -105,9 +105,9 @@ class StopSignals:
 
 
 class Asked:
-    """Whether a rank of a local run was asked to end: SIGTERM by its parent, or by whoever signals all processes.
+    """SIGTERM handler of a rank of a local run; calling it returns the number of the signal, 0 before.
 
-    Ctrl-C is the parent's to hear. Called, it gives the number of the signal, 0 before.
+    The parent handles Ctrl-C and sends SIGTERM to the ranks.
     """
 
     def __init__(self) -> None:
@@ -122,8 +122,8 @@ class Asked:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Have signals wait, so that a process forked here gets none before it has handlers of its own (`let_in`)."""
+def signals_blocked() -> Iterator[None]:
+    """Block signals, so that a process forked here gets none before it has its own handlers (`unblock_signals`)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
@@ -131,13 +131,13 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def let_in() -> None:
-    """Take the signals that `held_back` had wait in the process that forked this one."""
+def unblock_signals() -> None:
+    """Unblock the signals that `signals_blocked` blocked in the process that forked this one."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
 
 
 def _end_on_second(pipe: int, first: int) -> None:
-    """End the process on a signal that comes later than `ONE_PRESS` after the first; until the pipe is closed."""
+    """End the process on a signal more than `ONE_PRESS` seconds after the first; returns when the pipe is closed."""
     when = time.monotonic() if first else None
     with open(pipe, "rb", buffering=0) as numbers:
         while number := numbers.read(1):

@@ -1,4 +1,4 @@
-"""A training run: everything that is checked and written before its ranks start, and starting them."""
+"""Launching a training run: checks, the resolved config and the run folder, then the ranks."""
 
 import os
 import stat
@@ -36,26 +36,26 @@ CONFIG_FILE = "config.yaml"
 
 
 def resolve_run(config: Config, progress: Progress = SILENT) -> Config:
-    """Fill a config from its data and this machine, and check it against both: what the ranks will be given.
+    """Resolve a config from its data and this machine, and check it against both.
 
     Args:
         config: as loaded.
-        progress: told of text that has to be encoded first.
+        progress: of encoding text, where that is needed.
 
     Raises:
-        UserError: settings that cannot go together, no data or too little, or fewer GPUs than ranks.
+        UserError: settings that cannot be combined, no data or too little, or fewer GPUs than ranks.
     """
     return _checked(config, progress).fitted()
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A config that was checked against its data and this machine, but for the memory of a step.
+    """A config that was checked against its data and this machine, without the memory of a step.
 
     Attributes:
-        given: what was not given is not filled, but for what follows from the data alone.
-        resolved: with the default micro-batch of a CPU.
-        vocab_size: token ids of the data.
+        given: as loaded, with what follows from the data alone.
+        resolved: with the default micro-batch size of a CPU.
+        vocab_size: number of token ids of the data.
         local_world_size: ranks of this host.
     """
 
@@ -65,7 +65,7 @@ class _Checked:
     local_world_size: int
 
     def fitted(self) -> Config:
-        """With the micro-batch that fits into a rank's memory, unless one follows from what was given."""
+        """With the largest micro-batch size that fits into a rank's memory, unless the given settings determine it."""
         config, device = self.given, self.resolved.train.device
         if config.train.micro_batch_size is not None or config.train.gradient_accumulation_steps is not None:
             return self.resolved
@@ -105,9 +105,9 @@ class TrainingRun:
 
     Attributes:
         config: resolved.
-        run_dir: gets everything that the run writes: the config, logs, metrics and checkpoints.
-        resume: continue from the newest checkpoint of `run_dir`; "auto" does where there is one.
-        finished: whether it has made all its steps, so that starting it does nothing ("auto" alone).
+        run_dir: run folder, for the config, logs, metrics and checkpoints.
+        resume: whether to resume from the newest checkpoint of `run_dir`; "auto" does if there is one.
+        finished: whether all steps are done, so that starting it does nothing (only with "auto").
     """
 
     config: Config
@@ -124,23 +124,23 @@ class TrainingRun:
         """Train, on processes of this host or as the rank a launcher started here, and wait for the end.
 
         Args:
-            console_ranks: ranks whose output is shown on the console too.
-            signals: entered by the caller; the first one ends the run in order, with a checkpoint. Without, SIGINT and
-                SIGTERM end the run at once.
-            announce: called by one process, once the run's folder is its own and before it trains.
+            console_ranks: ranks whose output is also shown on the console.
+            signals: entered by the caller; the first one ends the run with a checkpoint. Without, SIGINT and SIGTERM
+                end the run at once.
+            announce: called by one process, after the run folder is locked and before training.
 
         Returns:
-            None at the end of training; else where a signal ended it.
+            None after the last step; else the step at which a signal ended the run.
 
         Raises:
-            UserError: another run is in the folder, the layers cannot be shared among the stages as asked, or the run
-                cannot be, as told by a rank.
+            UserError: another run uses the folder, the layers cannot be partitioned into the stages, or a rank raised
+                it.
             RankFailed: a rank failed; all have been ended.
             StopRequested: a signal came before the first step, or a second one.
         """
         if self.finished:
             return None
-        from threefold.train.entry_point import check_division  # imported once, here, and not by every forked rank
+        from threefold.train.entry_point import check_division  # imported here once, instead of by every forked rank
 
         check_division(self.config)
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
@@ -156,18 +156,18 @@ class TrainingRun:
         )
         stopped = cast("Stopped | None", ended)
         if stopped and signals and find_launched_rank() is None:
-            # The ranks hear of every signal by the same one.
+            # The ranks get the same signal for every one.
             stopped = replace(stopped, signal=signals.received or stopped.signal)
         return stopped
 
     @contextmanager
     def _folder(self, announce: Callable[[], None]) -> Iterator[None]:
-        """The run's folder as this run's alone, with its config in it."""
+        """Lock the run folder, and write the config into it."""
         with run_lock(self.run_dir):
             if not self.resume:
-                _require_no_checkpoints(self.run_dir)  # of a run that has ended since the first look
+                _require_no_checkpoints(self.run_dir)  # of a run that ended since the first check
             try:
-                fresh = self.run_dir / (CONFIG_FILE + ".tmp")  # a full disk leaves the one there is
+                fresh = self.run_dir / (CONFIG_FILE + ".tmp")  # on a full disk the existing file stays
                 write_durably(fresh, self.config.to_yaml_as_given())
                 fresh.replace(self.run_dir / CONFIG_FILE)
             except OSError as error:
@@ -183,16 +183,16 @@ def prepare_training(
 
     Args:
         config: as loaded.
-        run_dir: gets everything that the run writes.
-        resume: whether to continue from its newest checkpoint; "auto" does where there is one.
-        progress: told of text that has to be encoded first.
+        run_dir: run folder.
+        resume: whether to resume from its newest checkpoint; "auto" does if there is one.
+        progress: of encoding text, where that is needed.
 
     Raises:
-        UserError: what `resolve_run` raises, `run_dir` has checkpoints that would be lost, or none to continue from.
+        UserError: as `resolve_run`; `run_dir` has checkpoints that would be lost, or none to resume from.
     """
     _require_folder(run_dir)
     launched = find_launched_rank()
-    if launched is None or launched.rank == 0:  # the other ranks would take rank 0 for another run
+    if launched is None or launched.rank == 0:  # to the other ranks, rank 0 would look like another run
         _require_no_foreign(run_dir)
         require_free(run_dir)
     if launched is None:
@@ -209,10 +209,10 @@ def prepare_training(
 
 
 def explain_stop(run_dir: Path, signal: int, step: int | None, command: str) -> str:
-    """What to tell of a run that a signal ended, and how to continue it.
+    """The message about a run that a signal ended, with the command that resumes it.
 
     Args:
-        step: updates made; None where a second signal kept the run from saving.
+        step: updates made; None where a second signal ended it without a checkpoint.
         command: that started it.
     """
     saved = newest(run_dir)
@@ -226,11 +226,11 @@ def explain_stop(run_dir: Path, signal: int, step: int | None, command: str) -> 
         begin = f"Stopped by {signal_name(signal)} after step {step:,}, which is saved in {saved.path}"
     else:
         begin = f"Stopped by {signal_name(signal)} after step {step:,}; the newest checkpoint is {saved.path}"
-    return f"{begin}; continue with:\n  {resumed}" if saved else f"{begin}; start again with:\n  {command}"
+    return f"{begin}; resume with:\n  {resumed}" if saved else f"{begin}; start again with:\n  {command}"
 
 
 def _require_folder(run_dir: Path) -> None:
-    """Check that `run_dir` is a folder, or can be made."""
+    """Check that `run_dir` is a folder, or can be created."""
     name = f"--run-dir is {shown(run_dir)}"
     try:
         found = os.stat(run_dir)
@@ -239,7 +239,7 @@ def _require_folder(run_dir: Path) -> None:
             raise UserError(f"{name}, a link to something that does not exist; name a folder.") from None
         return
     except NotADirectoryError:
-        return  # told when it is made
+        return  # reported when it is created
     except OSError as error:
         raise UserError(f"{name}, which cannot be a folder: {error.strerror}.") from None
     except ValueError:
@@ -250,7 +250,7 @@ def _require_folder(run_dir: Path) -> None:
 
 
 def _require_no_foreign(run_dir: Path) -> None:
-    """Check that the files which a run replaces are not somebody's own, in a folder that no run has used."""
+    """Check that a folder which no run has used has no files that the run would overwrite."""
     from threefold.train.callbacks import loss_curve, metrics, step_log
 
     replaced = (CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE)
@@ -265,7 +265,7 @@ def _require_no_foreign(run_dir: Path) -> None:
 
 def _require_no_checkpoints(run_dir: Path) -> None:
     if newest(run_dir):
-        raise UserError(f"{run_dir} already has checkpoints; continue with --resume, or choose another --run-dir.")
+        raise UserError(f"{run_dir} already has checkpoints; resume with --resume, or choose another --run-dir.")
 
 
 def _train(info: RankInfo, config: Config, run_dir: Path, resume: Resume) -> "Stopped | None":

@@ -1,4 +1,4 @@
-"""What one rank does around the work: devices, threads, the process group."""
+"""Set-up of a rank: device, threads and process group, then the worker function."""
 
 import os
 import re
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from threefold.host import usable_cores
 from threefold.launch.output import log_file, logged, logged_and_shown
 
 if TYPE_CHECKING:
@@ -24,13 +25,13 @@ def never() -> int:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which rank this is: handed to every worker.
+    """The rank of a worker, its first argument.
 
     Attributes:
         rank: 0 to `world_size` - 1.
-        local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the number of its GPU.
-        device: what it computes on.
-        asked: the number of the signal that asked this rank to end the run in order, 0 for none.
+        local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the index of its GPU.
+        device: CPU or CUDA.
+        asked: returns the number of the signal that asked this rank to stop, 0 for none.
     """
 
     rank: int
@@ -47,10 +48,10 @@ Worker = Callable[..., object]
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks do, and where they say so.
+    """What all ranks run, and where their output goes.
 
     Attributes:
-        stops: whether the worker ends in order when it is asked to; otherwise a signal ends its process.
+        stops: whether the worker stops when `RankInfo.asked` says so; otherwise a signal ends its process.
     """
 
     worker: Worker
@@ -61,7 +62,7 @@ class Job:
     stops: bool = False
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
-        """Where the streams of `rank` go: without a run folder, where they went before."""
+        """Redirects the output of `rank` to its log; without a run folder, does nothing."""
         if self.run_dir is None:
             return nullcontext()
         log = log_file(self.run_dir, rank)
@@ -71,9 +72,9 @@ class Job:
 
 
 def work(job: Job, info: RankInfo, store: "Store") -> object:
-    """Do the job as one rank: set up the device, join the process group, call the worker, leave the group.
+    """Run the job as one rank: set up the device, join the process group, call the worker, leave the group.
 
-    Returns what the worker returns.
+    Returns the worker's result.
     """
     import torch
     import torch.distributed as dist
@@ -91,10 +92,10 @@ def work(job: Job, info: RankInfo, store: "Store") -> object:
 
 
 def stay_on_loopback() -> None:
-    """Have gloo, for all groups that this process will make, listen on the loopback interface alone.
+    """Have gloo listen on the loopback interface only, for all process groups of this process.
 
-    For ranks of one host. Without it gloo listens on the address that the host's name resolves to, which others may
-    reach. The variable is the only way to tell it: torch 2.13 passes no options on to gloo.
+    For ranks of one host. Otherwise gloo listens on the address that the host name resolves to, which other hosts may
+    reach. Only the environment variable sets this: torch 2.13 passes no options to gloo.
     """
     loopback = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
     if loopback:
@@ -102,14 +103,13 @@ def stay_on_loopback() -> None:
 
 
 def wait_for_all() -> None:
-    """Wait until every rank has joined: one that leaves early would be taken for lost by one that still connects."""
+    """Wait until every rank has joined, as a rank that ended early would look lost to one that still connects."""
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.zeros(1))  # on the CPU, where every backend here works, unlike a barrier
+    dist.all_reduce(torch.zeros(1))  # on the CPU, which both backends support, unlike a barrier
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Threads of one rank when the ranks of this host share its cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_world_size)
+    """Threads of a rank when the ranks of this host divide its cores."""
+    return max(1, usable_cores() // local_world_size)

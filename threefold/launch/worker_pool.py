@@ -1,8 +1,8 @@
-"""Persistent local workers that run functions as the ranks of a fresh process group.
+"""Persistent local worker processes that run functions as the ranks of a new process group.
 
-For many short distributed calls in one process: the test-suite, and comparing layouts. Workers are forked from a
-nursery, itself forked when the pool is made and idle ever after, so that a worker that had to be replaced starts as
-clean as the first ones: a process that has run OpenMP regions or a backward pass cannot be forked safely.
+For many short distributed calls from one process: the test suite, and `threefold verify`. Workers are forked by a fork
+server, itself forked when the pool is made, which runs no torch operation: a process that has run OpenMP regions or a
+backward pass cannot be forked safely, and replaced workers have to start like the first ones.
 """
 
 import os
@@ -26,15 +26,15 @@ from threefold.launch.process import die_with_parent, signal_name
 from threefold.launch.worker import stay_on_loopback, wait_for_all
 
 GRACE = 0.3
-"""Seconds in which the other ranks may still report after the first failure."""
+"""Seconds to wait after the first failure for the reports of other ranks."""
 
 
 class WorkerError(RuntimeError):
-    """A rank of a pool's run raised, or its process ended.
+    """A rank raised, or its process ended.
 
     Attributes:
         rank: the first that failed.
-        error: what it raised; None when its process ended or the exception cannot be pickled.
+        error: the exception; None when the process ended or the exception cannot be pickled.
     """
 
     def __init__(self, rank: int, what: str, error: BaseException | None = None) -> None:
@@ -45,7 +45,7 @@ class WorkerError(RuntimeError):
 
 class _Job(NamedTuple):
     path: list[str]
-    """`sys.path` of the pool's process, to import what `call` names."""
+    """`sys.path` of the pool's process, to import the function."""
     call: bytes
     """Pickled (function, arguments)."""
     rank: int
@@ -67,17 +67,17 @@ class _Worker(NamedTuple):
 class WorkerPool:
     """`size` local workers on the CPU, one thread each.
 
-    Make it before the process runs parallel torch operations. Use as a context manager, or call `close`.
+    Create it before the process runs parallel torch operations. Use as a context manager, or call `close`.
 
     Args:
-        size: the largest world that `run` can make.
-        timeout: how long a collective may wait before it is an error.
+        size: largest world size.
+        timeout: of a collective.
     """
 
     def __init__(self, size: int, timeout: timedelta = timedelta(seconds=60)) -> None:
         self.size = size
         self._timeout = timeout
-        self._nursery = _start_nursery()
+        self._fork_server = _start_fork_server()
         self._workers: list[_Worker] = []
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -85,11 +85,11 @@ class WorkerPool:
 
         Args:
             world_size: ranks, 1 to `size`.
-            fn: a function of an importable module; in it `torch.distributed` is initialised.
-            args: pickled to each rank, as results are pickled back: tensors by value.
+            fn: a function of an importable module; called with `torch.distributed` initialised.
+            args: pickled to each rank, as are the results: tensors by value.
 
         Raises:
-            WorkerError: a rank raised or died. The workers of this run are replaced.
+            WorkerError: a rank raised or its process ended. The workers of this call are replaced.
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size is {world_size} but the pool has 1 to {self.size} workers")
@@ -101,7 +101,7 @@ class WorkerPool:
             call = dumps((fn, args))
             for rank, worker in enumerate(workers):
                 job = _Job(sys.path, call, rank, world_size, store, self._timeout)
-                with suppress(BrokenPipeError):  # it died since the last run: collecting says so
+                with suppress(BrokenPipeError):  # it ended since the last call, which `_collect` reports
                     worker.connection.send_bytes(pickle.dumps(job))
             try:
                 return _collect(workers, self._how_it_ended)
@@ -112,8 +112,8 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers."""
         self._discard(list(self._workers))
-        self._nursery.connection.close()
-        os.waitpid(self._nursery.pid, 0)
+        self._fork_server.connection.close()
+        os.waitpid(self._fork_server.pid, 0)
 
     def __enter__(self) -> Self:
         return self
@@ -123,14 +123,14 @@ class WorkerPool:
 
     def _fork(self) -> _Worker:
         here, there = Pipe()
-        self._nursery.connection.send("fork")
-        send_handle(self._nursery.connection, there.fileno(), self._nursery.pid)
+        self._fork_server.connection.send("fork")
+        send_handle(self._fork_server.connection, there.fileno(), self._fork_server.pid)
         there.close()
-        return _Worker(self._nursery.connection.recv(), here)
+        return _Worker(self._fork_server.connection.recv(), here)
 
     def _how_it_ended(self, worker: _Worker) -> str:
-        self._nursery.connection.send(worker.pid)
-        return str(self._nursery.connection.recv())
+        self._fork_server.connection.send(worker.pid)
+        return str(self._fork_server.connection.recv())
 
     def _discard(self, workers: Sequence[_Worker]) -> None:
         self._workers = [worker for worker in self._workers if worker not in workers]
@@ -144,8 +144,8 @@ class WorkerPool:
 def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str]) -> list[Any]:
     """Results by rank.
 
-    After a failure the others get a moment: a rank that was killed is the cause even when the error of a neighbour who
-    lost it arrives first.
+    Waits `GRACE` seconds after a failure: a killed rank is the cause even if the error of a rank that lost the
+    connection to it arrives first.
     """
     waiting: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
     results: dict[int, Any] = {}
@@ -168,18 +168,18 @@ def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str])
     return [results[rank] for rank in range(len(workers))]
 
 
-def _start_nursery() -> _Worker:
+def _start_fork_server() -> _Worker:
     here, there = Pipe()
     parent = os.getpid()
     pid = os.fork()
     if pid:
         there.close()
         return _Worker(pid, here)
-    _in_child(parent, lambda: _nursery(there), here)
+    _in_child(parent, lambda: _fork_server(there), here)
 
 
 def _in_child(parent: int, body: Callable[[], None], *foreign: Connection) -> NoReturn:
-    """Run `body` in a forked child and end the process there, whatever happens."""
+    """Run `body` in a forked child, which always ends here."""
     try:
         die_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -192,8 +192,8 @@ def _in_child(parent: int, body: Callable[[], None], *foreign: Connection) -> No
     os._exit(0)
 
 
-def _nursery(connection: Connection) -> None:
-    """Fork a worker on "fork", report how one ended on its pid, until the pool is gone."""
+def _fork_server(connection: Connection) -> None:
+    """Fork a worker on the request "fork", report how a worker ended on its pid, until the pool is closed."""
     endings: dict[int, str] = {}
     while True:
         try:
@@ -238,7 +238,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _answer(raw: bytes) -> Any:
-    """The result of a job, or how it failed; a worker that failed is not used again."""
+    """The result of a job, or its failure; a worker that failed is not used again."""
     try:
         job: _Job = pickle.loads(raw)
         sys.path[:] = job.path

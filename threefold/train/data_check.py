@@ -1,4 +1,4 @@
-"""Whether the ranks read what they should: one replica's the same, two replicas' different samples."""
+"""Checks that the ranks of a replica read the same samples, and different replicas different ones."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 
 def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
-    """Where the micro-batch is the default, take the smallest that any rank has: under a launcher each of them works it
-    out from the memory of its own machine. A collective.
+    """Set the default micro-batch size to the smallest of all ranks, as each derives it from the memory of its host.
+
+    A collective over the world.
 
     Args:
         config: resolved.
-        mesh: this rank's place.
+        mesh: this rank's.
     """
     if not is_derived(config, "train.micro_batch_size"):
         return config
-    # A sum in which each rank has a place of its own: every backend has it.
+    # A sum in which each rank has its own element: every backend has all-reduce.
     sizes = torch.zeros(mesh.world.size, dtype=torch.int64, device=mesh.device)
     sizes[mesh.rank] = config.train.micro_batch_size
     smallest = int(mesh.world.all_reduce_(sizes).min())
@@ -35,16 +36,16 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
 
 
 class DataCheck(Callback):
-    """Compares the ranks' batches at the first step and every so many; a run whose data is mixed up ends there.
+    """Compares fingerprints of the ranks' batches at the first step and every `every` steps; a mismatch ends the run.
 
-    On every rank: a collective.
+    On every rank, as it calls a collective.
 
     Args:
-        mesh: this rank's place.
+        mesh: this rank's.
         every: steps between comparisons.
 
     Raises:
-        UserError: on every rank, naming the one that reads something else.
+        UserError: on every rank, naming a rank that reads other samples.
     """
 
     def __init__(self, mesh: Mesh, every: int) -> None:
@@ -55,7 +56,7 @@ class DataCheck(Callback):
         if self.mesh.world.size == 1 or (self._compared and step % self.every):
             return
         self._compared = True
-        # A sum in which each rank has a place of its own: cheaper than gathering on every backend.
+        # A sum in which each rank has its own element: cheaper than gathering on every backend.
         table = torch.zeros(self.mesh.world.size, dtype=torch.int64, device=self.mesh.device)
         table[self.mesh.rank] = fingerprint(batch)
         found = self.mesh.world.all_reduce_(table).tolist()
@@ -64,11 +65,11 @@ class DataCheck(Callback):
 
 
 def disagreement(fingerprints: list[int], layout: Layout) -> str | None:
-    """What is wrong with the ranks' data, as the main part of a sentence; None if nothing is.
+    """Describes the first mismatch between the ranks' data, as a clause; None if there is none.
 
     Args:
         fingerprints: of each rank's batch, by rank.
-        layout: who should read the same.
+        layout: says which ranks are one replica.
     """
     replicas: dict[int, list[int]] = {}
     for rank in range(layout.world_size):

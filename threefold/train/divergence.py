@@ -1,4 +1,4 @@
-"""What becomes of a run's checkpoints when its numbers stop being finite."""
+"""Divergence: keeps the checkpoints of a run good when its loss, gradients or weights become NaN or infinite."""
 
 from collections.abc import Callable
 from math import isfinite
@@ -10,18 +10,18 @@ from threefold.train.callbacks.base import EvaluationRecord, StepRecord
 
 
 class DivergenceError(UserError):
-    """The loss, the gradient or the weights are not finite, and no smaller loss scale could help."""
+    """The loss, the gradient or the weights are not finite, and a smaller loss scale would not help."""
 
 
 class CheckpointStore(Protocol):
-    """Where a run's checkpoints go. Each method is collective over the world."""
+    """Stores a run's checkpoints. Each method is collective over the world."""
 
     def save(self, step: int) -> Path:
-        """Make the checkpoint after `step` updates, and return its folder."""
+        """Save a checkpoint after `step` updates, and return its folder."""
         ...
 
     def prune(self, step: int) -> None:
-        """Delete those that are too old now that the one of `step` is good."""
+        """Delete old checkpoints, now that the one of `step` is known to be good."""
         ...
 
     def is_finite(self) -> bool:
@@ -29,27 +29,27 @@ class CheckpointStore(Protocol):
         ...
 
     def whole(self) -> list[Path]:
-        """The folders of the whole ones, oldest first."""
+        """Folders of the complete checkpoints, oldest first."""
         ...
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        """Rename the one of `step` so that none resumes from it; its new and the next older folder, or None where it
-        is the only one and stays."""
+        """Rename the checkpoint of `step` so that no run resumes from it; returns its new and the next older folder, or
+        None where it is the only one and stays."""
         ...
 
 
 class SafeSaving:
-    """Saves when a checkpoint is due, and never lets one of a diverged model replace a good one.
+    """Saves when a checkpoint is due, and never replaces a good checkpoint by one of a diverged model.
 
-    A checkpoint is good once a loss has been computed from its weights that is finite, by a step that was not skipped
-    or by an evaluation: what an update did to the weights shows in the loss after it. So
+    A checkpoint is good once its weights have given a finite loss, in a step that was not skipped or in an evaluation:
+    a bad update shows in the loss after it. So
 
-    - a save that is due while steps are skipped, or the last loss was not finite, waits for the next good step;
-    - older checkpoints are deleted only when the new one has proved good;
-    - when the run diverges, a checkpoint from which no good step was made is renamed, and a resumed run starts from
-      the one before it.
+    - a save that is due while steps are skipped, or after a loss that is not finite, waits for the next good step;
+    - older checkpoints are deleted only when the new one is known to be good;
+    - when the run diverges, a checkpoint that no good step followed is renamed, and a resumed run starts from the one
+      before it.
 
-    All ranks see the same losses, so all decide alike.
+    All ranks see the same losses, so all make the same decision.
 
     Args:
         store: where the checkpoints go.
@@ -62,18 +62,18 @@ class SafeSaving:
         self._steps = 0
 
     def after_step(self, record: StepRecord) -> None:
-        """Take note of a step; call before anything else is done after it."""
+        """Record a step; call directly after it."""
         self._healthy = not record.skipped
         if self._healthy:
             self._steps += 1
             self._prove()
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
-        """Take note of the loss on the validation part."""
+        """Record the validation loss."""
         self._healthy = self._healthy and isfinite(record.loss)
 
     def save(self, step: int, due: bool) -> Path | None:
-        """Make the checkpoint after `step` updates if one is due, or was, and the run is well; None otherwise.
+        """Save after `step` updates if a checkpoint is due, or was, and the last loss was finite; None otherwise.
 
         Raises:
             DivergenceError: the weights are not finite.
@@ -85,7 +85,7 @@ class SafeSaving:
         return self._save(step)
 
     def save_last(self, step: int, loss: Callable[[], float]) -> Path:
-        """Make the checkpoint after the last step of this process, which none can prove good later.
+        """Save the checkpoint after the last step of this process, which no later step can show to be good.
 
         Args:
             step: updates made.
@@ -106,7 +106,7 @@ class SafeSaving:
         return path
 
     def explained(self, error: DivergenceError) -> DivergenceError:
-        """The error with what to resume from; a checkpoint from which no good step was made is set aside."""
+        """The error with the checkpoint to resume from; one that no good step followed is set aside."""
         told = str(error).removesuffix(".")
         if self._unproved is not None and (moved := self._store.set_aside(self._unproved)):
             aside, older = moved

@@ -200,7 +200,7 @@ class Engine:
         end the run."""
         totals[2] = self.stop.request()
         first, second, requests = self.mesh.world.all_reduce_(totals).tolist()
-        self.stop.hear(requests)
+        self.stop.receive(requests)
         return first, second
 
     def _sum_over_tensor_ranks(self) -> None:

@@ -39,20 +39,20 @@ def train(
     Args:
         config: resolved, `train.device` being the device.
         run_dir: a folder that all ranks see; gets the metrics, logs, curves and checkpoints.
-        resume: whether to continue from its newest checkpoint; "auto" does where there is one.
+        resume: whether to resume from its newest checkpoint; "auto" does if there is one.
         asked: the number of the signal that asked this rank to end the run, 0 for none.
         reads: whether this rank checks the token files of its host in the background.
 
     Returns:
-        None at the end of training; else where a signal ended it, which is the same on every rank.
+        None after the last step; else the step at which a signal ended the run, the same on every rank.
 
     Raises:
-        UserError: on every rank, what the user can correct: bad data, nothing to resume, divergence, a full disk.
+        UserError: on every rank: bad data, no checkpoint to resume from, divergence, a full disk.
     """
     keep_freed_memory()
     mesh = Mesh(Layout.of(config.parallel), _device(config))
     config = agree_on_micro_batch(config, mesh)
-    start = Start(config, run_dir, resume, mesh.world)  # finds what is there before any rank changes it
+    start = Start(config, run_dir, resume, mesh.world)  # before any rank changes the folder
     if mesh.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
     stop = Stop(asked, run_dir, watches=mesh.rank == 0)
@@ -72,7 +72,7 @@ def train(
 
 
 def check_division(config: Config) -> None:
-    """Check, without any process, that the model's layers can be shared among the stages as a resolved config says.
+    """Check, before any process starts, that the layers can be partitioned into stages as a resolved config says.
 
     Raises:
         UserError: they cannot.

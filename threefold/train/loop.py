@@ -14,21 +14,21 @@ from threefold.train.stop import Stopped
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` so many steps (0: never) is due after `step`, as it also is after the last."""
+    """Whether something done every `every` steps (0: never) is due after `step`; it also is after the last one."""
     return every > 0 and (step % every == 0 or step == last)
 
 
 class Trainer:
-    """Drives an engine through a run's steps.
+    """Runs an engine through the steps of a run.
 
-    Collective over the world: every rank has its own, and their callbacks may differ.
+    Collective over the world: every rank has one; their callbacks may differ.
 
     Args:
         engine: the model and its update.
         loader: this replica's batches.
         config: resolved.
-        callbacks: told of everything, in this order.
-        store: gets the checkpoints.
+        callbacks: called in this order.
+        store: saves the checkpoints.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Trainer:
         self._evaluation: EvaluationRecord | None = None
 
     def fit(self, start: int = 0) -> Stopped | None:
-        """Make the updates that are left of `train.max_steps`, after `start` have been made.
+        """Run the remaining updates of `train.max_steps`, after `start` updates.
 
-        A signal ends it after the step that is being made, with a checkpoint, and in an evaluation at once.
+        A signal ends it after the current step, with a checkpoint; an evaluation ends at once.
 
         Returns:
-            None when all have been made; else where a signal ended it, which is the same on every rank.
+            None after the last step; else the step at which a signal ended it, the same on every rank.
         """
         last, stop = self.config.train.max_steps, self.engine.stop
         try:
@@ -63,7 +63,7 @@ class Trainer:
                 if step == last or stop.signal:
                     self._save_last(step)
                 elif self._save(step):
-                    stop.agree(self.engine.mesh)  # so that no further step follows a signal during a long save
+                    stop.agree(self.engine.mesh)  # no further step follows a signal that came during a long save
                 if stop.signal and step < last:
                     return Stopped(stop.signal, step)
             self._notify(lambda callback: callback.after_fit())
@@ -104,26 +104,26 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         self._notify(lambda callback: callback.before_evaluation(step))
         record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
-        if record is None:  # the run is to end
+        if record is None:  # a signal ended it
             return
         self._evaluation = record
         self.saving.after_evaluation(record)
         self._notify(lambda callback: callback.after_evaluation(record))
 
     def _save(self, step: int) -> bool:
-        """Save if that is due; whether it was."""
+        """Save if a checkpoint is due; returns whether it was."""
         path = self.saving.save(step, is_due(step, self.config.checkpoint.every, self.config.train.max_steps))
         if path is not None:
             self._notify(lambda callback: callback.after_checkpoint(step, path))
         return path is not None
 
     def _save_last(self, step: int) -> None:
-        """The checkpoint of a process that makes no more steps."""
+        """Save the checkpoint after the last step of this process."""
         path = self.saving.save_last(step, lambda: self._loss_after(step))
         self._notify(lambda callback: callback.after_checkpoint(step, path))
 
     def _loss_after(self, step: int) -> float:
-        """A loss of the weights after `step` updates: that of the evaluation just made, or of the last batch again."""
+        """A loss of the weights after `step` updates: from the evaluation at this step, or of the last batch."""
         known = self._evaluation
         if known is not None and known.step == step and isfinite(known.loss):
             return known.loss

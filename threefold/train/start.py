@@ -1,4 +1,4 @@
-"""What a run starts from: nothing, its own newest good checkpoint, or the weights of another run."""
+"""Starting point of a run: initial weights, its own newest good checkpoint (resume), or another run's (warm start)."""
 
 from pathlib import Path
 
@@ -13,16 +13,16 @@ from threefold.train.state import Checkpoints
 
 
 class Start:
-    """Where a run starts, found by the first rank for all. Collective over the world.
+    """Finds on rank 0, for all ranks, the checkpoint that a run starts from. Collective over the world.
 
     Args:
         config: resolved.
         run_dir: the run's folder.
-        resume: whether to start from its own checkpoint; "auto" does where there is one.
+        resume: whether to resume from its own checkpoint; "auto" does if there is one.
         world: all ranks.
 
     Raises:
-        UserError: on every rank, when there is nothing to start from that fits the config.
+        UserError: on every rank, when no checkpoint fits the config.
     """
 
     def __init__(self, config: Config, run_dir: Path, resume: Resume, world: Axis) -> None:
@@ -32,14 +32,14 @@ class Start:
 
     @property
     def resumed(self) -> Checkpoint | None:
-        """The run's own checkpoint that it starts from, as `load` left it."""
+        """The run's own checkpoint that it is resumed from, after `load`; None otherwise."""
         return self._found.checkpoint if isinstance(self._found, Resumption) else None
 
     def load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
-        """Put the engine where the run starts; what turns out to be damaged as it is read is passed over by all ranks.
+        """Load the starting point into the engine; all ranks skip a checkpoint that any rank finds damaged.
 
         Returns:
-            the updates made so far, and what the user is told.
+            updates made so far, and lines to print.
 
         Raises:
             UserError: on every rank, when no checkpoint can be read.

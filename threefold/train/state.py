@@ -21,14 +21,14 @@ from threefold.train.engine import Engine
 
 
 def model_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Weights at their full width, under the names of the whole model, sharing memory."""
+    """Master weights under their names in the unsplit model, sharing memory."""
     return {MODEL + entry.name: entry.stored(entry.master.detach()) for entry in engine.optimizer.entries}
 
 
 def engine_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Weights at their full width and the optimizer's memory, under the names of the whole model, sharing memory.
+    """Master weights and optimizer state under their names in the unsplit model, sharing memory.
 
-    A tied weight that two stages hold is the same under the same name on both, so it is stored once.
+    Tied embeddings on two stages have the same name and value on both, so they are stored once.
     """
     entries = {entry.name: entry for entry in engine.optimizer.entries}
     tensors = model_tensors(engine)
@@ -39,14 +39,14 @@ def engine_tensors(engine: Engine) -> dict[str, Tensor]:
 
 
 class Checkpoints:
-    """Saves and restores a run. Collective over the world.
+    """Saves and resumes a run. Collective over the world.
 
     Args:
         run_dir: the run's folder.
         engine: whose state it is.
         config: resolved.
-        dataset: trained on, with its tokenizer if that is known.
-        contents: tells what the tokens of each of its corpora are.
+        dataset: training data, with its tokenizer if it has one.
+        contents: returns the checksums of each of its corpora.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Checkpoints:
         self._sizes = dataset.sizes()
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
-            # Model and data in full, as the weights follow from them; the rest follows as it does in the run's own.
+            # Model and data with every setting resolved, as the weights depend on them; the rest as it was given.
             self._texts = {CONFIG: config.to_yaml_as_given(resolved=("model", "data"))}
             if dataset.tokenizer_file is not None:
                 self._texts[TOKENIZER] = dataset.tokenizer_file.read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ class Checkpoints:
                 self._texts |= {PREFIX + name: text for name, text in dataset.template.files().items()}
 
     def save(self, step: int) -> Path:
-        """Make the checkpoint after `step` updates, and return its folder.
+        """Save a checkpoint after `step` updates, and return its folder.
 
         Raises:
             UserError: on every rank, when it cannot be written.
@@ -80,7 +80,7 @@ class Checkpoints:
         if self.engine.streams.used:
             tensors |= self.engine.streams.stored(self.engine.mesh.layout.shape)
         path = save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, self.engine.mesh.world)
-        self._passed -= {path}  # it took the place of a damaged one
+        self._passed -= {path}  # it replaced a damaged one
         return path
 
     def prune(self, step: int) -> None:
@@ -92,7 +92,7 @@ class Checkpoints:
         prune_checkpoints(self.run_dir, self.config.checkpoint.keep, step, self.engine.mesh.world, self._passed)
 
     def whole(self) -> list[Path]:
-        """The folders of the whole ones, oldest first."""
+        """Folders of the complete checkpoints, oldest first."""
         return [checkpoint.path for checkpoint in complete(self.run_dir)]
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
@@ -112,14 +112,14 @@ class Checkpoints:
         return int(self.engine.mesh.world.all_reduce_(bad)) == 0
 
     def restore(self, checkpoint: Checkpoint, passed: Collection[Path] = ()) -> int:
-        """Put the engine into the state of a checkpoint, and return the updates made for it.
+        """Load a checkpoint into the engine, and return the number of updates it was saved after.
 
         Args:
             checkpoint: to read.
-            passed: folders of damaged ones that are newer, which do not count among those that are kept.
+            passed: folders of newer, damaged checkpoints, which do not count as kept.
 
         Raises:
-            DamagedCheckpoint: on every rank, when it is not as it was written; the engine is in no usable state then.
+            DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
             UserError: on every rank, when it cannot be read.
         """
         self._passed = frozenset(passed)
@@ -133,10 +133,10 @@ class Checkpoints:
         return checkpoint.step
 
     def start_from(self, checkpoint: Checkpoint) -> None:
-        """Give the engine the weights of another run's checkpoint, of which it reads its own parts alone.
+        """Warm start: load the weights of another run's checkpoint; each rank reads only its own shards.
 
         Raises:
-            DamagedCheckpoint: on every rank, when it is not as it was written; the engine is in no usable state then.
+            DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
             UserError: on every rank, when it cannot be read.
         """
         load_tensors(model_tensors(self.engine), checkpoint.path)
@@ -144,15 +144,15 @@ class Checkpoints:
         self._carry(checkpoint)
 
     def _carry(self, checkpoint: Checkpoint) -> None:
-        """Keep the files that go with the weights in the checkpoints to come."""
+        """Copy the sidecar files of a checkpoint into the following ones."""
         if self.engine.mesh.world.is_first:
             carried = carried_by(checkpoint.path)
             settings = {name: text for name, text in carried.items() if name == PREFIX + CONFIG_FILE}
-            # The data's tokenizer.json, where there is one, is the same; of what else is known of it, theirs is more.
+            # The data's tokenizer.json, where there is one, is the same; the checkpoint has more settings of it.
             self._texts = carried | self._texts | settings
 
     def _restore_streams(self, checkpoint: Checkpoint) -> None:
-        """Go on where this rank's streams were; in another layout anew, from the seed and the step."""
+        """Restore this rank's random streams; in another layout, reseed them from the seed and the step."""
         streams, layout = self.engine.streams, self.engine.mesh.layout
         names = stored_names(checkpoint.path)
         if any(name.startswith(stored_as(layout.shape)) for name in names):

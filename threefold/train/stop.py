@@ -1,7 +1,7 @@
-"""How the ranks of a run agree to end it early: after the same step, on every rank.
+"""Early stop: the ranks of a run agree to end it after the same step.
 
-What a rank asks for travels as one more number in sums over all ranks that a step and an evaluation make anyway, so it
-costs no collective of its own, and each rank learns it at the same place of its program.
+A rank's request is one more element of an all-reduce that each step and each evaluation does anyway, so it needs no
+collective of its own, and every rank receives it at the same point of its program.
 """
 
 import os
@@ -16,7 +16,7 @@ from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.files import shown
 
-# A sum of these over as many as 2^16 ranks tells which of them were in it.
+# Powers far enough apart that a sum over up to 2^16 ranks shows which of them it contains.
 _INTERRUPT, _TERMINATE, _FOLDER_LOST = 1.0, float(1 << 16), float(1 << 32)
 
 
@@ -34,15 +34,15 @@ class Stopped:
 
 
 class Stop:
-    """Whether the run is to end, as all ranks know it.
+    """Whether the run is to end, agreed on by all ranks.
 
     Args:
         asked: the number of the signal that asked this rank to end the run, 0 for none.
         run_dir: the run's folder; None where there is none.
-        watches: whether this is the rank that looks whether the folder is still there.
+        watches: whether this rank checks that the folder still exists.
 
     Attributes:
-        signal: what the ranks have agreed on: the number of the signal to end by, 0 to train on.
+        signal: what the ranks agreed on: the number of the signal that ends the run, 0 to continue.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Stop:
         self.signal = 0
 
     def request(self) -> float:
-        """What this rank adds to a sum over all ranks."""
+        """This rank's summand of the all-reduce."""
         if self._watched is not None and _identity(self._watched) != self._identity:
             return _FOLDER_LOST
         asked = self._asked()
         return 0.0 if not asked else _INTERRUPT if asked == signal.SIGINT else _TERMINATE
 
-    def hear(self, requests: float) -> None:
-        """Take note of the sum of the ranks' requests.
+    def receive(self, requests: float) -> None:
+        """Set `signal` from the sum of all ranks' requests.
 
         Raises:
             UserError: on every rank, when the run's folder is gone.
@@ -76,14 +76,14 @@ class Stop:
             self.signal = signal.SIGTERM if requests >= _TERMINATE else signal.SIGINT
 
     def agree(self, mesh: Mesh) -> int:
-        """Ask all ranks now, where no other sum is at hand, and return `signal`. Collective over the world."""
+        """All-reduce the requests now, and return `signal`. Collective over the world."""
         request = torch.tensor([self.request()], dtype=torch.float64, device=mesh.device)
-        self.hear(mesh.world.all_reduce_(request).item())
+        self.receive(mesh.world.all_reduce_(request).item())
         return self.signal
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from another one of the same name; None if there is none."""
+    """Device and inode number of a folder; None if it does not exist."""
     try:
         found = os.stat(folder)
     except OSError:

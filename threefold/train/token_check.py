@@ -1,4 +1,4 @@
-"""Reading all tokens of a run once while it trains: whether they are what was written, and trained on before."""
+"""Checksums of all token files of a run, computed in the background while it trains."""
 
 import os
 import sys
@@ -23,24 +23,26 @@ if TYPE_CHECKING:
     from threefold.data.loader import Batch
 
 _READING, _DONE, _PROBLEMS = 0, 1, 2
-"""What a rank says of its reading; from the last on, the number of a problem."""
+"""State of a rank's reader; from `_PROBLEMS` on, the number of a problem."""
 _DAMAGED, _OTHER, _UNREADABLE = range(3)
 WORTH_WAITING: Final = 4 << 30
-"""Bytes left to read for which a checkpoint, and the end of the run, wait: seconds."""
+"""Remaining bytes up to which a checkpoint and the end of the run wait for the reader: seconds."""
 
 
 class TokenCheck(Callback):
-    """Reads all tokens in the background and ends the run, on all ranks at one step, where they are not what they were.
+    """Reads all tokens in the background and ends the run, on all ranks at the same step, if a checksum differs.
 
-    Collective over the world. One rank of each host reads, at the lowest priority.
+    It differs from the one in the files, or from the one in the checkpoint that the run is resumed from.
+
+    Collective over the world. One rank of each host reads, at the lowest scheduling priority.
 
     Args:
-        mesh: this rank's place.
-        corpora: what the run reads.
-        every: steps between the ranks' exchanges.
-        resumed: the checkpoint that the run continues.
+        mesh: this rank's.
+        corpora: token files of the run.
+        every: steps between the all-reduces of the ranks' states.
+        resumed: the checkpoint that the run is resumed from.
         reads: whether this rank reads.
-        wait_for: bytes left to read for which a checkpoint and the end of the run wait.
+        wait_for: as `WORTH_WAITING`.
 
     Raises:
         UserError: on every rank, naming the file.
@@ -88,10 +90,10 @@ class TokenCheck(Callback):
         self._stopped = True
 
     def contents(self) -> tuple[Content, ...]:
-        """What the tokens of each corpus are, as far as it is known; waits for what little is left to read.
+        """Checksums of each corpus, as far as they are known; waits if at most `wait_for` bytes are left to read.
 
         Raises:
-            UserError: they are not what they were.
+            UserError: a checksum differs.
         """
         self._wait()
         if self._problem:
@@ -106,7 +108,7 @@ class TokenCheck(Callback):
             self._reader.join()
 
     def _agree(self) -> None:
-        """End the run on all ranks if one has found a problem."""
+        """Raise on all ranks if one has found a problem."""
         if self._settled:
             return
         reading = self._reader is not None and self._reader.is_alive()

@@ -1,1 +1,1 @@
-"""Any layout against one process: weights, losses and gradients, parameter by parameter."""
+"""Verification: compares a layout with a single process, losses, gradients and weights of each parameter."""

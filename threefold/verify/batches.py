@@ -1,4 +1,4 @@
-"""The batches that one process and every layout see: rows of the config's data, or random ones where there is none."""
+"""Batches for verification, the same in every layout: samples of the config's data, or random tokens without data."""
 
 from abc import ABC, abstractmethod
 from contextlib import closing
@@ -14,21 +14,21 @@ from threefold.labels import IGNORE_INDEX
 from threefold.random.keys import stream_key
 
 _DOCUMENT_BEGINS = 0.2
-"""How likely a token of the random rows begins a document."""
+"""Probability that a random token begins a document."""
 
 
 class BatchSource(ABC):
-    """Batches as a function of the config and the step."""
+    """Batches as a function of config and step."""
 
     @abstractmethod
     def read(self, config: Config, step: int, share: Share) -> Batch:
         """The rows of `share` of the global batch of `step`."""
 
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Batch:
-        """As `read`, with the labels of a share of each row's tokens masked, a different one in each.
+        """As `read`, with some labels ignored (`IGNORED`), a different fraction in each row.
 
-        So the ranks count different numbers of tokens, and a mean of means is not the mean. Some of the first rows
-        keep all labels, the last ones none.
+        So the ranks have different numbers of labels, and a mean of means is not the mean. Some of the first rows keep
+        all labels, the last ones none.
         """
         size = config.train.global_batch_size
         batch = self.read(config, step, Share(size, dp_index, dp))
@@ -40,7 +40,7 @@ class BatchSource(ABC):
 
 @dataclass(frozen=True)
 class RandomBatches(BatchSource):
-    """Tokens drawn uniformly, keyed by the seed and the step."""
+    """Uniformly random tokens, keyed by seed and step."""
 
     def read(self, config: Config, step: int, share: Share) -> Batch:
         generator = torch.Generator().manual_seed(stream_key("tokens", config.train.seed, step))
@@ -59,12 +59,12 @@ class RandomBatches(BatchSource):
 
 @dataclass(frozen=True)
 class TokenFileBatches(BatchSource):
-    """The training rows of the config's token files, through the loader of training.
+    """Training samples of the config's data, through the loader of training.
 
-    A model shrunk to a smaller vocabulary sees token numbers modulo it.
+    For a model shrunk to a smaller vocabulary, token ids are taken modulo its size.
 
     Attributes:
-        given: the config as it was before any shrinking, whose settings tell how its data is read.
+        given: the config before it was shrunk, for reading its data.
     """
 
     given: Config

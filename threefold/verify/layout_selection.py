@@ -1,4 +1,4 @@
-"""Which layouts to verify: those asked for, every one that composes, or a selection that covers every feature."""
+"""Layouts to verify: those given, all valid ones, or a selection that covers every feature."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from threefold.verify.shrunk_config import compose
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A spec that the checks of the config refuse, and their sentence."""
+class UnsupportedLayout:
+    """An unsupported layout, and the error of the config checks."""
 
     spec: LayoutSpec
     reason: str
@@ -22,25 +22,25 @@ class Refused:
 
 @dataclass(frozen=True)
 class Selection:
-    """The specs to verify, and those that do not compose."""
+    """The layouts to verify, and the unsupported ones."""
 
     specs: tuple[LayoutSpec, ...]
-    refused: tuple[Refused, ...] = ()
+    unsupported: tuple[UnsupportedLayout, ...] = ()
 
 
 def products(ranks: int) -> list[Layout]:
-    """Every way to write `ranks` as dp · tp · pp · cp."""
+    """All factorisations of `ranks` into dp · tp · pp · cp."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return [Layout(dp, tp, pp, cp) for dp, tp, pp, cp in product(sizes, repeat=4) if dp * tp * pp * cp == ranks]
 
 
 def candidates(layout: Layout, experts: int) -> Iterator[LayoutSpec]:
-    """The layout with each schedule and ZeRO stage, with and without sequence parallelism, and each way to share the
-    experts, where they mean anything.
+    """The layout with each schedule, ZeRO stage and expert-parallel size, with and without sequence parallelism, where
+    they have an effect.
 
     Args:
         layout: ranks along each axis.
-        experts: of the model.
+        experts: number of the model's experts.
     """
     shares = [ep for ep in range(1, layout.dp + 1) if layout.dp % ep == 0 == experts % ep and (experts or ep == 1)]
     schedules = SCHEDULES if layout.pp > 1 else ("1f1b",)
@@ -53,33 +53,33 @@ def candidates(layout: Layout, experts: int) -> Iterator[LayoutSpec]:
 
 
 def possible(ranks: int, experts: int = 0) -> list[LayoutSpec]:
-    """Every spec of every product of `ranks`, for a model of `experts`, whether it composes or not."""
+    """All candidates of all factorisations of `ranks`, valid or not."""
     return [spec for layout in products(ranks) for spec in candidates(layout, experts)]
 
 
 def every(base: Config, ranks: int) -> Selection:
-    """Every spec of every product of `ranks` that composes."""
-    taken, refused = [], []
+    """All valid candidates of all factorisations of `ranks`."""
+    taken, unsupported = [], []
     for spec in possible(ranks, base.model.num_experts):
-        reason = refusal(base, spec)
+        reason = unsupported_because(base, spec)
         if reason is None:
             taken.append(spec)
         else:
-            refused.append(Refused(spec, reason))
-    return Selection(tuple(taken), tuple(refused))
+            unsupported.append(UnsupportedLayout(spec, reason))
+    return Selection(tuple(taken), tuple(unsupported))
 
 
 def covering(base: Config, ranks: int) -> Selection:
-    """Every product of `ranks` once, each with the features that have not met yet.
+    """Each factorisation of `ranks` once, with features that together cover most pairs (greedy pairwise testing).
 
-    Layout by layout, the candidate is taken that brings most pairs of features (and single ones) that no layout before
-    it had, so that each schedule, ZeRO stage, sequence parallelism and recomputation is there and most pairs are.
+    For each one the candidate is taken that adds most new pairs of features (and single features), so that each
+    schedule, ZeRO stage, sequence parallelism and recompute mode is covered, and most pairs are.
     """
     taken: list[LayoutSpec] = []
     seen: set[frozenset[Any]] = set()
     for number, layout in enumerate(products(ranks)):
         tried = candidates(layout, base.model.num_experts)
-        found = [spec for spec in tried if refusal(base, spec) is None]
+        found = [spec for spec in tried if unsupported_because(base, spec) is None]
         if not found:
             continue
         best = max(found, key=lambda spec: _gain(spec, seen))
@@ -89,20 +89,20 @@ def covering(base: Config, ranks: int) -> Selection:
 
 
 def asked_for(base: Config, specs: list[LayoutSpec]) -> Selection:
-    """The given specs.
+    """The given layouts.
 
     Raises:
-        UserError: one does not compose.
+        UserError: one is unsupported.
     """
     for spec in specs:
-        reason = refusal(base, spec)
+        reason = unsupported_because(base, spec)
         if reason is not None:
-            raise UserError(f"The layout {spec} cannot be: {reason}")
+            raise UserError(f"Unsupported layout {spec}: {reason}")
     return Selection(tuple(specs))
 
 
-def refusal(base: Config, spec: LayoutSpec) -> str | None:
-    """Why a spec cannot be, in the words of the config's checks; None if it can."""
+def unsupported_because(base: Config, spec: LayoutSpec) -> str | None:
+    """The error of the config checks for a layout; None if it is valid."""
     try:
         compose(base, spec)
     except UserError as error:
@@ -122,7 +122,7 @@ def _meetings(spec: LayoutSpec) -> set[frozenset[Any]]:
 
 
 def _with_extras(base: Config, spec: LayoutSpec, number: int) -> LayoutSpec:
-    """The spec with what `candidates` leaves out, where it composes: in turns a ring and recomputation; hybrids."""
+    """The layout with features that `candidates` leaves out, where valid: ring attention, recompute, hybrid ZeRO."""
     extras: list[tuple[str, Any]] = []
     if spec.layout.cp > 1 and number % 2:
         extras.append(("parallel.cp_method", "ring"))
@@ -132,5 +132,5 @@ def _with_extras(base: Config, spec: LayoutSpec, number: int) -> LayoutSpec:
         extras.append(("parallel.zero_shards", 2))
     for extra in extras:
         more = replace(spec, settings=(*spec.settings, extra))
-        spec = spec if refusal(base, more) else more
+        spec = spec if unsupported_because(base, more) else more
     return spec

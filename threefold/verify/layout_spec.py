@@ -1,4 +1,4 @@
-"""A way to spread a model over ranks, as people write it: `dp2·tp2·pp2 zbv zero3 sp`."""
+"""Layouts with their settings as text, such as `dp2·tp2·pp2 zbv zero3 sp`: parsing and printing."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ NUMBERS = {
     "chunks": "parallel.stage_chunks",
     "accumulation": "train.gradient_accumulation_steps",
 }
-"""Words that take a number → the setting they stand for."""
+"""Words with a number → their setting."""
 _AXES = ("dp", "tp", "pp", "cp", "ep")
 _AXIS = re.compile(rf"({'|'.join(_AXES)})=?(\d+)")
 _AXIS_LIST = re.compile(rf"(({'|'.join(_AXES)})=?\d+x?)+")
@@ -30,11 +30,11 @@ _EXAMPLE = "dp2·tp2·pp2 zbv zero1 sp"
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """A layout and how it is run.
+    """A layout and settings that go with it.
 
     Attributes:
         layout: ranks along each axis.
-        settings: (`section.key`, value) of what is not the default, in the order of `ORDER`.
+        settings: (`section.key`, value) of the settings that are not the default, in the order of `ORDER`.
     """
 
     layout: Layout
@@ -48,18 +48,18 @@ class LayoutSpec:
         return self.layout.world_size
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """The value of `section.key`, if this spec sets it."""
+        """The value of `section.key`, if it is set here."""
         return dict(self.settings).get(key, default)
 
     @property
     def axes(self) -> str:
-        """`dp2·tp2·pp2`: the axes of more than one rank."""
+        """`dp2·tp2·pp2`: the axes whose size is above 1."""
         sizes = [(axis, self.layout.size(axis)) for axis in _AXES]
         return "·".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "dp1"
 
     @property
     def options(self) -> str:
-        """The rest, in the words that `parse` reads."""
+        """The settings, in the words that `parse` reads."""
         return " ".join(_word(key, value) for key, value in self.settings)
 
     def __str__(self) -> str:
@@ -80,23 +80,23 @@ RECOMPUTE = ("selective", "full")
 
 
 def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
-    """Several layouts: each text is one, or some with `;` between them; said twice, one is taken once.
+    """Parse several layouts: each text has one, or several separated by `;`; duplicates are dropped.
 
     Raises:
-        UserError: one cannot be read.
+        UserError: one is malformed.
     """
     parts = [part.strip() for text in texts for part in text.split(";")]
     return list(dict.fromkeys(parse(part) for part in parts if part))
 
 
 def parse(text: str) -> LayoutSpec:
-    """One layout: axes with their sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
+    """Parse one layout: axes with sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
 
-    Between the words may stand spaces, commas, colons, `·`, `×`, `+`; `=` before a number is optional. A CSV file of
+    Words are separated by spaces, commas, colons, `·`, `×` or `+`; `=` before a number is optional. A CSV file of
     pipeline actions is `schedule=PATH.csv`, with spaces around it.
 
     Raises:
-        UserError: a word is unknown, or the same thing is said twice.
+        UserError: a word is unknown, or a setting is given twice.
     """
     sizes: dict[str, int] = {}
     settings: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Which model is verified: GPT, or one from a user's own file."""
+"""The model to verify: that of the config, or one from the user's own Python file, with its sharding plan."""
 
 import importlib.util
 import os
@@ -26,11 +26,11 @@ class ConfigSource:
     """The model of `threefold train`."""
 
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
-        """What makes the model of a resolved config, and its plan."""
+        """A function that makes the model of a resolved config, and its sharding plan."""
         return partial(make_model, config.model), model_plan(config.model, config.data.sequence_length)
 
     def describe(self, config: Config) -> str:
-        """The model's name, for people."""
+        """Name of the model for the output."""
         experts = f" with {config.model.num_experts} experts" if config.model.num_experts else ""
         return family_of(config.model).title + experts
 
@@ -66,7 +66,7 @@ class FileSource:
         """As `ConfigSource.load`.
 
         Raises:
-            UserError: the file cannot be imported, lacks a function, or one returns something else than it should.
+            UserError: the file cannot be imported, lacks a function, or a function returns the wrong type.
         """
         module = self._import()
         make, plan = self._function(module, "make_model"), self._function(module, self.plan)
@@ -119,7 +119,7 @@ ModelSource = ConfigSource | FileSource
 
 
 def check_source(source: ModelSource, config: Config) -> int:
-    """Check that a model and its plan fit each other, before any layout is tried; returns its number of parameters.
+    """Check that a model and its sharding plan match, before any layout is run; returns the parameter count.
 
     Raises:
         UserError: they do not.

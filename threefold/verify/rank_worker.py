@@ -1,4 +1,4 @@
-"""What each rank of a verified layout does: train with the engine, and compare its own parts as it goes."""
+"""Worker of a verified layout: each rank trains with the engine and compares its shards with the single process."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from threefold.verify.reference import Trace
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank found.
+    """Results of a rank.
 
     Attributes:
-        errors: of everything compared, in the order it was computed.
-        held: its parts of the parameters.
+        errors: of all comparisons, in the order of computation.
+        held: its shards of the parameters.
         sent: axis → bytes of its tensors in the collectives of one step.
-        cut: the axes over which any of its parameters is split.
+        cut: the axes over which any of its parameters is sharded.
     """
 
     errors: list[Error]
@@ -36,7 +36,7 @@ class RankReport:
 
 
 def run_rank(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str) -> RankReport:
-    """Train for `steps` steps as this rank of the config's layout, beside the trace of one process in `folder`."""
+    """Train for `steps` steps as a rank of the config's layout, and compare with the trace in `folder`."""
     mesh = Mesh(Layout.of(config.parallel))
     make_model, plan = source.load(config)
     engine = Engine(make_model, plan, mesh, config)
@@ -59,7 +59,7 @@ def run_rank(source: ModelSource, config: Config, rows: BatchSource, steps: int,
 
 
 def held_parts(engine: Engine) -> dict[str, Held]:
-    """This rank's part of each parameter of its stages, by name."""
+    """This rank's shard of each parameter of its stages, by name."""
     numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
     stages: dict[str, int] = {}
     for number, stage in zip(numbers, engine.stages, strict=True):

@@ -1,4 +1,4 @@
-"""What verifying found: a verdict for each layout, and where it first departs."""
+"""Verification results: a verdict for each layout, and where it first departs from the single process."""
 
 from dataclasses import asdict, dataclass
 from math import prod
@@ -19,13 +19,13 @@ Verdict = Literal["equal", "departs", "error", "unsplit"]
 
 @dataclass(frozen=True)
 class LocatedError:
-    """An error with the place it was seen.
+    """An error with the rank and stage where it occurred.
 
     Attributes:
         what, parameter, step, relative: as in `Error`.
         rank: the global rank.
         dp, tp, pp, cp: its coordinates.
-        stage: the pipeline stage that holds the parameter; of a loss or norm, the rank's place on the pp axis.
+        stage: the pipeline stage of the parameter; of a loss or norm, the rank's pp coordinate.
     """
 
     what: str
@@ -46,12 +46,12 @@ class LocatedError:
 
     @property
     def short(self) -> str:
-        """`step 1 grad blocks.0.mlp.up.weight`, for a table."""
+        """`step 1 grad blocks.0.mlp.up.weight`, for the table."""
         what = {INITIAL: "init", GRADIENT: "grad", NORM: "grad norm"}.get(self.what, self.what)
         return " ".join(part for part in (f"step {self.step}" if self.step else "", what, self.parameter) if part)
 
     def where(self, layout: Layout) -> str:
-        """`stage 1 of 2, tp shard 0 of 2 (rank 2)`: the coordinates that the layout has."""
+        """`stage 1, tp shard 0 of 2, rank 2`: the coordinates on the axes of the layout."""
         parts = [f"stage {self.stage}"] if layout.pp > 1 else []
         names = {"tp": "tp shard", "dp": "dp replica", "cp": "cp part"}
         parts += [
@@ -64,23 +64,23 @@ class LocatedError:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """A layout beside one process.
+    """Result of comparing a layout with a single process.
 
     Attributes:
         spec: the layout.
         verdict: `equal`, `departs`, `error` (it did not run to the end) or `unsplit` (equal, but nothing of the model
-            is split over one of its axes, so that it proves nothing).
-        seconds: wall-clock.
-        worst: the largest relative error of all that was compared; None where there is an error instead.
+            is sharded over one of its axes, which proves nothing).
+        seconds: wall-clock time.
+        worst: the largest relative error of all comparisons; None if the run failed.
         first: the first departure: the earliest step, there the earliest of initial weights, gradients, loss, norm and
             weights after the update, and there the first in model order and the lowest rank.
-        nearest_to_loss: where gradients depart while the step's loss is equal: the last of them in model order. The
-            backward pass goes from the last layer to the first, so what is wrong is there.
+        nearest_to_loss: where gradients depart while the step's loss is equal: the last of them in model order. As the
+            backward pass goes from the last layer to the first, the fault is there.
         departing: names of the parameters that depart in the step of the first departure, in model order.
-        sent: axis → most bytes that a rank's tensors have in the collectives of one step.
-        parameters: the most elements of parameters that a rank holds to update.
-        message: what went wrong where the verdict is `error`, a departure that is no number's, or over which axes
-            nothing is split.
+        sent: axis → largest number of bytes of a rank's tensors in the collectives of one step.
+        parameters: largest number of parameter elements that a rank updates.
+        message: of the error where the verdict is `error`, of a departure that is not numerical, or the axes over which
+            nothing is sharded.
         details: the traceback of an error.
     """
 
@@ -118,11 +118,11 @@ class LayoutResult:
 def judge(
     spec: LayoutSpec, reports: list[RankReport], order: list[str], tolerance: float, seconds: float, missing: str | None
 ) -> LayoutResult:
-    """The result of a layout from what its ranks found.
+    """The result of a layout from the reports of its ranks.
 
     Args:
         order: names of the parameters in model order.
-        missing: what `coverage` says.
+        missing: result of `coverage`.
     """
     number = {name: place for place, name in enumerate(order)}
     places = [_located(error, report.held, spec) for report in reports for error in report.errors]
@@ -151,7 +151,7 @@ def judge(
 
 
 def _nothing_split(spec: LayoutSpec, reports: list[RankReport], order: list[str]) -> str:
-    """Over which of a layout's axes that share the model its ranks hold the same of it; empty where there is none."""
+    """A message that names the axes over which the model should be sharded but is not; empty if there are none."""
     layout, cut = spec.layout, {axis for report in reports for axis in report.cut}
     sharing = {
         "tp": layout.tp == 1 or "tp" in cut,

@@ -1,4 +1,4 @@
-"""A config made small enough to run in every layout within minutes, and the config of each layout."""
+"""Configs for verification: shrunk so that every layout runs in minutes, and the config of each layout."""
 
 from collections.abc import Iterable, Sequence
 from math import lcm
@@ -13,24 +13,24 @@ from threefold.config.schedules import Schedule, find_schedule
 from threefold.verify.layout_spec import LayoutSpec
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
-"""What sizes are shrunk to, where nothing asks for more."""
+"""Target sizes of shrinking, unless a layout needs more."""
 UNKNOWN_VOCABULARY = 8191
-"""Taken where neither the config nor its data names one; odd, so that shards of it are uneven."""
+"""Vocabulary size where neither config nor data has one; odd, so that its shards are uneven."""
 LEAST_EPS = 1e-5
-"""Of Adam. With 1e-8 it turns gradients that are rounding noise into updates, and the steps after show little else."""
+"""Smallest eps of Adam: with 1e-8, gradients that are rounding noise become updates that dominate later steps."""
 Settings = dict[str, dict[str, Any]]
 
 
 def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
-    """The config as one process runs it for a comparison: resolved, on the CPU, in `dtype`, nothing compiled.
+    """The config of the single process: resolved, on the CPU, in `dtype`, not compiled.
 
-    The eps of Adam and Muon is `LEAST_EPS` at least.
+    The eps of Adam and Muon is at least `LEAST_EPS`.
 
     Args:
-        vocab_size: of the data, for a config that names none.
+        vocab_size: of the data, for a config that sets none.
 
     Raises:
-        UserError: its settings do not go together.
+        UserError: its settings cannot be combined.
     """
     settings = _settings(config)
     settings["parallel"] = {key: settings["parallel"][key] for key in ("partition",) if _is_general(config)}
@@ -45,11 +45,11 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
 
 
 def shrink(config: Config, specs: Sequence[LayoutSpec]) -> Config:
-    """A prepared config with fewer layers, heads and tokens, wide enough for every spec.
+    """A prepared config with fewer layers, heads and tokens, large enough for every layout.
 
-    The widths keep their ratio, an odd vocabulary stays odd, weights are drawn so much wider that what a layer adds up
-    keeps its size, and the batch is the smallest that every layout can share out. Nothing grows. The warm-up is
-    cut to one step, so that the few steps taken are whole ones.
+    Widths keep their ratios, an odd vocabulary stays odd, the initialisation is wider so that activations keep their
+    magnitude, and the batch is the smallest that every layout can divide. Nothing grows. The warm-up is at most one
+    step, so that the few steps have the full learning rate.
     """
     settings = _settings(config)
     model = config.model
@@ -69,7 +69,7 @@ def shrink(config: Config, specs: Sequence[LayoutSpec]) -> Config:
 
 
 def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
-    """Settings of the model that say how wide it is."""
+    """The widths of the model."""
     tp = lcm(*(spec.layout.tp for spec in specs))
     groups = min(model.num_key_value_heads, lcm(2, tp))
     if model.num_key_value_heads % groups or groups % tp:
@@ -98,7 +98,7 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
 
 
 def _lengths(config: Config, sequence: int) -> dict[str, Any]:
-    """Settings of the model that count positions and layers, for a shorter sequence and fewer layers."""
+    """The settings that count positions and layers, for a shorter sequence and fewer layers."""
     model = config.model
     positions = sequence + (2 if model.max_position_embeddings > config.data.sequence_length else 0)
 
@@ -116,13 +116,12 @@ def _lengths(config: Config, sequence: int) -> dict[str, Any]:
 
 
 def compose(base: Config, spec: LayoutSpec) -> Config:
-    """The resolved config of a spec of `base`.
+    """The resolved config of `base` in a layout.
 
-    Micro-batches are as many as the schedules like: two for each pipeline stage, two where there is none; fewer where
-    the batch does not divide so.
+    There are two micro-batches per pipeline stage, two without a pipeline; fewer where the batch size is not divisible.
 
     Raises:
-        UserError: the spec's settings do not go together.
+        UserError: the layout is unsupported.
     """
     settings = _settings(base)
     layout = spec.layout
@@ -140,7 +139,7 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
 
 
 def stages(spec: LayoutSpec) -> int:
-    """Pipeline stages of a spec, over all ranks."""
+    """Number of pipeline stages of a layout, over all ranks."""
     pp, schedule = spec.layout.pp, _schedule(spec)
     chunks = schedule.stages_per_rank or spec.setting("parallel.stage_chunks", schedule.default_stages_per_rank)
     return len(schedule.stage_ranks(pp, chunks)) if pp > 1 else 1
@@ -151,13 +150,13 @@ def _schedule(spec: LayoutSpec) -> Schedule:
 
 
 def _micro_batches(spec: LayoutSpec) -> list[int]:
-    """Numbers of micro-batches to run a spec with, the preferred one first."""
+    """Numbers of micro-batches to run a layout with, the preferred one first."""
     pp, fixed = spec.layout.pp, _schedule(spec).micro_batches
     return [fixed] if fixed else [2 * pp, pp, 1]
 
 
 def changes(before: Config, after: Config) -> list[str]:
-    """What shrinking changed, for people: `8 → 3 layers`."""
+    """The changes by shrinking, as text such as `8 → 3 layers`."""
     shown = {
         "layers": ("model", "num_layers"),
         "hidden": ("model", "hidden_size"),
@@ -174,7 +173,7 @@ def changes(before: Config, after: Config) -> list[str]:
 
 
 def _settings(config: Config) -> Settings:
-    """What does not depend on the layout: the global batch size alone says how large a step is."""
+    """The settings that do not depend on the layout; of the batch sizes only the global one."""
     sections = {name: dict(values) for name, values in config.sections().items()}
     sections["model"].pop("preset", None)
     for key in ("micro_batch_size", "gradient_accumulation_steps"):
@@ -183,12 +182,12 @@ def _settings(config: Config) -> Settings:
 
 
 def _is_general(config: Config) -> bool:
-    """Whether the config's partition is a rule, and not the layers of one layout."""
+    """Whether the partition is a rule, not the stage split points of one layout."""
     return isinstance(config.parallel.partition, str)
 
 
 def _sequence_unit(specs: Iterable[LayoutSpec]) -> int:
-    """What the sequence must be a multiple of for every spec to share it out."""
+    """The sequence length must be a multiple of this, so that every layout can divide it."""
     units = [1]
     for spec in specs:
         layout = spec.layout

@@ -1,4 +1,4 @@
-"""Verifying a config: one process first, then each layout on the same workers."""
+"""Verification of a config: the single process first, then each layout on the same worker pool."""
 
 import tempfile
 import time
@@ -23,7 +23,7 @@ from threefold.verify.report import FAILED, LayoutResult, judge
 from threefold.verify.shrunk_config import compose
 
 PATIENCE = {True: timedelta(minutes=30), False: timedelta(minutes=2)}
-"""How long a rank waits for another, in full and shrunk, before that is an error."""
+"""Timeout of a collective, full-size and shrunk."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Verification:
     """What is verified.
 
     Attributes:
-        config: as one process runs it (`shrink.prepare`, and `shrink.shrink` unless it is to run in full).
-        steps: how many.
+        config: of the single process (`shrunk_config.prepare`, and `shrink` unless `full`).
+        steps: optimizer steps.
         rows: the batches.
         source: the model.
-        full: whether the config is of the size that its file gives.
+        full: whether the model has the full size of the config file.
     """
 
     config: Config
@@ -50,17 +50,17 @@ class Verification:
 
 
 def choose_batches(config: Config) -> BatchSource:
-    """The rows of the config's data where it names any, else random ones."""
+    """Batches of the config's data, or random ones if it names none."""
     return TokenFileBatches(config) if names_data(config) else RandomBatches()
 
 
 class Verifier:
-    """Compares layouts with one process, one after the other, on a pool of workers.
+    """Compares layouts with the single process, one after the other, on a worker pool.
 
     Args:
-        task: what to compare.
-        pool: of as many workers as the largest layout has ranks.
-        folder: for the trace of one process.
+        task: what to verify.
+        pool: with as many workers as the largest layout has ranks.
+        folder: for the trace of the single process.
     """
 
     def __init__(self, task: Verification, pool: WorkerPool, folder: Path) -> None:
@@ -68,11 +68,11 @@ class Verifier:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def run_one_process(self) -> None:
-        """Check the model and have one process compute what all layouts are compared with.
+        """Check the model, and compute the single-process trace that all layouts are compared with.
 
         Raises:
-            UserError: the model or its plan is wrong, or the data cannot be read.
-            WorkerError: it could not.
+            UserError: the model or its sharding plan is wrong, or the data cannot be read.
+            WorkerError: the process failed.
         """
         task = self.task
         try:
@@ -86,11 +86,11 @@ class Verifier:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of each parameter, in model order."""
+        """Unsharded shape of each parameter, in model order."""
         return self._shapes
 
     def verify(self, spec: LayoutSpec) -> LayoutResult:
-        """Run one layout and compare it."""
+        """Run one layout and compare it with the single process."""
         task, started = self.task, time.perf_counter()
         config = compose(task.config, spec)
         try:
@@ -106,7 +106,7 @@ class Verifier:
 
 @contextmanager
 def verifier(task: Verification, selection: Selection) -> Iterator[Verifier]:
-    """A verifier with workers for a selection; they end with the block, however it ends."""
+    """A verifier with workers for a selection, which end with the block."""
     ranks = max((spec.world_size for spec in selection.specs), default=1)
     with (
         WorkerPool(ranks, PATIENCE[task.full]) as pool,
@@ -116,7 +116,7 @@ def verifier(task: Verification, selection: Selection) -> Iterator[Verifier]:
 
 
 def _told(failure: WorkerError) -> str:
-    """What happened, in one line."""
+    """The failure on one line."""
     if failure.error is None:
         return str(failure).strip().splitlines()[0 if "process ended" in str(failure) else -1]
     text = " ".join(str(failure.error).split()) or "no message"

@@ -38,7 +38,7 @@ def _convert(folder: Path, text: str) -> Converted:
 @pytest.mark.parametrize("name", expected.EXPECTED)
 def test_a_script_is_converted(tmp_path: Path, name: str) -> None:
     found = convert(_written(tmp_path, name))
-    assert (found.kind, found.refusal) == ("megatron", "")
+    assert (found.kind, found.invalid) == ("megatron", "")
     assert _settings(found, tmp_path).items() >= expected.EXPECTED[name].items()
     assert {note.key for note in found.unsupported} == expected.UNSUPPORTED.get(name, set())
 

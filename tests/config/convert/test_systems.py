@@ -99,7 +99,7 @@ def _parameters(model: dict[str, Any]) -> int:
 
 def test_colossal_config_in_one_dict(tmp_path: Path) -> None:
     found = _convert(tmp_path, "train_gpt.py", HYBRID_GPT, world=8)
-    assert (found.kind, found.refusal, found.unsupported) == ("colossal", "", [])
+    assert (found.kind, found.invalid, found.unsupported) == ("colossal", "", [])
     expected = {
         "parallel.dp": 2,
         "parallel.tp": 2,
@@ -136,7 +136,7 @@ def test_colossal_settings_that_cannot_be_read_are_unsupported(tmp_path: Path) -
 
 def test_fleet_flags(tmp_path: Path) -> None:
     found = _convert(tmp_path, "run.sh", FLEET_FLAGS)
-    assert (found.kind, found.refusal, found.unsupported) == ("fleet", "", [])
+    assert (found.kind, found.invalid, found.unsupported) == ("fleet", "", [])
     expected = {
         "parallel.dp": 2,
         "parallel.tp": 2,
@@ -188,14 +188,14 @@ def test_fleet_script_that_sets_keys_of_a_yaml(tmp_path: Path) -> None:
     settings = _settings(found, tmp_path)
     assert settings.items() >= {"train.max_steps": 7, "parallel.tp": 1, "parallel.dp": 2, "model.num_layers": 4}.items()
     assert {note.key for note in found.unsupported} == {"Model.frob"}
-    with pytest.raises(UserError, match=r"starts a training with \./configs/other\.yaml, which is not there"):
+    with pytest.raises(UserError, match=r"starts a training with \./configs/other\.yaml, which does not exist"):
         _convert(tmp_path, "run.sh", script.replace("gpt.yaml", "other.yaml"))
 
 
 def test_fleet_logged_run(tmp_path: Path) -> None:
     """The run whose losses and rates are known converts to the very settings."""
     found = _convert(tmp_path, "gpt.yaml", LOGGED_RUN)
-    assert (found.kind, found.refusal) == ("fleet", "")
+    assert (found.kind, found.invalid) == ("fleet", "")
     expected = {
         "model.vocab_size": 51200,
         "model.hidden_size": 1024,

@@ -1,4 +1,4 @@
-"""Configs of other systems as configs of Threefold: each system has a table of what is what."""
+"""Converts configs of Megatron-LM, PaddleFleetX and Colossal-AI; each system has a key mapping."""
 
 from threefold.config.convert.conversion import KINDS, Converted, convert, unmapped_lines
 from threefold.config.convert.detection import Kind

@@ -1,4 +1,4 @@
-"""Colossal-AI: the Python file of `--config`, which is read and never run."""
+"""Colossal-AI: converts the Python file of `--config`, which is parsed but never run."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ from threefold.config.presets import PRESETS
 from threefold.errors import UserError
 
 USED = "used by other settings"
-"""Pseudo-key: names that other settings are made of, which have done their part."""
+"""Pseudo-key: names that other settings use."""
 
 TABLE = (
     Same("seed", "train.seed", whole, 1024),
@@ -83,31 +83,31 @@ _SIZES = {
     "xl": _sizes(48, 1600, 16),
     "gpt3": _sizes(96, 12288, 96, 2048),
 }
-"""What the name of a model's function says of its size: those of Colossal-AI's own functions of these names."""
+"""Sizes of Colossal-AI's own model functions, by a word of their name."""
 REASONS = {
     "NUM_EPOCHS": "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size",
     "WARMUP_*": "optimizer.warmup_steps counts steps",
     "TENSOR_SHAPE": "what pipeline stages send follows from the model",
     "model.embed_split_hidden": "the embedding is always split by the vocabulary",
-    "model.fuse_*": "kernels are chosen by themselves",
-    "loss*": "the loss is the cross-entropy of the next token, vocabulary-parallel by itself",
-    "gradient_handler": "gradients are summed by themselves",
-    "zero.*": "parallel.zero has no further settings; weights and states stay on the device",
+    "model.fuse_*": "kernels are chosen automatically",
+    "loss*": "the loss is the cross-entropy of the next token, vocabulary-parallel automatically",
+    "gradient_handler": "gradients are all-reduced automatically",
+    "zero.*": "parallel.zero has no further settings; weights and optimizer state stay on the device",
     "fp16.*": "the loss scale halves at each overflow and doubles after precision.loss_scale_window steps",
     "lr_scheduler*": "optimizer.decay, warmup_steps and decay_steps are the schedule",
     "hooks": "the step log and checkpoints are always there",
     "LOG_PATH": "the folder of the run is an option of the command: threefold train … --run-dir",
     "logging*": "the folder of the run is an option of the command: threefold train … --run-dir",
-    "cudnn_*": "kernels are chosen by themselves",
+    "cudnn_*": "kernels are chosen automatically",
     "TOTAL_BATCH_SIZE": "its part in the other settings is what counts",
 }
 
 
 def read(path: Path) -> Given:
-    """The settings of a config file as `name` or `name.key`, and the names that went into others.
+    """The settings of a config file as `name` or `name.key`, and the names that other settings use.
 
-    Settings are assignments, those inside `CONFIG = dict(…)` as well, and of a whole training script also the model and
-    the optimizer that its functions make.
+    Settings are assignments, also inside `CONFIG = dict(…)`, and in a training script the model and the optimizer that
+    its functions make.
 
     Raises:
         UserError: not Python, or nothing is set there.
@@ -120,10 +120,10 @@ def read(path: Path) -> Given:
                 reader.statement(statement)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UserError(f"{path}{line}: not Python, so it is no Colossal-AI config.") from None
+        raise UserError(f"{path}{line}: not Python, so it is not a Colossal-AI config.") from None
     values = reader.values
     if not values:
-        raise UserError(f"{path} sets nothing such as BATCH_SIZE = 8, so it is no Colossal-AI config.")
+        raise UserError(f"{path} has no assignment such as BATCH_SIZE = 8, so it is not a Colossal-AI config.")
     for name in [name for name, value in values.items() if name.lower() == "config" and isinstance(value, dict)]:
         for key, value in values.pop(name).items():
             if values.get(key, value) != value:
@@ -138,7 +138,7 @@ _CODE: Final = "code is not run, so what it sets is not known; set it here if it
 
 
 class _Reader:
-    """Collects what a Python file sets, without running it."""
+    """Collects the assignments of a Python file, without running it."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -191,7 +191,7 @@ _OPTIMIZER_CALL: Final = re.compile(r"(?i)adam|sgd|lamb|lars")
 
 
 def _is_local(node: ast.expr, names: Mapping[str, Any]) -> bool:
-    """Whether a value is a variable of the function, which is known when it runs."""
+    """Whether a value is a local variable of the function, whose value is not known."""
     return isinstance(node, ast.Name) and node.id not in names
 
 
@@ -200,7 +200,7 @@ def _first_line(statement: ast.stmt) -> str:
 
 
 def fill(mapping: KeyMapping, world: int | None) -> None:
-    """Make ours of a Colossal-AI config."""
+    """Convert a Colossal-AI config."""
     used = set(mapping.given.pop(USED, ()))
     for old, new in OTHER_NAMES.items():
         if old in mapping.given and new not in mapping.given:

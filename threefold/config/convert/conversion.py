@@ -1,4 +1,4 @@
-"""From a file of another system to a config of ours."""
+"""Conversion of a config file of another system to ours."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,25 +31,25 @@ _SYSTEMS: Final[dict[Kind, _System]] = {
 
 
 class Converted(NamedTuple):
-    """What became of a file.
+    """A converted config.
 
     Attributes:
-        kind: the system it is of.
-        evidence: what it was known by; nothing where the caller said it.
+        kind: the system of the file.
+        evidence: how the system was detected; empty where the caller gave it.
         sections: our settings that are not the default.
-        notes: their settings that have no counterpart, or one that is not the same.
-        refusal: why the settings cannot go together as they are, in one sentence; or nothing.
+        notes: foreign settings without an exact counterpart.
+        invalid: why the converted config is invalid, in one sentence; empty if it is valid.
     """
 
     kind: Kind
     evidence: str
     sections: dict[str, dict[str, Any]]
     notes: list[Unmapped]
-    refusal: str
+    invalid: str
 
     @property
     def unsupported(self) -> list[Unmapped]:
-        """The notes on settings without which the training is another, or that are not known."""
+        """The notes on settings that change the training and are left out, or that are unknown."""
         return [note for note in self.notes if note.unsupported]
 
     def to_yaml(self) -> str:
@@ -58,19 +58,19 @@ class Converted(NamedTuple):
 
 
 def convert(path: Path, kind: Kind | None = None, world_size: int | None = None) -> Converted:
-    """Our config of a file of another system.
+    """Convert a file of another system.
 
     Args:
         path: the file.
-        kind: the system it is of; what its content says if not given.
-        world_size: ranks of the run, from which data parallelism follows where the file does not say it.
+        kind: its system; detected from its content if not given.
+        world_size: number of ranks, which gives `parallel.dp` where the file does not.
 
     Raises:
-        UserError: it cannot be read, or a value in it is none that the setting can have.
+        UserError: it cannot be read, or a value in it is invalid.
     """
     try:
         return _converted(path, kind, world_size)
-    except UserError as error:  # may quote a damaged file at length
+    except UserError as error:  # may quote a long part of a damaged file
         raise UserError(shortened(str(error), _LONGEST_SENTENCE)) from None
     except RecursionError:
         raise UserError(f"{path}: it is nested too deeply to be read.") from None
@@ -91,7 +91,7 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
             "data", "not given", f"data.path {_PLACE_OF_DATA} stands for the folder or the token files of yours"
         )
     config = _config(mapping)
-    return Converted(kind, evidence, _differing(config, mapping.settings), mapping.notes, _refusal(config))
+    return Converted(kind, evidence, _differing(config, mapping.settings), mapping.notes, _why_invalid(config))
 
 
 _NAMES: Final[dict[Kind, str]] = {
@@ -102,12 +102,12 @@ _NAMES: Final[dict[Kind, str]] = {
 
 
 def unmapped_lines(converted: Converted, path: Path) -> list[str]:
-    """Lines that tell whose file it was taken for, and every note, what changes the training first."""
+    """Lines with the detected system and all notes, unsupported settings first."""
     whose = _NAMES[converted.kind]
     lines = [f"{path} is taken for {whose}'s" + (f" by {converted.evidence}." if converted.evidence else ".")]
     unsupported = converted.unsupported
     others = [note for note in converted.notes if not note.unsupported]
-    for title, notes in (("Unsupported:", unsupported), ("Without an equal counterpart:", others)):
+    for title, notes in (("Unsupported:", unsupported), ("Without an exact counterpart:", others)):
         if notes:
             lines += ["", title]
         for note in notes:
@@ -133,7 +133,7 @@ def _config(mapping: KeyMapping) -> Config:
 
 
 def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings whose default is another, or follows from others."""
+    """The settings that differ from their default, or whose default is derived."""
     differing: dict[str, dict[str, Any]] = {}
     for name, known in section_settings().items():
         for key, value in getattr(config, name).settings().items():
@@ -143,7 +143,7 @@ def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[st
     return differing
 
 
-def _refusal(config: Config) -> str:
+def _why_invalid(config: Config) -> str:
     try:
         resolve(config, config.model.vocab_size or _USUAL_VOCABULARY)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Whose file it is, by what is in it."""
+"""Detection of the system of a config file, from its content."""
 
 import ast
 import re
@@ -40,9 +40,9 @@ _COLOSSAL_NAMES: Final = frozenset(
 
 
 def detected(path: Path) -> tuple[Kind, str]:
-    """The system that a file is of, and what it was known by.
+    """The system of a file, and how it was detected.
 
-    A file that holds nothing of any of them is taken for what its name says, so that its reader tells what it lacks.
+    A file without content of any system is classified by its name, so that the reader of that system reports the error.
 
     Raises:
         UserError: it cannot be read.
@@ -65,7 +65,7 @@ def detected(path: Path) -> tuple[Kind, str]:
 
 
 def _colossal(text: str) -> str:
-    """The name that a Python file sets and that Colossal-AI reads; empty where there is none."""
+    """The name of a Colossal-AI setting that a Python file assigns; empty where there is none."""
     try:
         body = ast.iter_child_nodes(parsed(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""What every conversion does: take their settings one by one, put ours, and tell what is left."""
+"""Key mapping: the settings of another system that are taken one by one, ours made of them, and the unmapped rest."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -10,18 +10,18 @@ from threefold.errors import UserError
 from threefold.files import read_text
 
 LARGEST_FILE = 4 << 20
-"""Bytes of a script or config: far above what any has."""
-NOT_KNOWN = "not known to this converter, so nothing stands for it"
+"""Size limit of a script or config, in bytes."""
+NOT_KNOWN = "unknown to this converter"
 
 
 class Same(NamedTuple):
-    """A setting of theirs that is one of ours.
+    """A foreign setting with an equal one of ours.
 
     Attributes:
-        theirs: their key.
+        theirs: foreign key.
         ours: `section.key`.
-        kind: makes our value of theirs; raises ValueError with what it must be.
-        default: what it is for them where nobody sets it; None where that is ours too, or where they have none.
+        kind: converts the value; raises ValueError with what it must be.
+        default: foreign default; None where it is ours too, or where there is none.
     """
 
     theirs: str
@@ -31,13 +31,13 @@ class Same(NamedTuple):
 
 
 class Unmapped(NamedTuple):
-    """What the user is to know of one of their settings: it has no counterpart, or one that is not the same.
+    """A foreign setting without an exact counterpart, which the user is told about.
 
     Attributes:
-        key: theirs.
-        value: theirs.
-        reason: what stands for it, or why nothing does.
-        unsupported: whether the training would be another without it, or it is not known what it does.
+        key: foreign key.
+        value: foreign value.
+        reason: what is used instead, or why nothing is.
+        unsupported: whether leaving it out changes the training, or it is unknown.
     """
 
     key: str
@@ -47,12 +47,12 @@ class Unmapped(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a file of theirs says.
+    """The settings of a foreign file.
 
     Attributes:
-        settings: by their keys.
-        notes: what reading it has to tell.
-        spelled: how keys are written in the file, where that is otherwise.
+        settings: by foreign key.
+        notes: from reading the file.
+        spelled: key → its spelling in the file, where that differs.
     """
 
     settings: Mapping[str, Any]
@@ -61,12 +61,12 @@ class Given(NamedTuple):
 
 
 class KeyMapping:
-    """Their settings that are not yet dealt with, ours so far, and notes.
+    """The foreign settings that are not mapped yet, ours so far, and notes.
 
     Args:
-        where: names their file in sentences.
-        given: their settings.
-        spelled: how a key is written in the file, where that is otherwise.
+        where: name of the foreign file, for messages.
+        given: foreign settings.
+        spelled: key → its spelling in the file, where that differs.
     """
 
     def __init__(self, where: str, given: Mapping[str, Any], spelled: Mapping[str, str] | None = None) -> None:
@@ -77,16 +77,16 @@ class KeyMapping:
         self.notes: list[Unmapped] = []
 
     def take(self, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
-        """Their value of `key`, which is dealt with then, or the default.
+        """Remove `key` and return its converted value, or the default.
 
         Raises:
-            UserError: it is not what `kind` makes a value of.
+            UserError: `kind` rejects the value.
         """
         if key not in self.given:
             return default
         value = self.given.pop(key)
         if isinstance(value, str) and value.startswith("$") and kind not in (text, texts):
-            self.note(key, value, "a variable that the file does not set; taken as not given", unsupported=True)
+            self.note(key, value, "a variable that the file does not set; ignored", unsupported=True)
             return default
         try:
             return kind(value)
@@ -95,30 +95,30 @@ class KeyMapping:
             raise UserError(f"{self.where}: {self._spelled.get(key, key)} is {shown} but must be {error}.") from None
 
     def given_whole(self, key: str, default: int) -> int:
-        """Their whole number of `key`, which stays to be dealt with."""
+        """The whole number of `key`, which is not removed."""
         value = self.given.get(key)
         return int(str(value)) if str(value).isdecimal() else default
 
     def put(self, key: str, value: Any) -> None:
-        """Set ours, unless there is nothing to set."""
+        """Set ours, unless the value is None."""
         if value is not None:
             self.settings[key] = value
 
     def move(self, table: Iterable[Same]) -> None:
-        """Deal with the settings that are one of ours."""
+        """Map the settings of a table."""
         for theirs, ours, kind, default in table:
             self.put(ours, self.take(theirs, kind, default))
 
     def note(self, key: str, value: Any, reason: str, unsupported: bool = False) -> None:
-        """Tell the user of one of their settings."""
+        """Add a note about a foreign setting."""
         self.notes.append(Unmapped(self._spelled.get(key, key), value, reason, unsupported))
 
     def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
-        """Tell of every setting that is left, with the reason of the first pattern that it matches.
+        """Add a note for every remaining setting, with the reason of the first pattern that matches.
 
         Args:
-            reasons: of what has no counterpart and needs none.
-            unsupported: of what changes the training and has no counterpart.
+            reasons: pattern → reason, of settings that need no counterpart.
+            unsupported: pattern → reason, of settings that change the training and have no counterpart.
         """
         for key, value in self.given.items():
             changing = next((why for pattern, why in (unsupported or {}).items() if fnmatchcase(key, pattern)), None)
@@ -137,7 +137,7 @@ def foreign_text(path: Path) -> str:
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """A text for a line of a message: in one line, and cut if it is long."""
+    """Text on one line of a message, truncated if it is long."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
@@ -195,18 +195,18 @@ def texts(value: Any) -> list[str]:
 
 
 def anything(value: Any) -> Any:
-    """The value as it stands."""
+    """The value unchanged."""
     return value
 
 
 def dp_of(mapping: KeyMapping, world: int | None, others: int, where: str) -> int:
-    """Data-parallel replicas of so many ranks, told as a note where nobody says how many ranks there are.
+    """The number of data-parallel replicas; 1, with a note, if the number of ranks is not known.
 
     Raises:
-        UserError: the other axes do not divide the ranks.
+        UserError: the number of ranks is not a multiple of the other axes.
     """
     if world is None:
-        mapping.note(where, "not given", "parallel.dp is 1; give --world-size, the number of ranks, for another")
+        mapping.note(where, "not given", "parallel.dp is 1; set --world-size, the number of ranks, for another value")
         return 1
     if world % others:
         rule = f"must be a multiple of {others}, the ranks of one replica"
@@ -218,41 +218,39 @@ def dp_of(mapping: KeyMapping, world: int | None, others: int, where: str) -> in
 
 
 def put_zero(mapping: KeyMapping, stage: int, key: str, value: Any) -> None:
-    """Share among the replicas, if there are any to share with."""
+    """Set ZeRO, if there are several replicas."""
     if mapping.settings.get("parallel.dp", 1) * mapping.settings.get("parallel.cp", 1) > 1:
         mapping.put("parallel.zero", stage)
     else:
-        mapping.note(
-            key, value, f"one replica has none to share with; set parallel.zero {stage} once parallel.dp is above 1"
-        )
+        mapping.note(key, value, f"ZeRO needs dp > 1; set parallel.zero {stage} once parallel.dp is above 1")
 
 
 def put_chunks(mapping: KeyMapping, chunks: int, key: str) -> None:
-    """Give each rank several stages, if there is a pipeline."""
+    """Set stages per rank, if there is a pipeline."""
     if chunks > 1 and mapping.settings["parallel.pp"] > 1:
         mapping.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
     elif chunks > 1:
-        mapping.note(key, chunks, "without a pipeline there are no stages")
+        mapping.note(key, chunks, "several stages per rank need pp > 1")
 
 
 def take_sequence_parallel(mapping: KeyMapping, key: str) -> None:
-    """Split the sequence too where their `key` says so, if there is tensor parallelism."""
+    """Set sequence parallelism where `key` is true, if there is tensor parallelism."""
     if mapping.take(key, switch, False):
         if mapping.settings["parallel.tp"] > 1:
             mapping.put("parallel.sequence_parallel", True)
         else:
-            mapping.note(key, True, "without tensor parallelism there is nothing to share")
+            mapping.note(key, True, "sequence parallelism needs tp > 1")
 
 
 MOST_SETTINGS = 20_000
-"""Settings of a file: far above what any config has."""
+"""Largest number of settings of a file."""
 
 
 def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Nested settings by their keys with dots between; an empty section is a value.
+    """Flatten nested settings to dotted keys; an empty section is a value.
 
     Raises:
-        UserError: there are more than `MOST_SETTINGS`, as where sections hold each other.
+        UserError: there are more than `MOST_SETTINGS`, as with sections that contain each other.
     """
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in reversed(list(values.items()))]
@@ -261,7 +259,7 @@ def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         name, value = waiting.pop()
         seen += 1
         if seen > MOST_SETTINGS or name.count(".") > 100:
-            raise UserError(f"{where} has more than {MOST_SETTINGS:,} settings, or sections that hold each other.")
+            raise UserError(f"{where} has more than {MOST_SETTINGS:,} settings, or sections that contain each other.")
         if isinstance(value, dict) and value:
             waiting += [(f"{name}.{key}", inner) for key, inner in reversed(list(value.items()))]
         else:

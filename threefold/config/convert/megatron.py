@@ -1,4 +1,4 @@
-"""Megatron-LM: the flags of a GPT pre-training, in a shell script or one after the other in a text."""
+"""Megatron-LM: converts the flags of a pre-training, from a shell script, a YAML or a plain list of flags."""
 
 import re
 from pathlib import Path
@@ -56,7 +56,7 @@ OLD_NAMES = {
 
 
 _OTHER_MODELS: Final = re.compile(r"bert|t5|mamba|hybrid|retro|ict|vision|vlm|mimo|dino|inpaint|multimodal|rl", re.I)
-"""What the script's name says of models that are no decoder-only GPT."""
+"""Words in a script's name for models that are not decoder-only."""
 _OTHER_FLAGS: Final = {
     "hybrid-layer-pattern": "Mamba layers",
     "hybrid-override-pattern": "Mamba layers",
@@ -73,14 +73,14 @@ _OTHER_FLAGS: Final = {
 
 
 def read(path: Path) -> Given:
-    """The flags of a script or of a YAML with `MODEL_ARGS`, without their dashes, and `world-size`, if it is known.
+    """The flags of a script or of a YAML with `MODEL_ARGS`, without dashes, and `world-size`, if it is known.
 
     Raises:
-        UserError: the file cannot be read, has no flags, or starts a model that is no decoder-only transformer.
+        UserError: the file cannot be read, has no flags, or trains a model that is not a decoder-only transformer.
     """
     text = foreign_text(path)
     launch = _of_yaml(path) if re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE) else launch_of(text, path, SWITCHES)
-    _refuse_other_models(launch, path)
+    _check_model(launch, path)
     notes = [Unmapped(*remark) for remark in launch.remarks]
     notes += [Unmapped(word, "a word", "belongs to no flag that is known", unsupported=True) for word in launch.unread]
     flags: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def read(path: Path) -> Given:
 
 
 def _of_yaml(path: Path) -> Launch:
-    """The flags of a YAML whose section MODEL_ARGS maps each flag to its value; one that is false is not given."""
+    """The flags of a YAML whose section MODEL_ARGS maps each flag to its value; false means not given."""
     document, _ = read_document(path)
     found = document.get("MODEL_ARGS") if isinstance(document, dict) else None
     if not isinstance(found, dict) or not found:
@@ -106,14 +106,12 @@ def _of_yaml(path: Path) -> Launch:
         if value is not False and value is not None
     }
     remarks: list[tuple[str, Any, str]] = [
-        (str(name), "a section", "the launcher's; it says nothing of the model")
-        for name in document
-        if name != "MODEL_ARGS"
+        (str(name), "a section", "for the launcher, not the model") for name in document if name != "MODEL_ARGS"
     ]
     return Launch("", flags, [], None, remarks)
 
 
-def _refuse_other_models(launch: Launch, path: Path) -> None:
+def _check_model(launch: Launch, path: Path) -> None:
     name = Path(launch.script).stem
     words = re.split(r"[_\W]+", name)
     if found := next((word for word in words if _OTHER_MODELS.fullmatch(word)), None):
@@ -129,7 +127,7 @@ def _refuse_other_models(launch: Launch, path: Path) -> None:
 
 
 def fill(mapping: KeyMapping, world: int | None) -> None:
-    """Make ours of the flags."""
+    """Convert the flags."""
     for old, new in OLD_NAMES.items():
         if old in mapping.given:
             value = mapping.given.pop(old)
@@ -178,7 +176,7 @@ def _reduce_in_bf16(mapping: KeyMapping) -> None:
     elif mapping.settings["parallel.dp"] * mapping.settings.get("parallel.cp", 1) > 1:
         mapping.put("parallel.gradient_compression", "bf16")
     else:
-        mapping.note("grad-reduce-in-bf16", True, "one replica sums no gradients with others")
+        mapping.note("grad-reduce-in-bf16", True, "a single replica has no gradients to all-reduce")
 
 
 def _batch(mapping: KeyMapping) -> None:

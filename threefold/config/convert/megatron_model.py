@@ -1,4 +1,4 @@
-"""The model that Megatron-LM's flags describe: each part of it is a flag there, a family here."""
+"""Megatron-LM's model flags: chooses the family (gpt or llama) and converts the section `model`."""
 
 import re
 from typing import Any
@@ -60,7 +60,7 @@ def fill_model(mapping: KeyMapping) -> None:
 
 
 def _is_llama(mapping: KeyMapping) -> bool:
-    """Whether norms and feed-forward are Llama's; what does not go with the family is told."""
+    """Whether norms and feed-forward are Llama's; notes what does not fit the family."""
     norm, swiglu = mapping.take("normalization", text, "LayerNorm"), mapping.take("swiglu", switch, False)
     position = mapping.take("position-embedding-type", text, "learned_absolute")
     bare = mapping.take("disable-bias-linear", switch, False)

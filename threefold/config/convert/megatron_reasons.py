@@ -1,9 +1,9 @@
-"""Why flags of Megatron-LM have no counterpart, and what is done instead; the first pattern that matches counts."""
+"""Megatron-LM flags without a counterpart, with reasons; the first matching pattern applies."""
 
 from typing import Final
 
-_KERNELS: Final = "kernels are chosen by themselves"
-_OVERLAP: Final = "communication overlaps by itself"
+_KERNELS: Final = "kernels are chosen automatically"
+_OVERLAP: Final = "communication is overlapped automatically"
 _BOARD: Final = "the run's folder has TensorBoard events and metrics.jsonl"
 _SAVE: Final = "the folder of the run is an option of the command: threefold train … --run-dir"
 
@@ -14,18 +14,18 @@ def _names(text: str) -> frozenset[str]:
 
 REASONS: Final = {
     "save": _SAVE,
-    "load": "a run goes on with threefold train … --resume; Megatron-LM's checkpoints are not read",
+    "load": "threefold train … --resume resumes a run; Megatron-LM's checkpoints are unsupported",
     "ckpt-format": "checkpoints have one format, which opens in every layout",
     "dist-ckpt-*": "checkpoints have one format, which opens in every layout",
     "use-dist-ckpt": "checkpoints have one format, which opens in every layout",
     "async-save": "checkpoints have one format, which opens in every layout",
-    "no-load-*": "a run goes on with everything, or starts from weights with train.init_from",
-    "no-save-*": "checkpoints always have everything that going on needs",
+    "no-load-*": "a run is resumed with its whole state, or starts from weights with train.init_from",
+    "no-save-*": "checkpoints always have everything that resuming needs",
     "finetune": "train.init_from starts from weights alone",
     "vocab-file": "data.tokenizer names a tokenizer.json; token files need none but model.vocab_size and data.eod",
     "merge-file": "data.tokenizer names a tokenizer.json; token files need none but model.vocab_size and data.eod",
     "tokenizer-model": "data.tokenizer names a tokenizer.json; token files need none but model.vocab_size and data.eod",
-    "make-vocab-size-divisible-by": "the vocabulary need not divide, so it is not padded",
+    "make-vocab-size-divisible-by": "the vocabulary need not be divisible, so it is not padded",
     "data-impl": "the files say what they are",
     "data-cache-path": "the order of samples is computed, not stored",
     "mock-data": "make tokens with threefold data prepare",
@@ -33,14 +33,14 @@ REASONS: Final = {
     "no-create-attention-mask-in-dataloader": "attention is causal without a mask in memory",
     "num-workers": "tokens are memory-mapped, so there are no workers",
     "dataloader-type": "samples of a step follow from train.seed and the step",
-    "exit-*": "train.max_steps ends the run; one that is ended early goes on from its last checkpoint with --resume",
+    "exit-*": "train.max_steps ends the run; a stopped run is resumed from its last checkpoint with --resume",
     "checkpoint-num-layers": "train.recompute full keeps the inputs of every train.recompute_every-th block",
     "recompute-method": "train.recompute full keeps the inputs of every train.recompute_every-th block",
     "recompute-num-layers": "train.recompute full keeps the inputs of every train.recompute_every-th block",
     "recompute-modules": "train.recompute selective is the attention core",
-    "distribute-saved-activations": "parallel.sequence_parallel shares what is kept",
+    "distribute-saved-activations": "parallel.sequence_parallel shards the kept activations",
     "pipeline-model-parallel-split-rank": "there is no encoder",
-    "decoder-*-pipeline-num-layers": "parallel.partition takes a list of the stages' first layers",
+    "decoder-*-pipeline-num-layers": "parallel.partition takes a list of stage split points",
     "cp-comm-type": "parallel.cp_method is all-gather or ring",
     "expert-tensor-parallel-size": "experts are split by parallel.tp like everything else",
     "moe-token-dispatcher-type": _KERNELS,
@@ -51,30 +51,30 @@ REASONS: Final = {
     "delay-*": _OVERLAP,
     "ddp-*": "gradients are always summed in buckets",
     "distributed-backend": "NCCL between GPUs, gloo between CPUs",
-    "distributed-timeout-minutes": "a rank that fails ends all at once",
+    "distributed-timeout-minutes": "a failed rank ends the run at once",
     "transformer-impl": _KERNELS,
     "use-mcore-models": "there is one implementation of the model",
     "use-legacy-models": "there is one implementation of the model",
     "use-flash-attn": "attention is always the fused one",
     "attention-backend": "attention is always the fused one",
-    "attention-softmax-in-fp32": "fused attention adds up in fp32",
-    "apply-query-key-layer-scaling": "scores are scaled once; fused attention adds up in fp32",
+    "attention-softmax-in-fp32": "fused attention accumulates in fp32",
+    "apply-query-key-layer-scaling": "scores are scaled once; fused attention accumulates in fp32",
     "no-*-fusion": _KERNELS,
     "cross-entropy-*": _KERNELS,
     "no-gradient-accumulation-fusion": _KERNELS,
-    "accumulate-allreduce-grads-in-fp32": "gradients are always added up in fp32",
+    "accumulate-allreduce-grads-in-fp32": "gradients are always accumulated in fp32",
     "fp8-*": "precision.dtype is fp32, bf16, fp16 or fp64",
     "hysteresis": "the loss scale halves at each overflow",
     "min-loss-scale": "the loss scale halves as often as it must",
-    "override-opt_param-scheduler": "a run that goes on takes the config as it is now",
-    "override-opt-param-scheduler": "a run that goes on takes the config as it is now",
-    "use-checkpoint-opt*": "a run that goes on takes the config as it is now",
+    "override-opt_param-scheduler": "a resumed run uses the current config",
+    "override-opt-param-scheduler": "a resumed run uses the current config",
+    "use-checkpoint-opt*": "a resumed run uses the current config",
     "tensorboard-*": _BOARD,
     "log-*": _BOARD,
     "wandb-*": _BOARD,
     "timing-log-*": _BOARD,
-    "manual-gc*": "memory is collected by itself",
-    "empty-unused-memory-level": "memory is collected by itself",
+    "manual-gc*": "garbage collection is automatic",
+    "empty-unused-memory-level": "garbage collection is automatic",
     "tiktoken-*": "data.tokenizer names a tokenizer.json; token files need none but model.vocab_size and data.eod",
     "tokenizer-hf-*": "data.tokenizer names a tokenizer.json; token files need none but model.vocab_size and data.eod",
     "no-mmap-bin-files": "token files are memory-mapped",
@@ -97,18 +97,18 @@ REASONS: Final = {
     "non-persistent-*": "checkpoint.every says when checkpoints are made",
     "enable-experimental": "there are no experimental switches",
     "logging-level": _BOARD,
-    "init-model-with-meta-device": "weights are made where they belong, part by part",
-    "data-parallel-sharding-strategy": "parallel.zero says what is shared",
+    "init-model-with-meta-device": "each rank initialises only its own shards",
+    "data-parallel-sharding-strategy": "parallel.zero sets what is sharded",
     "fsdp-*": _OVERLAP,
-    "megatron-fsdp-*": "gradients are always added up in fp32",
+    "megatron-fsdp-*": "gradients are always accumulated in fp32",
     "use-nccl-ub": _OVERLAP,
     "cuda-graph-*": _KERNELS,
     "enable-cuda-graph": _KERNELS,
     "external-cuda-graph": _KERNELS,
     "use-te-rng-tracker": "random streams are keyed by position",
     "DDP-impl": "gradients are always summed in buckets",
-    "local-rank": "ranks are found out by themselves",
-    "deterministic-mode": "train.deterministic asks for it",
+    "local-rank": "ranks are detected automatically",
+    "deterministic-mode": "there is no deterministic mode",
     "disable-bf16-reduced-precision-matmul": "sums of products are in fp32",
     "seq-*-fusion": _KERNELS,
     "activations-checkpoint-*": "train.recompute full keeps the inputs of every train.recompute_every-th block",
@@ -128,8 +128,8 @@ UNSUPPORTED: Final = {
     "end-weight-decay": "optimizer.weight_decay is the same in every step",
     "weight-decay-incr-style": "optimizer.weight_decay is the same in every step",
     "lr-warmup-init": "warm-up starts from 0",
-    "rotary-percent": "all of a head is turned",
-    "rotary-interleaved": "pairs are half a head apart",
+    "rotary-percent": "rotary positions cover the whole head",
+    "rotary-interleaved": "rotary pairs are half a head apart",
     "rotary-scaling-factor": "model.rope_scaling is none, linear, dynamic, llama3 or yarn, with its own factors",
     "rotary-seq-len-interpolation-factor": "model.rope_scaling linear and model.rope_factor",
     "use-rope-scaling": "only architecture llama has it, which needs --normalization RMSNorm and --swiglu",
@@ -141,11 +141,11 @@ UNSUPPORTED: Final = {
     "quick-geglu": "llama has SwiGLU, gpt has GELU",
     "glu-linear-offset": "llama has SwiGLU, gpt has GELU",
     "activation-func-clamp-value": "activations are not clamped",
-    "softmax-type": "attention has the plain softmax",
+    "softmax-type": "attention uses the plain softmax",
     "window-size": "model.sliding_window is for llama, in all layers but the first few",
     "window-attn-skip-freq": "model.sliding_window is for llama, in all layers but the first few",
     "add-bias-linear": "biases follow from model.architecture",
-    "*-data-path": "one data.path or data.mixture is shared out by data.split",
+    "*-data-path": "one data.path or data.mixture is divided by data.split",
     "*data-args-path": "its paths and weights belong into data.mixture",
     "use-checkpoint-args": "the sizes of the model are in a checkpoint of Megatron-LM; give them as flags",
     "multi-latent-attention": "attention has whole keys and values for each head or group",
@@ -153,8 +153,8 @@ UNSUPPORTED: Final = {
     "qk-head-dim": "attention has whole keys and values for each head or group",
     "qk-pos-emb-head-dim": "attention has whole keys and values for each head or group",
     "v-head-dim": "attention has whole keys and values for each head or group",
-    "mtp-*": "the loss is that of the next token alone",
-    "moe-router-score-function": "routers have the softmax",
+    "mtp-*": "the loss is that of the next token only",
+    "moe-router-score-function": "routers use softmax",
     "moe-router-enable-expert-bias": "experts are balanced by model.router_aux_loss",
     "moe-router-bias-update-rate": "experts are balanced by model.router_aux_loss",
     "moe-router-group-topk": "experts are chosen from all, model.experts_per_token of them",
@@ -166,7 +166,7 @@ UNSUPPORTED: Final = {
     "sft": "fine-tuning starts from weights with train.init_from",
     "spec": "there is one implementation of the model",
 }
-"""Of flags that change what is trained and have no counterpart."""
+"""Pattern → reason, for flags that change the training and have no counterpart."""
 SATISFIED: Final = {
     "calculate-per-token-loss": ("true",),
     "rotary-percent": ("1.0", "1"),
@@ -178,7 +178,7 @@ SATISFIED: Final = {
     "rotary-interleaved": ("false",),
     "softmax-type": ("vanilla",),
 }
-"""Values that say what is always so; the loss, for one, is the mean over all tokens of a step."""
+"""Flag → values that equal our behaviour; the loss, for example, is the mean over all tokens of a step."""
 SWITCHES: Final = _names(
     "add-qkv-bias apply-layernorm-1p apply-query-key-layer-scaling accumulate-allreduce-grads-in-fp32 async-save "
     "attention-softmax-in-fp32 bf16 calculate-per-token-loss checkpoint-activations cross-entropy-loss-fusion "
@@ -196,4 +196,4 @@ SWITCHES: Final = _names(
     "use-cpu-initialization use-dist-ckpt use-distributed-optimizer use-flash-attn use-legacy-models "
     "use-mcore-models use-megatron-fsdp use-rope-scaling use-rotary-position-embeddings use-torch-fsdp2"
 )
-"""Flags without a value, so that a word after them is none of theirs."""
+"""Flags without a value: a word after them does not belong to them."""

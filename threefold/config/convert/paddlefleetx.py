@@ -1,4 +1,4 @@
-"""PaddleFleetX: the YAML of a GPT pre-training, with its `_base_` files."""
+"""PaddleFleetX: converts the YAML of a GPT pre-training, with its `_base_` files."""
 
 import os
 from pathlib import Path
@@ -26,7 +26,7 @@ from threefold.config.document import read_document
 from threefold.errors import UserError
 
 END_OF_TEXT = 50256
-"""The token of GPT-2's vocabulary that ends a document, which Fleet's GPTDataset takes for granted."""
+"""The token of GPT-2's vocabulary that ends a document, which Fleet's GPTDataset assumes."""
 
 
 def _split(value: Any) -> str:
@@ -67,18 +67,18 @@ OLD_NAMES = {
 REASONS = {
     "Global.device": "train.device auto takes the GPUs that are there",
     "Global.logging_freq": "Fleet reads it under Engine, where log.every comes from",
-    "Engine.num_train_epochs": "train.max_steps ends the run; samples go on into further epochs by themselves",
+    "Engine.num_train_epochs": "train.max_steps ends the run; further epochs follow automatically",
     "Engine.run_mode": "train.max_steps ends the run",
     "Engine.accumulate_steps": "follows from the batch sizes",
     "Engine.test_iters": "`threefold eval` measures the test part when asked to",
     "Engine.save_load.output_dir": "the folder of the run is an option of the command: threefold train … --run-dir",
-    "Engine.save_load.ckpt_dir": "a run goes on with threefold train … --resume; Paddle's checkpoints are not read",
+    "Engine.save_load.ckpt_dir": "threefold train … --resume resumes a run; Paddle's checkpoints are unsupported",
     "Engine.save_load.save_epoch": "checkpoints are made every checkpoint.every steps",
     "Engine.mix_precision.*": "what runs in 16 bits is fixed: products, not norms, softmax and loss",
-    "Model.fused_*": "kernels are chosen by themselves",
+    "Model.fused_*": "kernels are chosen automatically",
     "Model.use_flash_attn": "attention is always the fused one",
     "Model.fuse_attn_qkv": "queries, keys and values are always one product",
-    "Model.scale_qk_*": "scores are scaled once; fused attention adds up in fp32",
+    "Model.scale_qk_*": "scores are scaled once; fused attention accumulates in fp32",
     "Model.type_vocab_size": "a GPT has no token types; Fleet does not use it either",
     "Model.no_recompute_layers": "train.recompute_every leaves out blocks by a rhythm, not by a list",
     "Data.Train.sampler.shuffle": "samples always come in an order drawn from train.seed",
@@ -88,12 +88,12 @@ REASONS = {
     "Data.Test.*": "the test part is that of data.split",
     "Data.Eval.*": "validation reads data.path with data.split",
     "Distributed.fuse_*": "gradients are always summed in buckets",
-    "Distributed.sharding.sharding_offload": "weights and states stay on the device",
-    "Distributed.sharding.*_overlap": "communication overlaps by itself",
+    "Distributed.sharding.sharding_offload": "weights and optimizer state stay on the device",
+    "Distributed.sharding.*_overlap": "communication is overlapped automatically",
     "Distributed.pp_recompute_interval": "train.recompute_every counts blocks",
-    "Optimizer.tensor_fusion": "kernels are chosen by themselves",
-    "Optimizer.multi_precision": "precision.master_weights is true by itself",
-    "Fused.*": "kernels are chosen by themselves",
+    "Optimizer.tensor_fusion": "kernels are chosen automatically",
+    "Optimizer.multi_precision": "precision.master_weights is true by default",
+    "Fused.*": "kernels are chosen automatically",
     "Profiler.*": "the step log has times; there is no profiler in a config",
 }
 IMPLIED = {
@@ -105,14 +105,14 @@ IMPLIED = {
     "Distributed.sharding.sharding_offload": (False,),
     "Profiler.enable": (False,),
 }
-"""Values that say what is so with us too."""
+"""Key → values that equal our behaviour."""
 
 
 def read(path: Path) -> Given:
-    """The settings of a Fleet YAML and of the files that it is based on, or of a script with Fleet's flags.
+    """The settings of a Fleet YAML and its base files, or of a script with Fleet's flags.
 
     Raises:
-        UserError: not YAML, no mapping, a base that is not there or goes in a circle; or no flags.
+        UserError: not YAML, not a mapping, a missing or circular base file; or no flags.
     """
     if is_script(foreign_text(path)):
         return read_flags(path, _of_yaml)
@@ -133,7 +133,7 @@ def _merged(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
         return document
     file = Path(os.path.realpath(path.parent / str(base)))
     if file in below or not file.is_file():
-        what = "goes in a circle" if file in below else "is not there; put it where the key says"
+        what = "is circular" if file in below else "does not exist; put it where the key says"
         raise UserError(f"{path}: _base_ is {str(base)!r} but that file {what}.")
     return _over(_merged(file, (*below, Path(os.path.realpath(path)), file)), document)
 
@@ -147,7 +147,7 @@ def _over(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill(mapping: KeyMapping, world: int | None) -> None:
-    """Make ours of a Fleet config."""
+    """Convert a Fleet config."""
     _rename(mapping)
     _skip_implied(mapping)
     mapping.move(TABLE)

@@ -1,4 +1,4 @@
-"""PaddleFleetX and PaddleNLP: the flags of a GPT pre-training, as the keys of Fleet's YAML."""
+"""PaddleFleetX and PaddleNLP: maps the flags of a GPT pre-training script to the keys of Fleet's YAML."""
 
 import os
 import re
@@ -71,7 +71,7 @@ KEYS: Final = {
     "adam_beta2": "Optimizer.beta2",
     "adam_epsilon": "Optimizer.epsilon",
 }
-"""What a flag is called in Fleet's YAML."""
+"""Flag → key of Fleet's YAML."""
 DEFAULTS: Final = {
     "Global.seed": 1234,
     "Optimizer.weight_decay": 0.0,
@@ -83,7 +83,7 @@ DEFAULTS: Final = {
     "Engine.eval_iters": 10,
     "Data.Train.dataset.split": "949,50,1",
 }
-"""What the pre-training scripts take where a flag is not given and that differs from the YAML's."""
+"""Defaults of the pre-training scripts that differ from those of the YAML."""
 _SIZES: Final = {
     "gpt2-small-en": (50304, 1024, 4, 4, 1024),
     "gpt2-en": (50304, 768, 12, 12, 1024),
@@ -103,19 +103,19 @@ _SECTION: Final = re.compile(r"^(?:Global|Engine|Model|Distributed|Data|Optimize
 
 
 def is_script(text: str) -> bool:
-    """Whether a text is a script with flags, and no YAML."""
+    """Whether a text is a script with flags, not YAML."""
     return bool(_SCRIPT.search(text)) and (text.startswith("#!") or not _SECTION.search(text))
 
 
 def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
-    """The flags of a script as keys of Fleet's YAML; and of the YAML that its `-c` names, with each `-o` over it.
+    """The flags of a script as keys of Fleet's YAML; and the YAML of its `-c`, overridden by each `-o`.
 
     Args:
         path: of the script.
         of_yaml: reads a YAML.
 
     Raises:
-        UserError: it has no flags, or the YAML is not there.
+        UserError: it has no flags, or the YAML does not exist.
     """
     launch = launch_of(foreign_text(path), path, renamed={"-c": "--config", "-o": "--override"}, several=("override",))
     notes = [Unmapped(*remark) for remark in launch.remarks]
@@ -144,7 +144,7 @@ def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
 def _of_overrides(
     flags: dict[str, Any], path: Path, of_yaml: Callable[[Path], dict[str, Any]], notes: list[Unmapped]
 ) -> dict[str, Any] | None:
-    """The settings of the YAML that a script names, with what it sets over them; None where it names none."""
+    """The settings of the YAML that a script names, with its overrides; None where it names none."""
     name = flags.pop("config", None)
     overrides = flags.pop("override", [])
     if not isinstance(name, str):
@@ -152,9 +152,9 @@ def _of_overrides(
     folders = [path.parent, *Path(os.path.realpath(path)).parents]
     file = next((folder / name for folder in folders if len(name) < 1000 and (folder / name).is_file()), None)
     if file is None:
-        raise UserError(f"{path} starts a training with {name}, which is not there; put it beside the script.")
+        raise UserError(f"{path} starts a training with {name}, which does not exist; put it beside the script.")
     settings = of_yaml(file)
-    notes.append(Unmapped("config", name, "read, with what the script sets over it"))
+    notes.append(Unmapped("config", name, "read, with the overrides of the script"))
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
@@ -180,7 +180,7 @@ def _put_sizes(flags: dict[str, Any], settings: dict[str, Any], notes: list[Unma
 
 
 def _typed(key: str, value: Any) -> Any:
-    """A flag's text as YAML would have it."""
+    """The value of a flag's text in YAML."""
     if key.startswith(f"{_PRECISION}.") and not key.endswith("scale_loss") and not key.endswith("dtype"):
         return value is True or value in _SWITCHED
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -189,14 +189,14 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def _mix(settings: dict[str, Any]) -> None:
-    """Half precision is on where either flag asks for it; what scales the loss is of no use without."""
+    """Half precision is on if either flag sets it."""
     pure, mixed = (settings.get(f"{_PRECISION}.{key}") for key in ("use_pure_fp16", "enable"))
     if (pure or mixed) and mixed is not False:
         settings[f"{_PRECISION}.enable"] = True
 
 
 def _accumulate(settings: dict[str, Any], notes: list[Unmapped]) -> None:
-    """PaddleNLP's later names: sequences of a device at once, and how often gradients add up."""
+    """PaddleNLP's newer names: micro-batch size of a device, and gradient accumulation steps."""
     micro = settings.pop("per_device_train_batch_size", None)
     steps = settings.pop("gradient_accumulation_steps", None)
     if micro is not None:

@@ -1,1 +1,1 @@
-"""What watches a run: console, metrics, plots, TensorBoard."""
+"""Training callbacks: console output, step log, metrics file, loss curve, TensorBoard, and those of other packages."""

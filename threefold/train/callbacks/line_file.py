@@ -1,4 +1,4 @@
-"""A text file of a run that is written line by line, whose failure ends no training."""
+"""A text file that is written line by line; a write error does not end the training."""
 
 import os
 import stat
@@ -7,18 +7,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LARGEST_BACKLOG = 1 << 20
-"""Bytes of lines that are held back for when a full disk has space again."""
+"""Bytes of lines that are kept in memory until a full disk has space again."""
 
 
 class LineFile:
-    """Appends whole lines; where they cannot be written that is said once, and tried again with each line.
+    """Appends whole lines; the first failure is reported once, and writing is retried with each line.
 
-    A line that a full disk cut short is taken back before the next one is written, so that the file never has half a
+    A line that a full disk cut short is truncated before the next one is written, so that the file never has half a
     line in its middle.
 
     Args:
         path: of the file.
-        say: gets the sentence about a failure.
+        say: prints the warning about a failure.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -26,19 +26,19 @@ class LineFile:
         self._descriptor: int | None = None
         self._size: int | None = None
         self._backlog: list[bytes] = []
-        self._told = False
+        self._reported = False
 
     def open(self, *, append: bool) -> None:
         """Open the file, emptied unless `append`."""
-        with self._failures_told():
+        with self._failures_reported():
             self._open(append)
 
     def write(self, line: str) -> None:
-        """Append `line` and its end, and what could not be written before it."""
+        """Append `line`, after the lines that could not be written before it."""
         self._backlog.append(f"{line}\n".encode())
         while len(self._backlog) > 1 and sum(map(len, self._backlog)) > LARGEST_BACKLOG:
             del self._backlog[0]
-        with self._failures_told():
+        with self._failures_reported():
             if self._descriptor is None:
                 self._open(append=True)
             while self._backlog:
@@ -53,7 +53,7 @@ class LineFile:
             self._descriptor = None
 
     def _open(self, append: bool) -> None:
-        # Without waiting, or a FIFO in its place would hold the run up.
+        # Non-blocking, or a FIFO of this name would block the run.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if append else os.O_TRUNC)
         self._descriptor = os.open(self.path, flags, 0o644)
         found = os.fstat(self._descriptor)
@@ -74,16 +74,16 @@ class LineFile:
             self._size += len(data)
 
     @contextmanager
-    def _failures_told(self) -> Iterator[None]:
+    def _failures_reported(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._reported:
+                self._reported = True
                 self._say(f"Warning: {self.path} cannot be written ({error.strerror}); training continues without it.")
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, on one line."""
+    """An exception's message on one line."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return " ".join(text.split())

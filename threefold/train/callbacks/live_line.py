@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _SPEED_OF = 20
-"""Steps that the shown speed is the average of, about."""
-_SECONDS_BETWEEN_PICTURES = 0.1
+"""Span of the exponential average of the shown speed, in steps."""
+_SECONDS_BETWEEN_REFRESHES = 0.1
 
 
 class LiveLine(Callback):
-    """One line at the bottom of a terminal: step, losses, speed and the time that is left; above it, what has happened.
+    """One line at the bottom of a terminal: step, losses, speed, time left; evaluations and checkpoints above it.
 
     Args:
         steps: of the whole run.
@@ -45,7 +45,7 @@ class LiveLine(Callback):
             BarColumn(bar_width=20),
             TextColumn("{task.fields[shown]}"),
             console=Console(file=sys.stdout, highlight=False),
-            auto_refresh=False,  # a refreshing thread would hold up the step's
+            auto_refresh=False,  # a refresh thread would slow the training thread
         )
         self._task = self._progress.add_task(
             "", total=self.steps, completed=start, shown="the first step is the slowest"
@@ -58,7 +58,7 @@ class LiveLine(Callback):
         self._speed += weight * (record.tokens_per_second - self._speed) if self._speed else record.tokens_per_second
         self._seconds += weight * (record.seconds - self._seconds) if self._seconds else record.seconds
         self._last = record
-        if time.monotonic() - self._drawn > _SECONDS_BETWEEN_PICTURES or record.step == self.steps:
+        if time.monotonic() - self._drawn > _SECONDS_BETWEEN_REFRESHES or record.step == self.steps:
             self._draw()
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
@@ -70,7 +70,7 @@ class LiveLine(Callback):
         self._print(f"step {step}: checkpoint {path}")
 
     def after_fit(self) -> None:
-        self.close()  # what others say of the run goes below
+        self.close()  # other callbacks print below it
 
     def close(self) -> None:
         if self._progress is not None:

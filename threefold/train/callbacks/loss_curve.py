@@ -1,4 +1,4 @@
-"""RUN/loss.png: the loss curve."""
+"""RUN/loss.png: the plot of the training and validation loss."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -17,14 +17,14 @@ _TRAIN, _VALID, _GREY = "#3366aa", "#cc4422", "#777777"
 
 
 class LossCurve(Callback):
-    """Draws the curve of the whole run, also of the part before it was resumed, when all steps have been made.
+    """Plots the loss of the whole run after its last step, including the part before it was resumed.
 
     Args:
-        path: of the picture.
+        path: of the PNG.
         metrics: the metrics file, complete by then.
-        vocab_size: for the loss of a model that knows nothing.
-        title: above the picture.
-        say: gets a warning where it cannot be drawn.
+        vocab_size: for the line of a uniform guess.
+        title: of the plot.
+        say: prints a warning where it cannot be plotted.
     """
 
     @classmethod
@@ -36,7 +36,7 @@ class LossCurve(Callback):
         self.path, self.metrics, self.vocab_size, self.title, self.say = path, metrics, vocab_size, title, say
 
     def after_fit(self) -> None:
-        # Whatever goes wrong in a library that draws, the run has been made.
+        # No failure of the plotting library fails a finished run.
         try:
             draw(self.path, list(read_metrics(self.metrics)), self.vocab_size, self.title)
         except Exception as error:
@@ -44,32 +44,32 @@ class LossCurve(Callback):
 
 
 def smoothed(values: list[float], span: int) -> list[float]:
-    """Means over `span` neighbours centred on each value, so that the curve does not lag.
+    """Centred moving average over `span` values.
 
-    The first and last `span // 2` values have none: a mean over fewer would follow the single steps, and the curve
-    would rise or dive at its end with the last of them.
+    The first and last `span // 2` values have none: a mean over fewer values would follow single steps at the ends of
+    the curve.
 
     Args:
-        values: one a step.
-        span: how many, odd.
+        values: one per step.
+        span: window size, odd.
 
     Returns:
-        one for each value but `span // 2` at either end.
+        one mean per value, without `span // 2` at either end.
     """
     sums = [0.0, *accumulate(values)]
     return [(sums[place + span] - sums[place]) / span for place in range(len(values) - span + 1)]
 
 
 def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str) -> None:
-    """Draw the losses over the steps, with the tokens trained on (counted for the loss) along the upper edge.
+    """Plot the losses over the steps, with the tokens trained on (counted for the loss) on the upper axis.
 
     Args:
         path: of the PNG.
         metrics: the objects of a metrics file.
         vocab_size: V; a uniform guess has the loss ln V.
-        title: above the picture.
+        title: of the plot.
     """
-    # Without pyplot: no global state, no display.
+    # Not pyplot, which has global state and needs a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -97,7 +97,7 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
             linewidth=1.5,
             marker="o",
             markersize=4,
-            clip_on=False,  # the last lies on the frame
+            clip_on=False,  # the last point lies on the frame
             label=f"validation, {last['valid_loss']:.3f} at the end",
         )
     guess = log(vocab_size)

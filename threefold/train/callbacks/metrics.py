@@ -1,4 +1,4 @@
-"""RUN/metrics.jsonl: every step and every evaluation as one JSON object a line."""
+"""RUN/metrics.jsonl: the metrics of every step and evaluation, one JSON object per line."""
 
 import json
 import os
@@ -16,17 +16,17 @@ from threefold.train.callbacks.line_file import LineFile
 FILE = "metrics.jsonl"
 _BEGINNING = b'{"step": '
 _NAMED_LINES = 5
-"""Numbers of damaged lines that a warning lists."""
+"""Largest number of damaged lines that a warning lists."""
 
 
 class MetricsFile(Callback):
-    """Writes the file; a resumed run continues it, without the steps after the one that it resumes from.
+    """Writes the file; a resumed run appends to it, after removing the steps after the one that it resumes from.
 
-    What is damaged in a file that is continued is left out, with one warning.
+    Damaged lines of the existing file are removed, with one warning.
 
     Args:
         path: of the file.
-        say: gets the warnings.
+        say: prints the warnings.
     """
 
     @classmethod
@@ -77,7 +77,7 @@ class MetricsFile(Callback):
         self._file.close()
 
     def _rewrite(self, last: int) -> None:
-        """Leave the good lines up to step `last`; the file is the old one or the new one, whenever this is ended."""
+        """Keep the good lines up to step `last`; atomic, so a kill leaves the old file or the new one."""
         found = read_metrics_file(self.path)
         if warning := found.warning(self.path):
             self.say(warning)
@@ -95,17 +95,17 @@ class MetricsFile(Callback):
 
 
 def _number(value: float) -> float | None:
-    """JSON has no numbers that are not finite."""
+    """None for NaN and infinity, which JSON does not have."""
     return value if isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a metrics file holds.
+    """Content of a metrics file.
 
     Attributes:
-        lines: the objects by step, that of a step before the evaluation after it; of several for one step the last.
-        damaged: numbers, from 1, of lines that are none of ours; not that of a last line that was cut short.
+        lines: the objects by step, a step before its evaluation; of several for the same step the last.
+        damaged: numbers, from 1, of lines that are invalid; a last line that was cut short is not counted.
         repeated: numbers of lines for which there is a later one of the same step.
     """
 
@@ -114,7 +114,7 @@ class Metrics:
     repeated: tuple[int, ...] = ()
 
     def warning(self, path: Path) -> str | None:
-        """One sentence of what is left out; None if nothing is."""
+        """One sentence about the removed lines; None if there are none."""
         parts = []
         if self.damaged:
             parts.append(f"{_numbered(self.damaged)} damaged")
@@ -130,7 +130,7 @@ def _numbered(numbers: tuple[int, ...]) -> str:
 
 
 def read_metrics_file(path: Path) -> Metrics:
-    """Every good line of a metrics file, whatever lies between them; none where there is no such file."""
+    """All valid lines of a metrics file; none where the file does not exist."""
     if not path.is_file():
         return Metrics(())
     found: dict[tuple[int, bool], tuple[int, dict[str, Any]]] = {}
@@ -140,7 +140,7 @@ def read_metrics_file(path: Path) -> Metrics:
             line = _object(content)
             if line is None and content.endswith(b"\n") and content.strip():
                 damaged.append(number)
-                line = _object(content[max(0, content.rfind(_BEGINNING)) :])  # a whole one after half of another
+                line = _object(content[max(0, content.rfind(_BEGINNING)) :])  # a complete one after half of another
             if line is None:
                 continue
             key = (line["step"], "loss" not in line)
@@ -151,12 +151,12 @@ def read_metrics_file(path: Path) -> Metrics:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The good lines of a metrics file that may be missing or damaged, as objects in the order of their steps."""
+    """The valid lines of a metrics file that may be missing or damaged, as objects in the order of their steps."""
     yield from read_metrics_file(path).lines
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    """The object of a line, if it is that of a step or an evaluation and nothing else."""
+    """The object of a line, if it is a valid step or evaluation; else None."""
     try:
         # older versions wrote a loss that was not finite as NaN
         line = json.loads(content.decode("utf-8"), parse_constant=lambda _: None)

@@ -1,4 +1,4 @@
-"""RUN/train.log: the step log in words, in the form of PaddleFleetX's."""
+"""RUN/train.log: the step log as text, in the format of PaddleFleetX."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +11,17 @@ FILE = "train.log"
 
 
 class StepLog(Callback):
-    """A line every so many steps, and one for each evaluation and checkpoint.
+    """A line every `every` steps, and one for each evaluation and checkpoint.
 
-    The costs, speeds and tokens per second (those read, without padding) of a line are averages since the line before;
-    its loss is the global mean of that step and its learning rate the one that was used.
+    Times, speeds and tokens per second (tokens read, without padding) of a line are averages since the line before;
+    loss and learning rate are those of its step, the loss averaged over the global batch.
 
     Args:
         path: of the file; a resumed run appends.
         every: steps between lines.
         world_size: ranks of the run, for the tokens per second of each.
         emit: gets each line too.
-        say: gets a warning where the file cannot be written.
+        say: prints a warning where the file cannot be written.
     """
 
     @classmethod

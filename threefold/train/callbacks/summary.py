@@ -9,10 +9,10 @@ from threefold.train.callbacks.console import clock, say
 
 
 class Summary(Callback):
-    """A table of what came out, when all steps have been made.
+    """Prints a table of the results after the last step.
 
     Args:
-        places: what lies where, shown when it is there.
+        places: label → file or folder, shown if it exists.
     """
 
     @classmethod

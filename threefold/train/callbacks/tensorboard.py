@@ -1,4 +1,4 @@
-"""RUN/tensorboard: the curves for TensorBoard."""
+"""RUN/tensorboard: event files for TensorBoard."""
 
 import os
 import socket
@@ -18,14 +18,14 @@ SECONDS_BETWEEN_FLUSHES = 10
 
 
 class TensorBoard(Callback):
-    """Writes event files; what a resumed run makes anew takes the place of what it was before.
+    """Writes event files; repeated steps of a resumed run replace the earlier ones in TensorBoard.
 
-    Through TensorBoard's own records, but not its own writer, whose thread would tell a full disk with a traceback.
-    Whatever goes wrong is said once, and the run continues without these files.
+    Uses TensorBoard's record writer, but not its `SummaryWriter`, whose thread would print a traceback on a full disk.
+    The first failure is reported once, and the run continues without these files.
 
     Args:
         folder: of the event files.
-        say: gets the warning.
+        say: prints the warning.
     """
 
     @classmethod
@@ -39,8 +39,8 @@ class TensorBoard(Callback):
         self._flushed = 0.0
 
     def before_fit(self, start: int) -> None:
-        with self._failures_told():
-            # Imported by the one rank that writes, not by all.
+        with self._failures_reported():
+            # Imported only by the rank that writes.
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -48,7 +48,7 @@ class TensorBoard(Callback):
             self._file = _new_file(self.folder)
             self._records = RecordWriter(self._file)
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
-            # TensorBoard drops what older files have from this step on.
+            # TensorBoard drops the values of older files from this step on.
             session = SessionLog(status=SessionLog.START)
             self._add(Event(wall_time=time.time(), step=start + 1, session_log=session))
 
@@ -69,7 +69,7 @@ class TensorBoard(Callback):
 
     def close(self) -> None:
         if self._file is not None:
-            with self._failures_told():
+            with self._failures_reported():
                 self._file.close()
             self._file = None
 
@@ -79,7 +79,7 @@ class TensorBoard(Callback):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        with self._failures_told():
+        with self._failures_reported():
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
             self._add(Event(wall_time=time.time(), step=step, summary=summary))
 
@@ -90,7 +90,7 @@ class TensorBoard(Callback):
             self._flushed = time.monotonic()
 
     @contextmanager
-    def _failures_told(self) -> Iterator[None]:
+    def _failures_reported(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -102,7 +102,7 @@ class TensorBoard(Callback):
 
 
 def _new_file(folder: Path) -> BinaryIO:
-    """An event file by a name that TensorBoard sorts behind those there are."""
+    """A new event file, whose name TensorBoard sorts after the existing ones."""
     begin = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
     for number in count():
         with suppress(FileExistsError):

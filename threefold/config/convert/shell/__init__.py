@@ -1,1 +1,1 @@
-"""Reads the shell scripts that other systems are started by."""
+"""A reader for the shell scripts that launch trainings of other systems; it runs nothing."""

@@ -1,4 +1,4 @@
-"""Values of expressions that are written in a file, without running the file."""
+"""Evaluates constant expressions of Python and shell arithmetic, without running code."""
 
 import ast
 import operator
@@ -20,14 +20,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "min": 
 
 
 _MOST_PARTS = 10_000
-"""Parts of a list or dict, those of its parts among them; one that has more stays as it is written."""
+"""Largest number of elements of a list or dict, nested ones included; a larger one stays source text."""
 
 
 def parsed(text: str, expression: bool = False) -> ast.AST:
-    """The syntax tree of Python that someone else wrote; what Python would warn of is not told.
+    """The syntax tree of foreign Python code, without Python's warnings.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python, or is nested too deeply.
+        SyntaxError, ValueError, RecursionError, MemoryError: it is not Python, or nested too deeply.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -35,7 +35,7 @@ def parsed(text: str, expression: bool = False) -> ast.AST:
 
 
 def constant(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of numbers, names, sums, lists and `dict(…)`; what is none of these stays as it is written, as text."""
+    """The value of numbers, names, arithmetic, lists and `dict(…)`; anything else stays source text."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name) and node.id in names:
@@ -86,7 +86,7 @@ def _applied(node: ast.expr, function: Callable[..., Any], values: list[Any]) ->
 
 
 def _bounded(value: Any, node: ast.expr) -> Any:
-    """A list or dict; what is written where names in it stand for so much that it would fill the memory."""
+    """A list or dict; its source text where its names expand to more than `_MOST_PARTS` elements."""
     waiting, count = [value], 0
     while waiting and count <= _MOST_PARTS:
         part = waiting.pop()

@@ -1,4 +1,4 @@
-"""Whether the condition of a shell script holds, as far as the script itself says."""
+"""Evaluates conditions of shell scripts, as far as the script itself determines them."""
 
 import re
 from collections.abc import Callable
@@ -20,12 +20,12 @@ _OF_FILES: Final = ("-f", "-d", "-e", "-s", "-r", "-x", "-w", "-h", "-L")
 
 
 def holds(condition: list[Node], scope: Scope, assumed: list[str]) -> bool | None:
-    """Whether a condition holds; None where it is the result of a command.
+    """The truth of a condition; None where it is the result of a command.
 
     Args:
-        condition: the commands between `if` and `then`, of which the last counts.
-        scope: what is set.
-        assumed: gets the names that the answer depends on and that the script does not set; they count as empty.
+        condition: the commands between `if` and `then`; the last one decides.
+        scope: the variables.
+        assumed: gets the names that the result depends on and that the script does not set; they are empty.
     """
     node = condition[-1] if condition else None
     if isinstance(node, Block):
@@ -72,7 +72,7 @@ def _simple(words: list[str], scope: Scope, assumed: list[str]) -> bool | None:
 
 
 class _Test:
-    """The words inside brackets, from left to right."""
+    """Recursive-descent evaluation of the words inside `[ ]` or `[[ ]]`."""
 
     def __init__(self, words: list[str], scope: Scope) -> None:
         self._words, self._scope, self._place = words, scope, 0

@@ -1,4 +1,4 @@
-"""Shell scripts followed far enough to see which command they start, without running anything."""
+"""Interprets shell scripts far enough to find the commands that they start, without running any."""
 
 import re
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ _SILENT: Final = re.compile(
     r"chmod|touch|ln|kill|pkill|read|test|\[|\[\[|\(\(|true|false|:|logger|hostname|nvidia\-smi|unalias|alias|"
     r"conda|pushd|popd|tar|wget|curl|awk|sed|grep|head|tail|sort|uniq|wc"
 )
-"""Commands that start no training, whatever their words are."""
+"""Commands that never start a training."""
 _SCRIPT_RUNNERS: Final = ("bash", "sh", "zsh", "sbatch", "qsub")
 _SBATCH: Final = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _FLAG: Final = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 _TEXT: Final = re.compile(r"\S\s.*\.py(?=[\s;]|$)|\.py\s", re.DOTALL)
-"""A command that is one word of another, as after `bash -c`."""
+"""A command line that is one word of another command, as after `bash -c`."""
 _MOST_COMMANDS: Final = 20_000
 _DEEPEST: Final = 12
 
@@ -37,9 +37,9 @@ class Command:
     """A command that a script starts.
 
     Attributes:
-        words: of it, values and all.
+        words: expanded.
         line: from 1, of its script.
-        batch: the words of `#SBATCH` lines above it, and of the commands that it stands in a text of.
+        batch: the words of `#SBATCH` lines above it, and of the commands whose argument it is part of.
     """
 
     words: list[str]
@@ -49,12 +49,12 @@ class Command:
 
 @dataclass(frozen=True)
 class Remark:
-    """What was decided about a part of a script.
+    """A decision about a part of a script.
 
     Attributes:
         line: from 1.
         what: the part.
-        reason: what was decided and what is left out.
+        reason: the decision and the flags that are left out.
     """
 
     line: int
@@ -64,13 +64,13 @@ class Remark:
 
 @dataclass
 class Script:
-    """What a script does.
+    """Result of interpreting a script.
 
     Attributes:
         scope: its variables at the end.
         commands: in the order in which it starts them.
-        remarks: on what depends on things that are not in it.
-        missing: files that it reads and that are not there, each with its line.
+        remarks: on parts that depend on facts outside the script.
+        missing: files that it reads and that do not exist, each with its line.
     """
 
     scope: Scope
@@ -91,7 +91,7 @@ class _Runner:
         self.depth = self.count = 0
 
     def text(self, text: str, where: str) -> None:
-        """Follow a script's text in the same shell."""
+        """Interpret a script's text in the same shell."""
         self.depth += 1
         if self.depth > _DEEPEST:
             raise UserError(
@@ -127,7 +127,7 @@ class _Runner:
             self.nodes(node.body)
 
     def chain(self, chain: Chain) -> None:
-        """`a && b || c`: what does not test anything is taken to succeed."""
+        """`a && b || c`: commands other than tests are assumed to succeed."""
         success: bool | None = True
         for operator, node in chain.parts:
             if (operator == "&&" and success is False) or (operator == "||" and success is not False):
@@ -268,7 +268,7 @@ class _Runner:
         self.depth -= 1
 
     def start(self, words: list[str], node: Simple) -> None:
-        """A command that is none of the shell's own."""
+        """A command that is not a shell builtin."""
         texts = [word for word in words[1:] if _TEXT.search(re.sub(r"<[^<>]*>", "", word))]
         scripts = [word for word in words if word.endswith((".sh", ".slurm", ".sbatch"))]
         if texts or (node.heredoc and words[0] in (*_SCRIPT_RUNNERS, "srun", "ssh")):
@@ -284,7 +284,7 @@ class _Runner:
             self.script.commands.append(Command(words, node.line, list(self.batch)))
 
     def _inside(self, text: str) -> None:
-        """Follow a command that is given as a text."""
+        """Interpret a command line that is given as text."""
         try:
             self.text(text, self.scope.where)
         except _Ended:
@@ -324,7 +324,7 @@ def _assumption(unset: list[str]) -> str:
 
 
 def _ends(body: list[Node]) -> bool:
-    """Whether a branch ends the script, as after a message on what is missing."""
+    """Whether a branch ends the script, as after an error message."""
     return any(
         (isinstance(node, Simple) and node.words and node.words[0].text in ("exit", "return"))
         or (isinstance(node, Block) and _ends(node.body))
@@ -334,7 +334,7 @@ def _ends(body: list[Node]) -> bool:
 
 
 def _flags_in(nodes: list[Node]) -> Iterator[str]:
-    """The flags that commands have in them; those of what only prints are none."""
+    """The flags of commands, except commands that never start a training."""
     for node in nodes:
         if isinstance(node, Simple):
             if node.words and not _SILENT.fullmatch(node.words[0].text):
@@ -353,14 +353,14 @@ def _flags_in(nodes: list[Node]) -> Iterator[str]:
 
 
 def follow(text: str, path: Path) -> Script:
-    """What a script without arguments, in an empty environment, does.
+    """Interpret a script without arguments in an empty environment.
 
     Args:
         text: of the script.
-        path: of its file; files that it reads are looked for beside it.
+        path: of its file; files that it reads are searched beside it.
 
     Raises:
-        UserError: it cannot be read as a shell script, or does not end.
+        UserError: it cannot be parsed as a shell script, or does not end.
     """
     script = Script(Scope(str(path), path.parent))
     try:

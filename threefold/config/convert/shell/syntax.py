@@ -1,4 +1,4 @@
-"""The syntax of shell scripts: enough of it for the scripts that start trainings (POSIX shell and bash's arrays)."""
+"""Parser for shell scripts: POSIX shell and bash's arrays, as far as training scripts use them."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from threefold.errors import UserError
 
 @dataclass
 class Simple:
-    """A command: its words, and what a heredoc gives it to read."""
+    """A simple command: its words and its heredoc."""
 
     line: int
     words: list[Word]
@@ -25,7 +25,7 @@ class Chain:
 
 @dataclass
 class If:
-    """`if`: conditions with what is done under each, and what is done otherwise."""
+    """`if`: conditions with their bodies, and the body of `else`."""
 
     line: int
     branches: list[tuple[list["Node"], list["Node"]]]
@@ -34,7 +34,7 @@ class If:
 
 @dataclass
 class Case:
-    """`case`: a word, and patterns with what is done under each."""
+    """`case`: a word, and patterns with their bodies."""
 
     line: int
     word: Word
@@ -62,7 +62,7 @@ class Function:
 
 @dataclass
 class Block:
-    """What stands in braces or parentheses."""
+    """A group in braces or parentheses."""
 
     body: list["Node"]
 
@@ -232,7 +232,7 @@ def parse(text: str, where: str) -> list[Node]:
     """The commands of a script.
 
     Raises:
-        UserError: a quote, a parenthesis or a compound command does not close, or is out of place.
+        UserError: a quote, a parenthesis or a compound command is not closed, or out of place.
     """
     lexer = Lexer(text, where)
     lexer.run()

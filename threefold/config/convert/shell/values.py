@@ -1,4 +1,4 @@
-"""What the words of a shell script stand for: variables, defaults, sums, and the few commands that name paths."""
+"""Shell expansion of words: variables, defaults, arithmetic, and the few commands that yield paths."""
 
 import ast
 import os.path
@@ -15,22 +15,22 @@ from threefold.errors import UserError
 
 Value = str | list[str]
 LONGEST_VALUE: Final = 1_000_000
-"""Characters of a variable: far above what any command line holds."""
+"""Largest length of a variable, in characters."""
 _NAMED: Final = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _PIECES: Final = re.compile(r"(?:<[A-Za-z][^<>\n]*>|\S)+")
-"""Words of an unquoted value; a placeholder such as `<path to the data>` stays whole."""
+"""Words of an unquoted value; a placeholder such as `<path to the data>` is one word."""
 
 
 @dataclass
 class Scope:
-    """What a script has set.
+    """The variables of a script.
 
     Attributes:
-        where: names the script in sentences.
-        folder: where it lies.
+        where: name of the script, for messages.
+        folder: of the script.
         variables: texts, and arrays as lists.
         positional: `$1` and so on.
-        unset: names that were asked for and that nothing sets, in the order of asking.
+        unset: names that were used but never set, in order of use.
     """
 
     where: str
@@ -40,7 +40,7 @@ class Scope:
     unset: list[str] = field(default_factory=list)
 
     def get(self, name: str) -> Value | None:
-        """The value of a variable or parameter; None where nothing sets it."""
+        """The value of a variable or parameter; None if it is not set."""
         if name.isdecimal():
             place = int(name) if len(name) < 4 else len(self.positional) + 1
             if place == 0:
@@ -60,7 +60,7 @@ class Scope:
         """Set a variable.
 
         Raises:
-            UserError: its value has become too long, as by a variable that doubles again and again.
+            UserError: its value is too long, as for a variable that doubles repeatedly.
         """
         if (len(value) if isinstance(value, str) else sum(len(item) + 1 for item in value)) > LONGEST_VALUE:
             raise UserError(f"{self.where}: a variable in it grows beyond {LONGEST_VALUE:,} characters.")
@@ -68,18 +68,18 @@ class Scope:
 
 
 class Expander:
-    """Words of a script with the values in them.
+    """Expands words of a script.
 
     Args:
-        scope: what is set.
-        empty: whether what nothing sets is empty, as in a test; else it stays as it is written, as `$NAME`.
+        scope: the variables.
+        empty: whether unset variables are empty, as in a test; else they stay as written, as `$NAME`.
     """
 
     def __init__(self, scope: Scope, empty: bool = False) -> None:
         self._scope, self._empty = scope, empty
 
     def fields(self, raw: str) -> list[str]:
-        """The words that a word becomes; an unquoted value of several words is as many."""
+        """The words that a word expands to; an unquoted value is split into words."""
         done: list[str] = []
         current: str | None = None
         for text, kind in self._parts(raw):

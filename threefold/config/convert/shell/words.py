@@ -1,4 +1,4 @@
-"""The words of shell scripts: quotes, comments, heredocs and arrays, as POSIX shell and bash have them."""
+"""Lexer for shell scripts: words, quotes, comments, heredocs and arrays of POSIX shell and bash."""
 
 import re
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ DEEPEST: Final = 60
 
 @dataclass(frozen=True)
 class Word:
-    """A word as it is written, quotes and all; or an operator.
+    """A word as written, with its quotes; or an operator.
 
     Attributes:
         text: as written; of an array `NAME=(…)`, `NAME=`.
@@ -34,7 +34,7 @@ class Word:
 
 @dataclass
 class Lexer:
-    """A script on its way into words."""
+    """Splits a script into words."""
 
     text: str
     where: str
