@@ -62,7 +62,7 @@ def test_config_size_needs_no_data(threefold, tmp_path: Path) -> None:
     status, output, error = threefold("config", "size", tmp_path / "run.yaml", "--set", "model.num_layers=3")
     assert (status, error) == (0, "")
     assert output.startswith(
-        "Parameters: 4,615,958,528, active per token 1,445,064,704.\nLayout: dp 1 · tp 8 · pp 2, 16"
+        "Parameters: 4,615,958,528, 1,445,064,704 active per token.\nLayout: dp 1 · tp 8 · pp 2, 16"
     )
     assert "together" in output
     assert not (tmp_path / "nowhere").exists()
@@ -75,12 +75,12 @@ def test_config_convert(threefold, tmp_path: Path) -> None:
     status, output, error = threefold("config", "convert", tmp_path / "gpt.yaml")
     assert status == 2
     assert "is taken for PaddlePaddle Fleet's by its section _base_" in error
-    assert "Model.frobnicate = 7: not known to this converter" in error
-    assert "Model.frobnicate change the training and have no counterpart, or are not known" in error
+    assert "Model.frobnicate = 7: unknown to this converter" in error
+    assert "Model.frobnicate change the training and are unsupported, or are unknown" in error
     assert "Traceback" not in error
     status, accepted, error = threefold("config", "convert", tmp_path / "gpt.yaml", "--allow-unsupported")
     assert (status, accepted) == (0, output)
-    assert "Model.frobnicate = 7: not known to this converter" in error
+    assert "Model.frobnicate = 7: unknown to this converter" in error
     (tmp_path / "converted.yaml").write_text(output)
     assert load_config(tmp_path / "converted.yaml").model.hidden_size == 4096
 
@@ -88,7 +88,7 @@ def test_config_convert(threefold, tmp_path: Path) -> None:
     status, output, error = threefold("config", "convert", "--from", "megatron", tmp_path / "flags.txt")
     assert status == 2
     assert "num_attention_heads: 7" in output
-    assert "Error: This config is invalid: model.num_attention_heads is 7" in error
+    assert "Error: The converted config is invalid: model.num_attention_heads is 7" in error
 
     status, output, error = threefold("config", "convert", tmp_path / "nowhere.sh")
     assert (status, output) == (2, "")

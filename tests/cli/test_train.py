@@ -57,9 +57,7 @@ def test_run_and_resume_in_another_layout(config_file: Path, tmp_path: Path) -> 
 
     again = train(config_file, run)
     assert again.returncode == 2
-    assert (
-        again.stderr == f"Error: {run} already has checkpoints; resume with --resume, or choose another --run-dir.\n"
-    )
+    assert again.stderr == f"Error: {run} already has checkpoints; resume with --resume, or choose another --run-dir.\n"
     assert resolve_run(load_config(run / "config.yaml")) == stored
 
     changes = ("--set", "train.max_steps=6", "--set", "parallel.pp=1", "--set", "parallel.dp=4")

@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from threefold.config import load_config
+from threefold.data.vocabulary import vocabulary
+from threefold.plan.model_size import ModelSize
+from threefold.verify.layout_spec import parse
+from threefold.verify.shrunk_config import compose, prepare
+
 VERIFY = [sys.executable, "-m", "threefold", "verify"]
 
 
@@ -26,6 +32,27 @@ def test_table_of_layouts_that_are_equal(config_file: Path) -> None:
     assert ["tp2·pp2", "gpipe", "✓", "equal"] in [row[:4] for row in rows]
     assert "All 2 layouts compute what one process computes" in ended.stdout
     assert "the rows of " in ended.stdout
+
+
+def test_the_table_has_the_parameters_of_the_largest_rank(config_file: Path) -> None:
+    """As counted from the shapes alone; a replica without ZeRO holds the whole model."""
+    layouts = ("dp2", "tp2", "pp2", "dp2 zero3")
+    ended = verify(config_file, "--full", "--steps", "1", *layouts)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    head = next(line for line in lines if line.startswith("layout"))
+    end = head.index("params/rank") + len("params/rank")
+    rows = {line.split("✓")[0].strip(): line for line in lines if "✓ equal" in line}
+    assert set(rows) == set(layouts)
+    shown = {layout: int(row[:end].split()[-1].replace(",", "")) for layout, row in rows.items()}
+    config = load_config(config_file)
+    base = prepare(config, "fp64", vocabulary(config) or 0)
+    sizes = {layout: ModelSize(compose(base, parse(layout))) for layout in layouts}
+    assert shown == {
+        layout: max(size.largest_rank(rank).parameters for rank in range(parse(layout).layout.pp))
+        for layout, size in sizes.items()
+    }
+    assert shown["dp2"] == sizes["dp2"].parameters > max(shown[layout] for layout in layouts[1:])
 
 
 def test_json_document(config_file: Path) -> None:

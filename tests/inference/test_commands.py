@@ -62,7 +62,7 @@ def test_eval_prints_a_table_and_writes_json(threefold, run: Path, tmp_path: Pat
     assert any("nats per token" in line for line in lines)
     status, output, _ = threefold("eval", run, "--data", data, "--task", "lambada")
     assert status == 0
-    assert "last word is right" in output
+    assert "last-word accuracy" in output
 
 
 @pytest.mark.parametrize(

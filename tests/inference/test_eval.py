@@ -131,9 +131,9 @@ def test_texts_from_files(tmp_path: Path) -> None:
     assert read_texts(lines, "text") == ["One", "Two"]
     empty.write_text("\n")
     for path, key, sentence in (
-        (empty, "text", "holds no text"),
+        (empty, "text", "has no text"),
         (lines, "body", 'has no key "body"'),
-        (tmp_path / "nowhere.jsonl", "text", "which is no file"),
+        (tmp_path / "nowhere.jsonl", "text", "which is not a file"),
     ):
         with pytest.raises(UserError, match=sentence):
             read_texts(path, key)

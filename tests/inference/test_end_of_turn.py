@@ -1,0 +1,69 @@
+"""The answer to a conversation ends at the chat template's end-of-turn token, other text does not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.support import Silent
+from tests.support.chats import TURN_END, write_tokenizer
+from threefold.data.chat import Conversation
+from threefold.huggingface.import_hf import Import, import_model
+from threefold.inference.generate import GenerationRequest, encode_prompts, generate_text, generate_tokens
+from threefold.inference.model import Trained
+from threefold.inference.sampling import Sampling
+
+REQUEST = GenerationRequest(3, Sampling(temperature=0))
+CHAT = Conversation("--prompt", ({"role": "user", "content": "What is 2 + 2?"},))
+
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, int]:
+    """A model whose most likely token after `CHAT` is the end of the turn, not its eos token; and that token."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("gemma")
+    write_tokenizer(folder / "hf", "gemma")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=64,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+        )
+    ).eval()
+    ids = tokenizer.apply_chat_template(
+        list(CHAT.messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    end = tokenizer.convert_tokens_to_ids(TURN_END["gemma"])
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state[0, -1]
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[end] = hidden
+    model.save_pretrained(folder / "hf")
+    import_model(Import(folder / "hf", folder / "run"), Silent())
+    return Trained.find(Path(folder / "run")), end
+
+
+def test_an_answer_ends_with_the_turn(answering: tuple[Trained, int]) -> None:
+    trained, end = answering
+    assert end not in trained.ends()  # eos is another token
+    [begun], ends = encode_prompts(trained, [CHAT], REQUEST)
+    assert ends == trained.ends() | {end}
+    model = trained.load(dtype="fp64")
+    assert next(generate_tokens(model, [begun], REQUEST)).token == end
+    assert [event.token for event in generate_tokens(model, [begun], REQUEST, ends)] == [None]
+    assert list(generate_text(model, [CHAT], REQUEST)) == [(0, None)]
+
+
+def test_text_does_not_end_with_a_turn(answering: tuple[Trained, int]) -> None:
+    trained, end = answering
+    _, ends = encode_prompts(trained, ["What is 2 + 2?"], REQUEST)
+    assert ends == trained.ends()
+    assert end not in ends
