@@ -113,7 +113,7 @@ def test_every_candidate_is_taken_or_refused_with_a_reason() -> None:
 
 def test_layout_that_does_not_compose_is_refused_by_name() -> None:
     base = prepare(config(), "fp64", 50257)
-    with pytest.raises(UserError, match=r"^The layout tp3 cannot be: parallel.tp is 3 but must divide .*; use 2\.$"):
+    with pytest.raises(UserError, match=r"^Unsupported layout tp3: parallel.tp is 3 but must divide .*; use 2\.$"):
         asked_for(base, [parse("tp3")])
 
 
