@@ -1,8 +1,10 @@
 """The rules of the house that no linter knows."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,61 @@ def test_gpts_forward_pass_is_read_in_three_files_and_400_lines() -> None:
     assert len(lines) <= 3, lines
     assert sum(lines.values()) <= 400, lines
     assert beside <= {"threefold.config", "threefold.config.model", "threefold.labels"}
+
+
+OTHERS = {"_asdict", "_replace", "_fields", "_exit", "_Unpickler"}
+"""Underscored names of Python's own library: namedtuples, `os._exit`, `pickle._Unpickler`."""
+
+
+def private_names(path: Path, own: set[str]) -> list[str]:
+    """Underscored names that a file imports from torch, or looks up on anything though the package defines no such."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names if alias.name.startswith("torch.") for part in alias.name.split(".")]
+        elif isinstance(node, ast.Attribute) and node.attr not in own | OTHERS:
+            names = [node.attr]
+        else:
+            continue
+        found += [f"line {node.lineno}: {name}" for name in names if re.match(r"_(?!_)|__(?!.*__$)", name)]
+    return found
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Names that a module defines: functions, classes, variables, and attributes that are assigned to."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_private_parts_of_torch_are_in_one_place() -> None:
+    """`threefold/torch_private/`, where each has its reason, and a canary in tests/test_torch_private.py."""
+    files = [path for path in (ROOT / "threefold").rglob("*.py") if "torch_private" not in path.parts]
+    own = {name for path in files for name in defined(ast.parse(path.read_text()))}
+    found = {str(path.relative_to(ROOT)): names for path in files if (names := private_names(path, own))}
+    assert found == {}
+
+
+def test_no_private_method_of_torch_is_overridden() -> None:
+    """Outside of `threefold/torch_private/`; what a class of ours has under an underscore, no base of torch's has."""
+    script = (
+        "import importlib, pkgutil, threefold\n"
+        "for found in pkgutil.walk_packages(threefold.__path__, 'threefold.'):\n"
+        "    if '__main__' in found.name or 'torch_private' in found.name: continue\n"
+        "    module = importlib.import_module(found.name)\n"
+        "    for kind in vars(module).values():\n"
+        "        if not isinstance(kind, type) or kind.__module__ != found.name: continue\n"
+        "        bases = [base for base in kind.__mro__[1:] if base.__module__.split('.')[0] == 'torch']\n"
+        "        for name in set(vars(kind)) - {'_abc_impl', '_backward_cls'}:\n"
+        "            private = name.startswith('_') and not name.startswith('__')\n"
+        "            if private and any(name in vars(base) for base in bases):\n"
+        "                print('overrides', kind, name)\n"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert [line for line in output.splitlines() if line.startswith("overrides")] == []

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from threefold.torch_private.distributed import PiecewiseTensor
+
 
 @dataclass(frozen=True)
 class TensorPiece:
@@ -20,13 +22,11 @@ class TensorPiece:
     read: Callable[[], Tensor]
 
 
-class StreamedTensor(Tensor):
+class StreamedTensor(PiecewiseTensor):
     """A tensor without storage that implements torch.distributed.checkpoint's protocol for sharded tensors.
 
     Each piece is stored as its own chunk, so that loading a shard reads only the pieces that it overlaps.
     """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _pieces: dict[torch.Size, TensorPiece]
 
@@ -37,7 +37,7 @@ class StreamedTensor(Tensor):
         tensor._pieces = {torch.Size(piece.offsets): piece for piece in pieces}
         return tensor
 
-    def __create_write_items__(self, name: str, tensor: Self) -> list[WriteItem]:
+    def write_items(self, name: str) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
         items = []
         for offsets, piece in self._pieces.items():
@@ -46,6 +46,6 @@ class StreamedTensor(Tensor):
             items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
         return items
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def piece(self, index: MetadataIndex) -> Tensor:
         offsets: Any = index.offset
         return self._pieces[offsets].read()

@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from threefold.parallel.parameter import offset
+from threefold.torch_private.distributed import PiecewiseTensor, StridedPlacement
 
 
 def is_strided(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether two axes cut the tensor along one dim."""
-    return isinstance(tensor, DTensor) and any(isinstance(placement, _StridedShard) for placement in tensor.placements)
+    return isinstance(tensor, DTensor) and any(
+        isinstance(placement, StridedPlacement) for placement in tensor.placements
+    )
 
 
-class StridedShard(Tensor):
+class StridedShard(PiecewiseTensor):
     """This rank's shard, its memory shared, with torch.distributed.checkpoint's protocol for sharded tensors."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _whole: torch.Size
     _chunk: ChunkStorageMetadata
@@ -44,13 +44,13 @@ class StridedShard(Tensor):
         """Of the whole tensor, as a `DTensor`'s."""
         return self._whole if dim is None else self._whole[dim]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def chunks(self) -> list[ChunkStorageMetadata]:
         return [self._chunk]
 
-    def __create_write_items__(self, name: str, part: Self) -> list[WriteItem]:
+    def write_items(self, name: str) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._shard)
         data = TensorWriteData(chunk=self._chunk, properties=properties, size=self._whole)
         return [WriteItem(MetadataIndex(name, self._chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def piece(self, index: MetadataIndex) -> Tensor:
         return self._shard

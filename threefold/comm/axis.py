@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from threefold.comm.shared_memory import SharedMemoryGroup
 from threefold.comm.tensor_pickle import dumps
+from threefold.torch_private.tensors import foreach_copy_
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Axis:
             return
         total = self.all_reduce_(torch.cat([tensor.flatten() for tensor in tensors]))
         parts = total.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(list(tensors), [part.view_as(to) for part, to in zip(parts, tensors, strict=True)])
+        foreach_copy_(list(tensors), [part.view_as(to) for part, to in zip(parts, tensors, strict=True)])
 
     def all_reduce_max_(self, tensor: Tensor) -> Tensor:
         """Maximum of `tensor` over the axis, in place."""

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from threefold.comm.axis import Axis, Event, Recorder
 from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.comm.shared_memory import SharedMemoryGroup
+from threefold.torch_private.distributed import clear_dtensor_cache, flatten_mesh, unflatten_mesh
 
 __all__ = ["Axis", "Event", "Mesh", "Recorder"]
 
@@ -44,7 +44,7 @@ class Mesh:
         self.coordinates: Coordinates = layout.coordinates(self.rank)
         self.recorder = Recorder()
         # DTensor's cache takes equal meshes for one, and would answer with the groups of one that is gone by now.
-        _clear_sharding_prop_cache()
+        clear_dtensor_cache()
         self.device_mesh = init_device_mesh(self.device.type, layout.shape, mesh_dim_names=AXES)
         everyone = tuple(range(layout.world_size))
         self.world = self._axis("world", everyone, dist.group.WORLD)
@@ -67,14 +67,6 @@ class Mesh:
     def is_alone(self) -> bool:
         """Whether it was made by `alone`, so that there is no process group."""
         return self.world.group is None
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pp.is_first
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp.is_last
 
     def new_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis | None:
         """Make further groups of ranks; returns this rank's, or None if it is in none of them.
@@ -111,10 +103,10 @@ class Mesh:
         """The one-dimensional mesh over the ranks that share a copy."""
         fine, axis = self.device_mesh, "dp"
         if shards < self.dp.size:
-            fine, axis = fine._unflatten("dp", (self.dp.size // shards, shards), ("copy", "shard")), "shard"
+            fine, axis = unflatten_mesh(fine, "dp", (self.dp.size // shards, shards), ("copy", "shard")), "shard"
         if self.cp.size == 1:
             return fine[axis]
-        return fine["cp"] if shards == 1 else fine[axis, "cp"]._flatten(f"{axis}_cp")
+        return fine["cp"] if shards == 1 else flatten_mesh(fine[axis, "cp"], f"{axis}_cp")
 
     def _replicas(self) -> Axis:
         """The ranks that hold the same weights and see other tokens: dp and cp together."""
@@ -131,9 +123,11 @@ class Mesh:
         if ep == 1:
             return self._axis("ep", (self.rank,), None), self.replicas
         ranks = next(group for group in self.layout.expert_groups() if self.rank in group)
-        fine = self.device_mesh._unflatten("dp", (self.dp.size // ep, ep), ("expert_copy", "ep"))
+        fine = unflatten_mesh(self.device_mesh, "dp", (self.dp.size // ep, ep), ("expert_copy", "ep"))
         experts = self._axis("ep", tuple(ranks), fine.get_group("ep"), fine["ep", "tp"])
-        held_by = fine["expert_copy"] if self.cp.size == 1 else fine["expert_copy", "cp"]._flatten("expert_copy_cp")
+        held_by = (
+            fine["expert_copy"] if self.cp.size == 1 else flatten_mesh(fine["expert_copy", "cp"], "expert_copy_cp")
+        )
         same = next(group for group in self.layout.expert_copy_groups() if self.rank in group)
         return experts, self._axis("expert copies", tuple(same), held_by.get_group(), held_by)
 

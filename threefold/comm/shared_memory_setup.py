@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
+
+from threefold.torch_private.distributed import process_group_timeout
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ def _join(group: dist.ProcessGroup, folder: Path, ranks: list[int], index: int) 
         memory, inboxes = begun
         opened.pop_all()
         # What the group's own collectives wait at most.
-        timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        timeout = process_group_timeout(group)
         return Shared(ranks, index, memory, inboxes, outboxes, timeout)
 
 

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from threefold.labels import IGNORE_INDEX
 from threefold.ops.kernels import product
+from threefold.torch_private.tensors import assert_async
 
 
 # Torch's compiler would find the logits of both passes to be the same, and keep them.
-@_disable_dynamo
+@torch.compiler.disable
 def chunked_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """`F.cross_entropy(F.linear(x, weight), labels, reduction="none")`, of whose logits `chunk` columns exist at once.
 
@@ -65,7 +65,7 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
         RuntimeError: one is not (on a GPU as a device-side assertion).
     """
     known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORE_INDEX)
-    torch._assert_async(known.all(), f"a label is neither in the vocabulary of {vocab_size} nor {IGNORE_INDEX}")
+    assert_async(known.all(), f"a label is neither in the vocabulary of {vocab_size} nor {IGNORE_INDEX}")
 
 
 class _LogitSums(torch.autograd.Function):

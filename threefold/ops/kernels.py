@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from threefold.torch_private.tensors import onednn_linear
+
 _LONGEST_MATERIALISED = 512  # tokens; above it the attention matrices are worth saving
 
 _GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # what torch's grouped product takes
@@ -144,8 +146,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> 
 
 def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """`a` [m, k] times the transpose of `b` [n, k], through oneDNN, which takes transposed views as they are."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return out
+    return onednn_linear(a, b, bias)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

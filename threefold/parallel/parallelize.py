@@ -172,8 +172,8 @@ def _allocate_on(stages: Sequence[Stage], device: torch.device, dtype: torch.dty
 
     model = nn.ModuleList(stages)
     for child in model.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_meta:
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_meta:
                 raise TypeError(
                     f"{type(child).__name__} keeps the buffer {name!r}, which nobody initialises; compute it instead"
                 )

@@ -69,7 +69,8 @@ def local(parameter: Tensor) -> Tensor:
         return parameter
     leaf: Tensor | None = getattr(parameter, "_leaf", None)
     if leaf is None:
-        leaf = parameter._local_tensor.detach().requires_grad_(parameter.requires_grad)
+        with torch.no_grad():  # else a step of autograd
+            leaf = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
         parameter._leaf = leaf  # type: ignore[attr-defined]
     return leaf
 
@@ -143,11 +144,10 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Para
     """Put `make(parameter)` in the place of each parameter; tied ones stay one parameter."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = make(parameter)
-                setattr(child, name, made[parameter])
+        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in made:
+                made[parameter] = make(parameter)
+            setattr(child, name, made[parameter])
 
 
 def cut_dims(tensor: DTensor) -> list[int | None]:

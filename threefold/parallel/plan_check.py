@@ -11,6 +11,7 @@ from threefold.errors import UserError
 from threefold.models.name_pattern import matches
 from threefold.models.sharding import Constant, ModelPlan, Normal, PerHead, Replicated, Split
 from threefold.parallel.shard_modules import SHARDINGS
+from threefold.torch_private.tensors import child_names
 
 _WITHIN = (Replicated, PerHead)
 """Splits of a module that leave what is inside it to other patterns."""
@@ -42,7 +43,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
 
 def _check_names(modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
-        for child in module._modules:
+        for child in child_names(module):
             if "." in child or not child:
                 raise UserError(
                     f"The module {child!r} in {name or 'the model'!r} has {'a dot in its' if child else 'an empty'} "
@@ -242,9 +243,8 @@ def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.
 
 def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for name, module in modules.items():
-        for buffer, value in module._buffers.items():
-            if value is not None:
-                yield f"{name}.{buffer}" if name else buffer, value
+        for buffer, value in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield f"{name}.{buffer}" if name else buffer, value
 
 
 def _in_a_layer(name: str, plan: ModelPlan) -> bool:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from threefold.models.name_pattern import matches
 from threefold.parallel.pipeline.stage import Stage
 from threefold.random.rng import RandomStreams, draws_in_sequence
+from threefold.torch_private.tensors import share_contents
 
 
 class Recomputed(nn.Module):
@@ -38,10 +39,8 @@ class Recomputed(nn.Module):
     def __init__(self, module: nn.Module, streams: RandomStreams | None = None) -> None:
         super().__init__()
         self.training = module.training
-        # In the object's dict, not among the submodules: those are the module's own, in the very same dicts.
-        self.__dict__.update(
-            wrapped=module, _parameters=module._parameters, _buffers=module._buffers, _modules=module._modules
-        )
+        self.__dict__["wrapped"] = module  # not among the submodules: those are the module's own
+        share_contents(self, module)
         self._context = noop_context_fn if streams is None else streams.replays
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

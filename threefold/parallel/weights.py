@@ -11,6 +11,7 @@ from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.parameter import local, offset
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
+from threefold.torch_private.tensors import foreach_copy_
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def publish_(weights: Sequence[Weight], gradients: Gradients) -> None:
     gradients.weights_changed()
     narrow = [weight for weight in weights if weight.master is not weight.leaf]
     if narrow:
-        torch._foreach_copy_([weight.leaf.detach() for weight in narrow], [weight.master for weight in narrow])
+        foreach_copy_([weight.leaf.detach() for weight in narrow], [weight.master for weight in narrow])
 
 
 @torch.no_grad()

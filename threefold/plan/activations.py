@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from threefold.torch_private.tensors import storage_key
+
 Attention = Literal["fused", "plain", "dropped"]
 """How the attention core computes: torch's fused kernel, plain products, or plain products with dropout."""
 
@@ -223,8 +225,7 @@ class Saved:
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = storage  # held, so that no other takes its place
+        self._storages[storage_key(tensor)] = tensor.untyped_storage()  # held, so that no other takes its place
 
     @property
     def nbytes(self) -> int:
@@ -238,11 +239,11 @@ def recording_saved(parameters: Iterable[Tensor]) -> Iterator[Saved]:
 
     Holds what it counts until the result is dropped.
     """
-    known = {parameter.untyped_storage()._cdata for parameter in parameters}
+    known = {storage_key(parameter) for parameter in parameters}
     saved = Saved()
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in known:
+        if storage_key(tensor) not in known:
             saved.add(tensor)
         return tensor
 

@@ -1,7 +1,7 @@
 """A whole training step as one graph: forward and backward pass, collectives and update, with no Python between.
 
 What is captured are torch's operators on this rank's tensors, and the collectives as operators among them (those of
-`torch.ops._c10d_functional`, which name their process group). What is not: choices that Python makes by a tensor's
+functional collectives, which name their process group). What is not: choices that Python makes by a tensor's
 value, such as skipping a step or clipping by a norm that was read; the hooks of bucketed gradients; the sends of a
 pipeline. Sizes, the learning rate and which layers run are fixed when the step is captured.
 """
@@ -16,8 +16,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from threefold.comm.axis import Axis
+from threefold.torch_private.distributed import FUNCTIONAL_COLLECTIVES
+from threefold.torch_private.tensors import foreach_copy_
 
-_ops = torch.ops._c10d_functional
+_ops = FUNCTIONAL_COLLECTIVES
 
 
 class _CapturableAxis(Axis):
@@ -126,5 +128,5 @@ def capture_step(
     # Traced while it runs, on the tensors themselves: the layers reach their weights by reference, not as arguments.
     graph = make_fx(step, tracing_mode="real")(list(parameters), *example)
     with torch.no_grad():
-        torch._foreach_copy_([parameter.detach() for parameter in parameters], before)
+        foreach_copy_([parameter.detach() for parameter in parameters], before)
     return CapturedStep(graph, parameters)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import is_split
+from threefold.torch_private.tensors import foreach_norm
 from threefold.train.optimizer import Entry
 
 _NORM_PIECE = 1 << 14  # elements
@@ -38,4 +39,4 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """
     pieces = [piece for tensor in tensors for piece in tensor.flatten().split(_NORM_PIECE)]
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(pieces, dtype=wide)).double().square().sum()
+    return torch.stack(foreach_norm(pieces, dtype=wide)).double().square().sum()

@@ -17,6 +17,7 @@ from threefold.data.content_checksums import Content
 from threefold.data.dataset import Dataset
 from threefold.huggingface.sidecar_files import PREFIX, carried_by
 from threefold.random.rng import STREAMS, stored_as
+from threefold.torch_private.tensors import foreach_norm
 from threefold.train.engine import Engine
 
 
@@ -105,9 +106,7 @@ class Checkpoints:
         tensors = [entry.master.detach() for entry in optimizer.entries]
         tensors += [value for _, _, value in optimizer.states()]
         filled = [tensor for tensor in tensors if tensor.numel()]
-        largest = torch.stack(
-            [norm.double().to(self.engine.mesh.device) for norm in torch._foreach_norm(filled, torch.inf)]
-        )
+        largest = torch.stack([norm.double().to(self.engine.mesh.device) for norm in foreach_norm(filled, torch.inf)])
         bad = (~largest.isfinite()).sum()
         return int(self.engine.mesh.world.all_reduce_(bad)) == 0
 

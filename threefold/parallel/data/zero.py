@@ -19,11 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
@@ -33,6 +30,14 @@ from threefold.parallel.expert.experts import ParallelExperts
 from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters, stored
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
+from threefold.torch_private.distributed import (
+    AllGather,
+    ReduceScatter,
+    StridedPlacement,
+    concatenate_meshes,
+    finish_backward,
+)
+from threefold.torch_private.tensors import foreach_mul_
 
 
 @dataclass(frozen=True)
@@ -130,12 +135,12 @@ def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None
     if not isinstance(before, DTensor) or not isinstance(parameter, DTensor):
         return
     assert axis.device_mesh is not None
-    mesh = DeviceMesh._concatenate([axis.device_mesh, before.device_mesh])
+    mesh = concatenate_meshes([axis.device_mesh, before.device_mesh])
     (shard,) = parameter.placements
     assert isinstance(shard, Shard)
     placement: Placement = shard
     if any(isinstance(cut, Shard) and cut.dim == shard.dim for cut in before.placements):
-        placement = _StridedShard(shard.dim, split_factor=before.device_mesh.size())
+        placement = StridedPlacement(shard.dim, split_factor=before.device_mesh.size())
     whole = DTensor.from_local(
         parameter.to_local().detach(),
         mesh,
@@ -185,14 +190,14 @@ class ShardedGradients(Gradients):
             root.set_reshard_after_backward(True)
             root.set_reduce_scatter_unused_params(self._sharing.stage == 1)
             # What torch does at the end of a backward pass: sum what is not summed yet, let go of whole weights, wait.
-            root._get_fsdp_state()._root_post_backward_final_callback()
+            finish_backward(root)
         for leaf, parameter in self._parameters.items():
             grad = parameter.grad
             self._gradients[leaf] = torch.zeros_like(leaf) if grad is None else grad.to_local()  # type: ignore[attr-defined]
         self._sum_copies()
 
     def scale_(self, factor: float) -> None:
-        torch._foreach_mul_(list(self._gradients.values()), factor)
+        foreach_mul_(list(self._gradients.values()), factor)
 
     def weights_changed(self) -> None:
         for module in self._modules():

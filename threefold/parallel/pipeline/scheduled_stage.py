@@ -14,7 +14,7 @@ from threefold.config.schedule_actions import Action
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
-from threefold.torch_private import BufferedPipelineStage, RecvInfo
+from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
 
 DeferredWeights = Callable[[], Callable[[], None]]
 

@@ -8,7 +8,7 @@ from threefold.config.schedule_actions import Action
 from threefold.config.schedules import FileSchedule, Schedule, TorchSchedule
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
-from threefold.torch_private import (
+from threefold.torch_private.pipelining import (
     PipelineAction,
     PipelineSchedule,
     PipelineScheduleRuntime,

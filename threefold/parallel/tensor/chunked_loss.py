@@ -6,7 +6,6 @@ token, once for all chunks.
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from threefold.comm.axis import Axis
 from threefold.comm.collectives import reduce_from
@@ -15,7 +14,7 @@ from threefold.ops.cross_entropy import logit_sums
 
 
 # Torch's compiler would find the logits of both passes to be the same, and keep them.
-@_disable_dynamo
+@torch.compiler.disable
 def parallel_chunked_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, chunk: int, start: int, axis: Axis
 ) -> Tensor:

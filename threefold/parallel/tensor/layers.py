@@ -31,6 +31,7 @@ from threefold.ops.kernels import embedding, linear
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
+from threefold.torch_private.tensors import assert_async
 
 
 class _SplitLayer(nn.Module):
@@ -122,7 +123,7 @@ class VocabParallelEmbedding(_SplitLayer):
         table = _pad_rows(local(self.weight), self.pad_to)
         if self.axis.size == 1:
             return embedding(ids, table)
-        torch._assert_async(
+        assert_async(
             ((ids >= 0) & (ids < self.num_embeddings)).all(),
             f"an id is not in the table of {self.num_embeddings} rows",
         )

@@ -1,8 +1,4 @@
-"""Every private part of torch that the package leans on, said once: why, and what would replace it.
-
-No other file imports a name of torch that begins with an underscore; `tests/test_torch_private.py` has a test of each
-part here, whose failure says in a sentence what torch has changed.
-"""
+"""Private parts of torch that concern pipeline schedules."""
 
 from collections.abc import Iterable
 
@@ -10,8 +6,6 @@ import torch.distributed.pipelining.schedules as _schedules
 import torch.distributed.pipelining.stage as _stage
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe
-
-# ---- torch.distributed.pipelining -----------------------------------------------------------------------------------
 
 PipelineSchedule = _schedules._PipelineSchedule
 """Base class of all schedules, whose `step` and `eval` are documented. Why: the type of either kind of schedule. A

@@ -1,0 +1,283 @@
+"""A canary for each private part of torch that the package leans on: what torch has changed, in a sentence."""
+
+import ast
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_part_has_a_canary() -> None:
+    """By name: each of `threefold/torch_private/` is used by one of the tests here, or of its own room."""
+    names: set[str] = set()
+    for file in ("tensors", "distributed", "pipelining"):
+        for node in ast.parse((ROOT / f"threefold/torch_private/{file}.py").read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+                names.add(ast.unparse(target))
+    assert {"assert_async", "StridedPlacement", "PiecewiseTensor", "NO_TORCH_FUNCTION", "finish_backward"} <= names
+    text = Path(__file__).read_text()
+    assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
+
+
+def test_assert_async() -> None:
+    from threefold.torch_private.tensors import assert_async
+
+    assert_async(torch.tensor(True), "fine")
+    said = ""
+    try:
+        assert_async(torch.tensor(False), "the label is wrong")
+    except RuntimeError as error:
+        said = str(error)
+    assert "the label is wrong" in said, "torch._assert_async no longer raises its message for a false scalar on a CPU"
+
+
+def test_foreach() -> None:
+    from threefold.torch_private.tensors import foreach_copy_, foreach_mul_, foreach_norm
+
+    tensors, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), -2.0)]
+    foreach_copy_(tensors, sources)
+    assert all(map(torch.equal, tensors, sources)), "torch._foreach_copy_ no longer copies each tensor in place"
+    foreach_mul_(tensors, 2.0)
+    assert tensors[1].tolist() == [-4.0] * 3, "torch._foreach_mul_ no longer multiplies each tensor in place"
+    norms = foreach_norm([torch.full((16,), 3.0, dtype=torch.float16)], dtype=torch.float32)
+    assert norms[0].dtype == torch.float32, "torch._foreach_norm no longer takes a dtype to add up in"
+    assert norms[0].item() == 12
+    assert foreach_norm(tensors, torch.inf)[1].item() == 4, "torch._foreach_norm no longer takes an order"
+
+
+def test_onednn_linear() -> None:
+    from threefold.torch_private.tensors import onednn_linear
+
+    x, weight, bias = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(1)) for shape in ((4, 8), (8, 5), (5,))
+    )
+    got = onednn_linear(x, weight.t(), bias)
+    expected = nn.functional.linear(x, weight.t(), bias)
+    torch.testing.assert_close(
+        got, expected, msg="torch.ops.mkldnn._linear_pointwise no longer computes F.linear of a transposed view"
+    )
+
+
+def test_storage_key() -> None:
+    from threefold.torch_private.tensors import storage_key
+
+    base, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    said = "UntypedStorage._cdata no longer tells which meta tensors share memory"
+    assert storage_key(base) == storage_key(base[1:]), said
+    assert storage_key(base) != storage_key(other), said
+
+
+def test_child_names() -> None:
+    from threefold.torch_private.tensors import child_names
+
+    module = nn.Module()
+    module.first = module.second = nn.Linear(1, 1)
+    assert list(child_names(module)) == ["first", "second"], "Module._modules no longer holds every name of a child"
+
+
+def test_share_contents() -> None:
+    from threefold.torch_private.tensors import share_contents
+
+    module, other = nn.Module(), nn.Sequential(nn.Linear(1, 1))
+    share_contents(module, other)
+    other.append(nn.Linear(1, 1))
+    other.scale = nn.Parameter(torch.ones(1))
+    other.register_buffer("offset", torch.ones(1))
+    assert list(module.state_dict()) == list(other.state_dict()), (
+        "a Module no longer keeps parameters, buffers and submodules in _parameters, _buffers and _modules"
+    )
+
+
+def test_no_torch_function() -> None:
+    from threefold.torch_private.tensors import NO_TORCH_FUNCTION
+
+    class Part(torch.Tensor):
+        __torch_function__ = NO_TORCH_FUNCTION
+
+    part = torch.ones(2).as_subclass(Part)
+    assert type(part + 1) is torch.Tensor, "torch._C._disabled_torch_function_impl no longer gives plain tensors"
+
+
+def test_piecewise_tensor(tmp_path: Path) -> None:
+    from threefold.torch_private.distributed import PiecewiseTensor
+
+    class Part(PiecewiseTensor):
+        def chunks(self) -> list[ChunkStorageMetadata]:
+            return [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
+
+        def write_items(self, name: str) -> list[WriteItem]:
+            data = TensorWriteData(self.chunks()[0], TensorProperties(dtype=self.dtype), torch.Size([4]))
+            return [WriteItem(MetadataIndex(name, torch.Size([0])), WriteItemType.SHARD, tensor_data=data)]
+
+        def piece(self, index: MetadataIndex) -> torch.Tensor:
+            return self.storage_of_it
+
+    def part_of(tensor: torch.Tensor) -> Part:
+        part = tensor.as_subclass(Part)
+        part.storage_of_it = tensor
+        return part
+
+    read = torch.zeros(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"x": part_of(torch.arange(4.0))}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"x": part_of(read)}, checkpoint_id=tmp_path, no_dist=True)
+    assert read.tolist() == [0, 1, 2, 3], (
+        "torch.distributed.checkpoint no longer asks tensors for __create_write_items__, __create_chunk_list__ and "
+        "__get_tensor_shard__"
+    )
+
+
+def _meshes() -> list[str]:
+    """What is no longer as it was of the private parts of meshes, on one rank of four."""
+    from threefold.torch_private.distributed import (
+        FUNCTIONAL_COLLECTIVES,
+        StridedPlacement,
+        clear_dtensor_cache,
+        concatenate_meshes,
+        flatten_mesh,
+        process_group_timeout,
+        unflatten_mesh,
+    )
+
+    wrong = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    fine = unflatten_mesh(mesh, "dp", (1, 2), ("copy", "shard"))
+    if fine.mesh_dim_names != ("copy", "shard", "tp") or fine["tp"].get_group() is not mesh["tp"].get_group():
+        wrong.append("DeviceMesh._unflatten no longer splits an axis and keeps the groups of the others")
+    flat = flatten_mesh(fine["shard", "tp"], "all")
+    if (flat.ndim, flat.size()) != (1, 4) or dist.get_process_group_ranks(flat.get_group()) != [0, 1, 2, 3]:
+        wrong.append("DeviceMesh._flatten no longer makes one axis of several")
+    both = concatenate_meshes([mesh["dp"], mesh["tp"]])
+    if both.mesh_dim_names != ("dp", "tp") or both.get_group(1) is not mesh.get_group("tp"):
+        wrong.append("DeviceMesh._concatenate no longer joins axes of one mesh with their groups")
+    shard = StridedPlacement(0, split_factor=2)
+    whole = DTensor.from_local(torch.ones(1), both, [shard, Shard(0)], run_check=False, shape=(4,), stride=(1,))
+    if isinstance(shard, Shard) or shard.dim != 0 or whole.placements[0] != shard:
+        wrong.append("_StridedShard is no longer a placement of its own with the dim that it cuts")
+    if process_group_timeout(mesh["tp"].get_group()) <= 0:
+        wrong.append("ProcessGroup._get_backend(…).options._timeout is no longer how long collectives wait")
+    clear_dtensor_cache()
+    name = mesh["tp"].get_group().group_name
+    total = FUNCTIONAL_COLLECTIVES.wait_tensor(FUNCTIONAL_COLLECTIVES.all_reduce(torch.ones(1), "sum", name))
+    if total.item() != 2:
+        wrong.append("torch.ops._c10d_functional no longer has all_reduce(tensor, operation, group name)")
+    return wrong
+
+
+def _fsdp() -> list[str]:
+    """The same of FSDP: two micro-batches without reduce-scatter, then all that a backward pass ends with."""
+    from threefold.torch_private.distributed import AllGather, ReduceScatter, finish_backward
+
+    calls: list[str] = []
+
+    class Allocates:
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    class Gather(Allocates, AllGather):
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+            calls.append("all-gather")
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    class Scatter(Allocates, ReduceScatter):
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+            calls.append("reduce-scatter")
+            return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4, bias=False)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_custom_all_gather(Gather())
+    module.set_custom_reduce_scatter(Scatter())
+    module.set_is_last_backward(False)
+    module.set_requires_gradient_sync(False)
+    for _ in range(2):
+        module(torch.ones(1, 4)).sum().backward()
+    wrong = []
+    if "all-gather" not in calls or "reduce-scatter" in calls:
+        wrong.append("FSDP no longer calls a custom AllGather, or no longer waits with reduce-scatter until it is told")
+    module.set_is_last_backward(True)
+    module.set_requires_gradient_sync(True)
+    finish_backward(module)
+    gradient = module.weight.grad
+    if "reduce-scatter" not in calls or gradient is None or not bool((gradient.to_local() == 4).all()):
+        wrong.append("_root_post_backward_final_callback no longer reduce-scatters what waits to be reduced")
+    return wrong
+
+
+def _pipeline() -> list[str]:
+    """The same of pipeline schedules: one micro-batch through two stages."""
+    from threefold.torch_private.pipelining import (
+        BufferedPipelineStage,
+        PipelineSchedule,
+        PipelineScheduleRuntime,
+        RecvInfo,
+        Schedule1F1BOfAnyCount,
+        planned_actions,
+    )
+
+    made: list[RecvInfo] = []
+
+    class Stage(BufferedPipelineStage):
+        def receive_buffers_made(self, buffers: Any) -> None:
+            made.extend(info for infos in buffers for info in infos)
+
+    rank, wrong = dist.get_rank(), []
+    torch.manual_seed(0)
+    stage = Stage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1BOfAnyCount(stage, 1, loss_fn=lambda output, target: (output - target).sum())
+    inputs = (torch.ones(1, 4),) if rank == 0 else ()
+    schedule.step(*inputs, target=torch.zeros(1, 4))
+    if any(parameter.grad is None for parameter in stage.submod.parameters()):
+        wrong.append("Schedule1F1B no longer runs fewer micro-batches than stages past the check of its constructor")
+    if sum(isinstance(info.buffer, torch.Tensor) and not info.is_root_arg for info in made) != 1:
+        wrong.append(
+            "PipelineStage no longer makes _RecvInfo buffers in _setup_forward_recv_info and _setup_backward_…"
+        )
+    if not stage.is_on_this_rank(rank) or stage.is_on_this_rank(1 - rank):
+        wrong.append("PipelineStage._is_same_rank no longer says which stages are on this rank")
+    if [str(action) for action in planned_actions(schedule)] != [f"{rank}F0", f"{rank}B0"]:
+        wrong.append("schedules no longer have _stage, _n_microbatches and _num_stages, of which their order follows")
+    if not isinstance(schedule, PipelineSchedule) or not issubclass(PipelineScheduleRuntime, PipelineSchedule):
+        wrong.append("_PipelineSchedule is no longer the base class of all schedules")
+    return wrong
+
+
+def test_add_send_recv() -> None:
+    from torch.distributed.pipelining.schedules import B, F
+
+    from threefold.torch_private.pipelining import PipelineAction, add_send_recv
+
+    computed = {rank: [PipelineAction(rank, F, 0), PipelineAction(rank, B, 0)] for rank in range(2)}
+    found = {rank: [*map(str, actions)] for rank, actions in add_send_recv(computed, lambda stage: stage, 2).items()}
+    assert found == {0: ["0F0", "0SEND_F0", "0RECV_B0", "0B0"], 1: ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]}, (
+        "_Action and _add_send_recv no longer put a send and a receive between the actions of two stages"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "check"), [(4, _meshes), (2, _fsdp), (2, _pipeline)], ids=["meshes", "fsdp", "pipeline"]
+)
+def test_distributed(pool, ranks: int, check: Callable[[], list[str]]) -> None:
+    assert pool.run(ranks, check) == [[]] * ranks

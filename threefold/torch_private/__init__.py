@@ -1,0 +1,7 @@
+"""Every private part of torch that the package leans on, said once: why, and what would replace it.
+
+`tensors` holds those of one device, `distributed` those of meshes, FSDP, DTensor and checkpoints, `pipelining` those of
+pipeline schedules, so that models import nothing of `torch.distributed`. No other file uses a name of torch that begins
+with an underscore (`tests/test_house.py`); `tests/test_torch_private.py` has a test of each part here, whose failure
+says in a sentence what torch has changed.
+"""

@@ -1,0 +1,127 @@
+"""Private parts of torch that concern meshes, DTensor, FSDP and distributed checkpoints."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_api
+from torch.distributed.tensor import debug, placement_types
+
+from threefold.torch_private.tensors import NO_TORCH_FUNCTION
+
+# ---- Meshes ---------------------------------------------------------------------------------------------------------
+
+
+def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh with one axis made several.
+
+    Why: hybrid sharding and expert parallelism cut `dp` in two without new groups for the other axes. A public method
+    would replace it.
+    """
+    return mesh._unflatten(axis, sizes, names)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The one-dimensional mesh of all ranks of a mesh.
+
+    Why: `fully_shard` shards over one axis, and the replicas are those of `dp` and `cp` together. A public method would
+    replace it.
+    """
+    return mesh._flatten(name)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several that come from one mesh.
+
+    Why: a weight that tensor parallelism and ZeRO cut is a DTensor over both axes. A public function would replace it.
+    """
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def process_group_timeout(group: dist.ProcessGroup) -> float:
+    """Seconds that collectives of a CPU group wait at most.
+
+    Why: collectives through shared memory wait as long. A public accessor of the timeout would replace it.
+    """
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
+FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
+"""Collectives as operators that name their process group. Why: a captured graph can hold these. The documented
+`torch.distributed.all_reduce` being traceable in place would replace it."""
+
+# ---- DTensor --------------------------------------------------------------------------------------------------------
+
+StridedPlacement = placement_types._StridedShard
+"""The placement of an axis whose shards of a dim another axis has cut before. Why: tensor parallelism cuts rows, ZeRO
+cuts what it leaves of them. A public name would replace it."""
+
+
+def clear_dtensor_cache() -> None:
+    """Forget which shardings DTensor has worked out.
+
+    Why: its cache takes equal meshes for one, and answers with the groups of one that is gone where a process makes
+    several meshes in turn. A cache that a destroyed process group empties would replace it.
+    """
+    debug._clear_sharding_prop_cache()
+
+
+# ---- FSDP -----------------------------------------------------------------------------------------------------------
+
+AllGather = _fsdp_api.AllGather
+"""Base class of what `FSDPModule.set_custom_all_gather` takes. Why: the method is public and the class is not. A public
+name would replace it."""
+
+ReduceScatter = _fsdp_api.ReduceScatter
+"""Base class of what `FSDPModule.set_custom_reduce_scatter` takes. Why, and what would replace it: as `AllGather`."""
+
+
+def finish_backward(root: FSDPModule) -> None:
+    """Do what FSDP does at the end of a backward pass: reduce-scatter what is not reduced yet, free gathered weights,
+    wait.
+
+    Why: the backward passes of a step, with ZeRO 1 or a pipeline, end only when all micro-batches have passed, and
+    autograd's own callback comes after each. A public `finish_backward` would replace it.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+# ---- Distributed checkpoints ----------------------------------------------------------------------------------------
+
+
+class PiecewiseTensor(Tensor):
+    """A tensor that says itself which pieces of a global tensor it has, as `torch.distributed.checkpoint` asks it.
+
+    Why: `dcp.save` and `dcp.load` call these methods of tensors that are neither DTensors nor ShardedTensors, and only
+    name them in a private protocol (`_Checkpointable`). A public protocol would replace it.
+    """
+
+    __torch_function__ = NO_TORCH_FUNCTION
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """The pieces to load."""
+        raise NotImplementedError
+
+    def write_items(self, name: str) -> list[WriteItem]:
+        """The pieces to save, of the tensor of this name."""
+        raise NotImplementedError
+
+    def piece(self, index: MetadataIndex) -> Tensor:
+        """The piece at `index.offset`."""
+        raise NotImplementedError
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self.chunks()
+
+    def __create_write_items__(self, name: str, tensor: Any) -> list[WriteItem]:
+        return self.write_items(name)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.piece(index)

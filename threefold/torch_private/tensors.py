@@ -1,0 +1,83 @@
+"""Private parts of torch that concern tensors and modules of one device."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Raise RuntimeError where a scalar is false: at once on a CPU, as a device-side assertion on a GPU.
+
+    Why: a check of labels and token ids that does not make the host wait for the GPU. A public name would replace it.
+    """
+    torch._assert_async(condition, message)
+
+
+def foreach_copy_(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each of `sources` into its place in `into`, in few kernels.
+
+    Why: one launch instead of one for each parameter. Documented `torch.foreach_*` functions would replace it.
+    """
+    torch._foreach_copy_(list(into), list(sources))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply each tensor, in few kernels. Why, and what would replace it: as `foreach_copy_`."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The norm of each tensor, in few kernels.
+
+    Args:
+        tensors: none of them empty where `order` is infinite.
+        order: of the norm.
+        dtype: that elements are added up in; None for their own.
+
+    Why, and what would replace it: as `foreach_copy_`.
+    """
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` through oneDNN, which takes transposed views as they are.
+
+    Why: `F.linear` copies them first, which takes as long as a small product. `F.linear` without the copy would replace
+    it.
+    """
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that two tensors have in common when they share memory, while a storage of it lives.
+
+    Why: fake and meta tensors have no address (`data_ptr` is 0). Hashable storages would replace it.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def child_names(module: nn.Module) -> Iterable[str]:
+    """The names of a module's children, with those of a child that has several.
+
+    Why: `named_children` leaves out further names of one module. A `remove_duplicate` argument as that of
+    `named_modules` would replace it.
+    """
+    return list(module._modules)
+
+
+def share_contents(module: nn.Module, other: nn.Module) -> None:
+    """Give a module the parameters, buffers and submodules of another under their names, those that are set later too.
+
+    Why: a module that takes another's place for activation checkpointing changes no name of a parameter. A wrapper of
+    torch's own that is transparent to names would replace it.
+    """
+    module.__dict__.update(_parameters=other._parameters, _buffers=other._buffers, _modules=other._modules)
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""As a class's `__torch_function__`: operations on the subclass return plain tensors. Why: the documentation of
+subclasses says to use it. A public name would replace it."""
