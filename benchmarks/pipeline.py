@@ -31,7 +31,7 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.sharding import Constant, ModelPlan, Replicated
-from threefold.ops.kernels import DEFERRED
+from threefold.ops.kernels import gradient_store
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.scheduled_stage import TimedAction
 from threefold.plan.simulate import simulate
@@ -42,7 +42,7 @@ GOAL = 1.10  # for 1f1b, of the theory
 
 
 class _Wait(torch.autograd.Function):
-    """Sleeps as long as a layer's pass would take; the weight's gradient is put off where the schedule wants it."""
+    """Sleeps as long as a layer's pass would take; the weight gradient is deferred where the schedule asks for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class _Wait(torch.autograd.Function):
             time.sleep(PASS_SECONDS)
             return grad.sum((0, 1))
 
-        store = getattr(ctx.weight, DEFERRED, None)
+        store = gradient_store(ctx.weight)
         if store is None:
             return grad, of_weight()
         store.defer(ctx.weight, of_weight)

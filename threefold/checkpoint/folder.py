@@ -23,6 +23,7 @@ from typing import Final
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.manifest import PARTIAL, Facts, read_manifest
 from threefold.config import Config, load_config, resolve
+from threefold.config.schedules import is_schedule_file
 
 FOLDER: Final = "checkpoints"
 CONFIG: Final = "config.yaml"
@@ -85,10 +86,15 @@ def complete(run_dir: Path) -> list[Checkpoint]:
 def stored_config(path: Path) -> Config:
     """The config in a checkpoint's folder, resolved: what its file leaves out follows from the rest.
 
+    A pipeline schedule of a CSV file, which may be gone by now, is left out: a checkpoint has no layout.
+
     Raises:
         UserError: it cannot be read.
     """
-    return resolve(load_config(path / CONFIG), 1)  # the data's vocabulary was checked when it was stored
+    config = load_config(path / CONFIG)
+    if is_schedule_file(config.parallel.schedule):
+        config = load_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
+    return resolve(config, 1)  # the data's vocabulary was checked when it was stored
 
 
 def newest(run_dir: Path) -> Checkpoint | None:

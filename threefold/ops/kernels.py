@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -21,24 +21,48 @@ _LONGEST_MATERIALISED = 512  # tokens; above it the attention matrices are worth
 
 _GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # what torch's grouped product takes
 
-DEFERRED = "_deferred_gradients"
-"""Attribute of a weight: the `Store` that takes its gradients down for later, where there is one."""
 
+class GradientStore(Protocol):
+    """Takes gradients of weights that are to be computed later.
 
-class Store(Protocol):
-    """Takes gradients down that are to be computed later."""
+    Attributes:
+        is_open: whether it takes any now; else gradients are computed in the backward pass, as of any other weight.
+    """
+
+    is_open: bool
 
     def defer(self, leaf: Tensor, gradient: Callable[[], Tensor]) -> None:
         """Have `gradient()` added to the gradient of `leaf` later."""
 
 
+class DeferrableWeight(nn.Parameter):
+    """A weight whose gradients the layers below leave to a store while that is open.
+
+    Args:
+        data: the values, whose memory it shares.
+        store: of its gradients.
+    """
+
+    store: GradientStore
+
+    def __new__(cls, data: Tensor, store: GradientStore) -> "DeferrableWeight":
+        weight: DeferrableWeight = super().__new__(cls, data)
+        weight.store = store
+        return weight
+
+
+def gradient_store(weight: Tensor) -> GradientStore | None:
+    """The open store of a weight's gradients, to which a backward pass leaves them; None where it computes them."""
+    return weight.store if isinstance(weight, DeferrableWeight) and weight.store.is_open else None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: `x` [..., in], `weight` [out, in], `bias` [out] → [..., out].
 
-    Where a `Store` is attached to `weight` (attribute `DEFERRED`), the backward pass computes the gradient of `x` alone
-    and leaves those of `weight` and `bias` to it.
+    Where `weight` is a `DeferrableWeight` whose store is open, the backward pass computes the gradient of `x` alone and
+    leaves those of `weight` and `bias` to the store.
     """
-    store: Store | None = None if torch.compiler.is_compiling() else getattr(weight, DEFERRED, None)
+    store = None if torch.compiler.is_compiling() else gradient_store(weight)
     if store is not None:
         deferred: Tensor = _DeferredLinear.apply(x, weight, bias, store)
         return deferred
@@ -59,7 +83,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Returns:
         [n, out].
     """
-    store: Store | None = getattr(weight, DEFERRED, None)
+    store = gradient_store(weight)
     if store is None and _grouped_product_serves(x, weight):
         return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
     out: Tensor = _GroupedLinear.apply(x, weight, counts.tolist(), store)
@@ -199,10 +223,10 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer whose backward pass leaves the gradients of weight and bias to a `Store`."""
+    """A linear layer whose backward pass leaves the gradients of weight and bias to a `GradientStore`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: Store) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
         # What is saved may come back as another tensor (recomputation detaches it); the store asks for the leaf itself.
@@ -228,7 +252,7 @@ class _GroupedLinear(torch.autograd.Function):
     """One product for each group, without the whole-sized gradients that slicing the weight would make."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], store: Store | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], store: GradientStore | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.leaf, ctx.counts, ctx.store = weight, counts, store
         parts = zip(x.split(counts), weight, strict=True)

@@ -12,6 +12,7 @@ from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.data.zero import Sharing, make_sharing
+from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.tied import between_stages_of_a_rank
@@ -29,6 +30,7 @@ class Parallelism:
         sharing: what ZeRO shards over the replicas; None where each has a copy of everything.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
         master_weights: whether parameters narrower than fp32 are updated, and their gradients accumulated, in fp32.
+        deferred: what the schedule's backward passes leave weight gradients to; None where they compute them.
     """
 
     mesh: Mesh
@@ -38,6 +40,7 @@ class Parallelism:
     sharing: Sharing | None = None
     cp_method: str = "all-gather"
     master_weights: bool = True
+    deferred: DeferredGradients | None = None
 
     @classmethod
     def of(cls, config: Config, plan: ModelPlan, mesh: Mesh) -> "Parallelism":
@@ -55,6 +58,7 @@ class Parallelism:
             make_sharing(mesh, parallel.zero, parallel.zero_shards),
             parallel.cp_method,
             config.precision.master_weights,
+            DeferredGradients() if parallel.pp > 1 and parallel.pipeline_schedule.defers_weight_gradients else None,
         )
 
     @property

@@ -14,10 +14,12 @@ from threefold.config import Config
 from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
+from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.data.grad_buckets import GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.data.zero import ShardedGradients, shard_parameters
 from threefold.parallel.parallelism import Parallelism
-from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters
+from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters, stored_as
+from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
 from threefold.parallel.plan_check import check_plan
@@ -158,17 +160,21 @@ def _compile(stages: Sequence[Stage]) -> None:
 def _allocate(stages: Sequence[Stage], how: Parallelism) -> None:
     """Give the parameters memory, the values not yet set."""
     if how.sharing is None:
-        _allocate_on(stages, how.mesh.device, how.dtype)
+        _allocate_on(stages, how.mesh.device, how.dtype, how.deferred)
     else:
         # Sharded while still without memory, in the width of the master weights.
         _allocate_on(stages, torch.device("meta"), how.master_dtype)
         shard_parameters(stages, how.sharing, how.mesh, how.dtype)
 
 
-def _allocate_on(stages: Sequence[Stage], device: torch.device, dtype: torch.dtype) -> None:
+def _allocate_on(
+    stages: Sequence[Stage], device: torch.device, dtype: torch.dtype, deferred: DeferredGradients | None = None
+) -> None:
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         shard = torch.empty_like(local(parameter), device=device, dtype=dtype, requires_grad=False)
-        return nn.Parameter(like(parameter, shard))
+        if deferred is None:
+            return nn.Parameter(like(parameter, shard))
+        return stored_as(like(parameter, shard), DeferrableWeight(shard, deferred))
 
     model = nn.ModuleList(stages)
     for child in model.modules():

@@ -75,6 +75,15 @@ def local(parameter: Tensor) -> Tensor:
     return leaf
 
 
+def stored_as(stored: Tensor, leaf: nn.Parameter) -> nn.Parameter:
+    """A parameter stored as `stored` and computed with as `leaf`, which shares its memory; `local` gives the latter."""
+    if not isinstance(stored, DTensor):
+        return leaf
+    parameter = nn.Parameter(stored)
+    parameter._leaf = leaf  # type: ignore[attr-defined]
+    return parameter
+
+
 def like(parameter: Tensor, shard: Tensor) -> Tensor:
     """Wrap a tensor of the local shard's shape (a gradient, an optimizer state) as the parameter itself is stored."""
     if not isinstance(parameter, DTensor):

@@ -1,6 +1,7 @@
 """Private parts of torch that concern pipeline schedules."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed.pipelining.schedules as _schedules
 import torch.distributed.pipelining.stage as _stage
@@ -27,6 +28,34 @@ RecvInfo = _stage._RecvInfo
 """A receive buffer of a stage: `buffer`, and `is_root_arg` for the model's own inputs. Why: buffers are made when a
 micro-batch arrives and dropped after its backward pass, so that memory does not grow with the number of micro-batches.
 Torch allocating them like that itself would replace it."""
+
+
+class AnyOrderRuntime(PipelineScheduleRuntime):
+    """The runtime, with a last stage that takes the micro-batches in any order.
+
+    Why: torch keeps their losses as they are computed, and looks them up by the number of the micro-batch, so that a
+    backward pass would start from another micro-batch's loss. Losses kept by their number would replace it.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._computed: list[int] = []
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+    ) -> None:
+        super()._maybe_compute_loss(stage, output, target_mbs, mb_index, loss_kwargs)
+        if stage.is_last:
+            self._computed.append(mb_index)
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
+        return super()._maybe_get_loss(stage, self._computed.index(mb_index)) if stage.is_last else None
+
+    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
+        super()._update_losses(stages, losses)
+        if losses:
+            losses[:] = [losses[self._computed.index(number)] for number in range(len(losses))]
+        self._computed.clear()
 
 
 class BufferedPipelineStage(PipelineStage):

@@ -24,7 +24,7 @@ Store = deferred.DeferredGradients
 
 
 def weight_gradients_dropped() -> list[Patch]:
-    return [replace(Store, "_add_all", lambda self, notes: None)]
+    return [replace(Store, "_add_all", lambda self, entries: None)]
 
 
 def weight_gradients_after_the_optimizer() -> list[Patch]:
@@ -32,14 +32,15 @@ def weight_gradients_after_the_optimizer() -> list[Patch]:
     late: list[Any] = []
     work_off, collecting = Store._add_all, Store.collecting
 
-    def collecting_late(self: Store) -> Any:
-        for notes in late:
-            work_off(self, notes)
+    def collecting_late(self: Store, add: Any) -> Any:
+        self._add = add
+        for entries in late:
+            work_off(self, entries)
         late.clear()
-        return collecting(self)
+        return collecting(self, add)
 
     return [
-        replace(Store, "_add_all", lambda self, notes: late.append(notes)),
+        replace(Store, "_add_all", lambda self, entries: late.append(entries)),
         replace(Store, "collecting", collecting_late),
     ]
 
@@ -56,7 +57,7 @@ def last_micro_batch_not_worked_off() -> list[Patch]:
 
 
 def _forget(run: Any) -> None:
-    with patched([replace(Store, "_add_all", lambda self, notes: None)]):
+    with patched([replace(Store, "_add_all", lambda self, entries: None)]):
         run()
 
 

@@ -13,10 +13,9 @@ from threefold.config.schedule_actions import Action
 from threefold.config.schedules import Schedule
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.parallelism import Parallelism
-from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, Shapes, TimedAction
-from threefold.parallel.pipeline.stage import Stage, whole_parameters
+from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.pipeline.torch_schedules import actions, evaluation_schedule, training_schedule
 
 
@@ -136,10 +135,7 @@ class PipelineRunner(Runner):
             torch.empty(activation, dtype=parallelism.dtype, device="meta", requires_grad=True),
             torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True),
         )
-        self._deferred = None
-        if schedule.defers_weight_gradients:
-            leaves = [local(parameter) for _, parameter in whole_parameters(stages)]
-            self._deferred = DeferredGradients(leaves, add_gradient)
+        self._deferred, self._add_gradient = parallelism.deferred, add_gradient
         self.scheduled_stages = self._make_stages(self._deferred)
         self._train = training_schedule(schedule, self.scheduled_stages, micro_batches, _scaled)
         # Stages of its own: torch's keep buffers and shapes of the last pass, with or without gradients.
@@ -171,7 +167,7 @@ class PipelineRunner(Runner):
                 stage.log = None
 
     def forward_backward(self, batch: LocalBatch, scale: float) -> Tensor:
-        with nullcontext() if self._deferred is None else self._deferred.collecting():
+        with nullcontext() if self._deferred is None else self._deferred.collecting(self._add_gradient):
             return self._loss(self._train.step, batch, scale)
 
     @torch.no_grad()

@@ -9,9 +9,9 @@ from threefold.config.schedules import FileSchedule, Schedule, TorchSchedule
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
 from threefold.torch_private.pipelining import (
+    AnyOrderRuntime,
     PipelineAction,
     PipelineSchedule,
-    PipelineScheduleRuntime,
     Schedule1F1BOfAnyCount,
     add_send_recv,
     planned_actions,
@@ -21,7 +21,7 @@ Loss = Callable[..., object]
 _KINDS = {"F": F, "B": B, "I": I, "W": W}
 
 
-class ActionSchedule(PipelineScheduleRuntime):
+class ActionSchedule(AnyOrderRuntime):
     """A schedule of any actions in any order that can run to its end, of stages on any ranks.
 
     Args:
