@@ -1,4 +1,4 @@
-"""Private parts of torch that concern pipeline schedules."""
+"""Private parts of `torch.distributed.pipelining`: why each is used, and what would replace it."""
 
 from collections.abc import Iterable
 from typing import Any
