@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def test_every_part_has_a_canary() -> None:
     """By name: each of `threefold/torch_private/` is used by one of the tests here, or of its own room."""
     names: set[str] = set()
-    for file in ("tensors", "distributed", "pipelining"):
+    for file in ("tensors", "distributed"):  # tests/torch_private/test_pipelining.py has the others
         for node in ast.parse((ROOT / f"threefold/torch_private/{file}.py").read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
