@@ -197,3 +197,40 @@ def test_no_private_method_of_torch_is_overridden() -> None:
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert [line for line in output.splitlines() if line.startswith("overrides")] == []
+
+
+IMPORT_OF_A_TEST = re.compile(
+    r"^\s*from tests\.(?:[\w.]+\.)?test_\w+ import"
+    r"|^\s*from tests(?:\.\w+)* import .*\btest_"
+    r"|^\s*import tests\.[\w.]*\btest_"
+    r"|^\s*from tests\.(?:[\w.]+\.)?conftest import",
+    re.MULTILINE,
+)
+
+
+def test_test_modules_import_helpers_from_support_and_not_from_each_other() -> None:
+    found = {
+        str(path.relative_to(ROOT)): match[0]
+        for path in (ROOT / "tests").rglob("*.py")
+        if (match := IMPORT_OF_A_TEST.search(path.read_text()))
+    }
+    assert found == {}
+
+
+FOLDERS_OF_THEIR_OWN = {
+    "support": "helpers of the tests",
+    "fuzz": "damages the files of every reader in turn",
+}
+"""Folders of tests/ that threefold/ does not have, and why."""
+
+
+def test_tests_mirror_the_package() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    lost = [
+        str(folder)
+        for folder in sorted(folders)
+        if str(folder).split("/")[0] not in FOLDERS_OF_THEIR_OWN and not (ROOT / "threefold" / folder).is_dir()
+    ]
+    assert lost == []
+    idle = [name for name in FOLDERS_OF_THEIR_OWN if not (ROOT / "tests" / name).is_dir()]
+    assert idle == []

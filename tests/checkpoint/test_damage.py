@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.support import Silent
-from tests.cli.conftest import Command, threefold  # noqa: F401
+from tests.support.command import Command
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.errors import DamagedCheckpoint
@@ -115,7 +115,7 @@ def test_the_one_before_is_chosen(
 
 @pytest.mark.parametrize("name", [pytest.param("tensors-00000.bin", marks=pytest.mark.slow), "tensors-00001.bin"])
 def test_damage_found_while_loading(
-    threefold: Command,  # noqa: F811
+    threefold: Command,
     pool: WorkerPool,
     small_run: Run,
     run: Path,
@@ -336,7 +336,7 @@ def resize(path: Path) -> None:
     quick=(0, 5),
 )
 def test_a_config_of_another_model_is_refused(
-    threefold: Command,  # noqa: F811
+    threefold: Command,
     small_run: Run,
     run: Path,
     tmp_path: Path,

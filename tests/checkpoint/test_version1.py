@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.support import Silent, file_tensors
-from tests.cli.conftest import Command, threefold  # noqa: F401
+from tests.checkpoint.support import ARCHIVE, Silent, file_tensors
+from tests.support.command import Command
 from tests.support.sweep import sweep
 from tests.train.support import losses_of
 from threefold.checkpoint.selection import select_checkpoint
@@ -24,8 +24,6 @@ from threefold.huggingface.export_hf import Export, export_model
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.entry_point import train
 
-ARCHIVE = Path(__file__).parent / "data" / "version1.tar.xz"
-"""A run of two steps on tp 2, its tokens, and the losses of the unbroken run of four."""
 STEP = Path("run/checkpoints/step_00000002")
 
 
@@ -56,7 +54,7 @@ def test_it_starts_another_run(pool: WorkerPool, old: Path) -> None:
     assert losses_of(old / "new")[0] < losses_of(old / "run")[0]
 
 
-def test_it_generates_evaluates_and_exports(threefold: Command, old: Path) -> None:  # noqa: F811
+def test_it_generates_evaluates_and_exports(threefold: Command, old: Path) -> None:
     (old / "a.jsonl").write_text('{"text": "the cat sat on a mat and saw some rain"}\n')
     assert threefold("generate", old / "run", "--prompt", "the cat", "--max-new-tokens", "3").error == ""
     ended = threefold("eval", old / "run", "--data", old / "a.jsonl")
@@ -122,7 +120,7 @@ ATTACKS = {"bare": bare, "protocol 0": bare_of_protocol_0, "nested": nested, "pa
 
 @sweep("attack", ATTACKS.values(), ids=ATTACKS, quick=(0, 3))
 def test_a_foreign_checkpoint_runs_nothing(
-    threefold: Command,  # noqa: F811
+    threefold: Command,
     pool: WorkerPool,
     old: Path,
     attack: Callable[[Path, Path], None],
@@ -193,7 +191,7 @@ def test_no_flipped_bit_changes_a_tensor(old: Path, name: str) -> None:
     assert refused
 
 
-def test_a_config_of_another_model_is_refused(threefold: Command, old: Path) -> None:  # noqa: F811
+def test_a_config_of_another_model_is_refused(threefold: Command, old: Path) -> None:
     path = old / STEP / "config.yaml"
     text = path.read_text()
     for before, after in (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command
 from tests.support.chats import CONVERSATIONS, write_tokenizer
+from tests.support.command import Command
 
 
 @pytest.fixture

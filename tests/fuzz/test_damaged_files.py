@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from tests.checkpoint.support import Silent, write_llama
-from tests.checkpoint.test_version1 import ARCHIVE
+from tests.checkpoint.support import ARCHIVE, Silent, write_llama
 from tests.fuzz import readers
 from tests.fuzz.damage import damaged_file, flipped_file
 from tests.fuzz.judge import Judge, Reader, examine

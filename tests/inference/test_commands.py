@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import threefold  # noqa: F401
-
 LOCAL = ["-m", "threefold"]
 PROMPTS = ("The statement", "If", "Classes are")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *LOCAL]
@@ -27,7 +25,7 @@ def prompts_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("start", [LOCAL, pytest.param(TORCHRUN, marks=pytest.mark.slow)])
-def test_same_text_from_one_process_and_from_two(threefold, run: Path, tmp_path: Path, start: list[str]) -> None:  # noqa: F811
+def test_same_text_from_one_process_and_from_two(threefold, run: Path, tmp_path: Path, start: list[str]) -> None:
     options = ["generate", str(run), "--prompts-file", str(prompts_file(tmp_path)), "--max-new-tokens", "4"]
     status, output, error = threefold(*options)
     assert (status, error) == (0, "")
@@ -40,7 +38,7 @@ def test_same_text_from_one_process_and_from_two(threefold, run: Path, tmp_path:
     assert ended.stdout == output
 
 
-def test_eval_prints_a_table_and_writes_json(threefold, run: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_eval_prints_a_table_and_writes_json(threefold, run: Path, tmp_path: Path) -> None:
     data, out = tmp_path / "a.jsonl", tmp_path / "out.json"
     data.write_text('{"text": "The statement returns a value."}\n\n{"text": "If not, an error is raised."}\n')
     (tmp_path / "out.json.partial").write_text("mine")
@@ -80,7 +78,7 @@ def test_eval_prints_a_table_and_writes_json(threefold, run: Path, tmp_path: Pat
         (["eval", "--data", __file__], "is of an unknown kind"),
     ],
 )
-def test_mistakes_are_one_sentence(threefold, run: Path, arguments: list[str], sentence: str) -> None:  # noqa: F811
+def test_mistakes_are_one_sentence(threefold, run: Path, arguments: list[str], sentence: str) -> None:
     status, output, error = threefold(arguments[0], run, *arguments[1:])
     assert (status, output) == (2, "")
     assert error.startswith("Error: ")
@@ -88,6 +86,6 @@ def test_mistakes_are_one_sentence(threefold, run: Path, arguments: list[str], s
     assert sentence in error
 
 
-def test_a_folder_without_checkpoints(threefold, tmp_path: Path) -> None:  # noqa: F811
+def test_a_folder_without_checkpoints(threefold, tmp_path: Path) -> None:
     for command in (["generate", tmp_path, "--prompt", "a"], ["eval", tmp_path, "--data", "a.jsonl"]):
         assert "has no complete checkpoint" in threefold(*command).error

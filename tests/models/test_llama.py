@@ -3,22 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from tests.support.cases import LLAMA
 from tests.support.parity import Case, Trace, departures, in_layout
 from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 
-SIZES = (
-    ("architecture", "llama"),
-    ("num_key_value_heads", 6),
-    ("head_dim", 4),
-    ("qkv_bias", True),
-    ("qk_norm", True),
-    ("sliding_window", 5),
-    ("full_attention_layers", 1),
-)
-LLAMA = Case(
-    model=SIZES, positions="rope", layers=3, sequence=12, dropout=0.1, documents=True, tie=False, dtype="fp64", steps=2
-)
 SHARED = (("parallel.sequence_parallel", True),)
 RING = (("parallel.cp_method", "ring"),)
 

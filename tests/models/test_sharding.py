@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.models.test_llama import LLAMA
-from tests.parallel.expert.test_experts import over
+from tests.support.cases import LLAMA, over
 from tests.support.parity import Case
 from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import Column, ModelPlan, OverExperts, Row

@@ -9,7 +9,8 @@ import shutil
 import pytest
 import torch
 
-from tests.support.parity import Case, departures, in_layout
+from tests.support.cases import check
+from tests.support.parity import Case, in_layout
 from tests.support.sweep import sweep
 from threefold.verify.compare import relative_error
 
@@ -35,11 +36,6 @@ LAYOUTS = [
     (1, 2, 4),
 ]
 EIGHT = [(dp, tp, 8 // dp // tp) for dp in (1, 2, 4, 8) for tp in (1, 2, 4) if dp * tp <= 8]
-
-
-def check(pool, expected, case: Case) -> None:
-    found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
-    assert not found, "\n".join(found[:10])
 
 
 def name(layout: tuple[int, int, int]) -> str:

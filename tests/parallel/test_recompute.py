@@ -1,12 +1,12 @@
 """What the backward pass computes again: the same gradients bit for bit, and the memory that the formula says."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.cases import sizes, with_recompute
 from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.mesh import Event
@@ -19,15 +19,11 @@ from threefold.models.sharding import Constant, ModelPlan, Replicated
 from threefold.parallel.parameter import local, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import apply_recompute, chosen_layers, unwrapped
-from threefold.plan.activations import Attention, BlockSizes, block_bytes, recording_saved
+from threefold.plan.activations import block_bytes, recording_saved
 from threefold.random.dropout import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)
 MODES = [("selective", 1), ("full", 1), ("full", 2)]
-
-
-def with_recompute(case: Case, mode: str, every: int = 1) -> Case:
-    return replace(case, settings=(*case.settings, ("train.recompute", mode), ("train.recompute_every", every)))
 
 
 def traces(case: Case, modes: list[tuple[str, int]]) -> list[Trace]:
@@ -113,24 +109,6 @@ def kept(case: Case, mode: str, every: int = 1) -> tuple[int, int]:
     found = saved.nbytes, without.nbytes
     result.sum().backward()
     return found
-
-
-def sizes(case: Case) -> BlockSizes:
-    attention: Attention = "plain" if case.dtype == "bf16" and case.sequence <= 512 else "fused"
-    itemsize = {"fp64": 8, "fp32": 4}.get(case.dtype, 2)
-    return BlockSizes(
-        samples=case.batch // case.accumulation,
-        positions=case.sequence,
-        hidden=case.heads * case.head_dim,
-        heads=case.heads,
-        ffn=case.ffn,
-        itemsize=itemsize,
-        hidden_dropout=case.dropout > 0,
-        attention="dropped" if case.dropout else attention,
-        tp=case.tp,
-        cp=case.cp,
-        sequence_parallel=case.config.parallel.sequence_parallel,
-    )
 
 
 @sweep("tp", [1, 2], quick=(1,))

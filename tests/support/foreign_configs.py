@@ -57,6 +57,12 @@ Distributed:
 """
 COLOSSAL = '''\
 """GPT-2 with everything."""
+from pathlib import Path
+from typing import Any
+import pytest
+from threefold.config import load_config
+from threefold.config.convert import Converted, convert
+from threefold.errors import UserError
 import torch
 from colossalai.amp import AMP_TYPE
 from model import GPT2_small_pipeline_hybrid
@@ -121,4 +127,68 @@ LLAMA = """
 --micro-batch-size 1 --global-batch-size 64 --train-samples 6400 --lr 1e-4 --lr-warmup-iters 7
 --hidden-dropout 0 --attention-dropout 0 --data-path mine --tokenizer-type Llama2Tokenizer --tokenizer-model t.model
 --recompute-granularity full --recompute-method uniform --no-async-tensor-model-parallel-allreduce
+"""
+
+
+HYBRID_GPT = """
+import os
+import torch
+from colossalai.amp import AMP_TYPE
+
+NUM_EPOCHS = 60
+SEQ_LEN = 1024
+BATCH_SIZE = 192
+NUM_CHUNKS = None
+TENSOR_SHAPE = (1, 1024, 1600)
+CONFIG = dict(
+    NUM_MICRO_BATCHES=192,
+    parallel=dict(pipeline=2, tensor=dict(mode='1d', size=2)),
+    fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=2**5),
+    gradient_accumulation=3,
+    clip_grad_norm=1.0,
+)
+
+
+def train():
+    num_chunks = 1 if NUM_CHUNKS is None else NUM_CHUNKS
+    model = GPT2_exlarge_pipeline_hybrid(num_chunks=num_chunks, checkpoint=True, dtype=torch.half)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.00015, weight_decay=1e-2,)
+
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+FLEET_FLAGS = r"""#!/bin/bash
+log_dir=dp2_pp2_mp2
+rm -rf $log_dir
+export PYTHONPATH=$PYTHONPATH:../../
+python -m paddle.distributed.launch --log_dir $log_dir --gpus "0,1,2,3,4,5,6,7" run_pretrain.py \
+    --model_type gpt --model_name_or_path gpt2-small-en \
+    --input_dir "./data"\
+    --output_dir "output"\
+    --weight_decay 0.01\
+    --grad_clip 1.0 --max_steps 500000 --save_steps 100000 --decay_steps 320000 --warmup_rate 0.01 \
+    --scale_loss 32768 --global_batch_size 16 --micro_batch_size 2 \
+    --dp_degree 2 --mp_degree 2 --pp_degree 2 --sharding_degree 1 --sharding_stage 1 --sharding_offload False \
+    --use_pure_fp16 True --use_recompute True --max_lr 1e-4 --min_lr 1e-5 --logging_freq 1 --eval_freq 1000 --device gpu
+"""
+
+
+LOGGED_RUN = """
+Global: {seed: 1024, global_batch_size: 8, micro_batch_size: 1}
+Engine: {max_steps: 500000, logging_freq: 1, mix_precision: {enable: True, dtype: float16, level: O2}}
+Model:
+  vocab_size: 51200
+  hidden_size: 1024
+  num_layers: 4
+  num_attention_heads: 2
+  max_position_embeddings: 1024
+  initializer_range: 0.02
+  use_recompute: True
+  recompute_granularity: full
+Data: {Train: {dataset: {input_dir: ./data, max_seq_len: 1024}}}
+Distributed: {dp_degree: 2, mp_degree: 2, pp_degree: 2}
+Optimizer: {lr: {max_lr: 1.0e-5, min_lr: 1.0e-6, warmup_rate: 0.01, decay_steps: 360000}, grad_clip: {clip_norm: 1.0}}
 """

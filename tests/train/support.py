@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.threefold_meta import Meta
@@ -25,8 +27,13 @@ from threefold.data.token_storage import (
     TOKENS_FILE,
     dtype_for,
 )
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
+from threefold.train.callbacks.base import StepRecord
 from threefold.train.callbacks.metrics import read_metrics
-from threefold.train.entry_point import train
+from threefold.train.engine import Engine
+from threefold.train.entry_point import open_loader, train
+from threefold.train.evaluate import evaluate
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 
@@ -125,3 +132,33 @@ def same(got: list[float], expected: list[float], dtype: str) -> bool:
 
 def manifest(checkpoint: Path) -> dict[str, Any]:
     return dict(json.loads((checkpoint / "checkpoint.json").read_text()))
+
+
+def engine_of(config: Config) -> Engine:
+    mesh = Mesh(Layout.of(config.parallel))
+    return Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
+
+
+def evaluated(run: Run, batches: int) -> tuple[float, int]:
+    config = run.config
+    engine = engine_of(config)
+    loader = open_loader(config, open_dataset(config), engine.mesh.dp)
+    record = evaluate(engine, loader, batches, 0)
+    loader.close()
+    return record.loss, record.tokens
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = {
+        "step": step,
+        "loss": 11.083364487,
+        "grad_norm": 1.5,
+        "lr": 1e-5 * 2 / 3600,
+        "tokens": 8190,
+        "tokens_read": 8192,
+        "epoch": 0,
+        "batch": step - 1,
+        "reader_cost": 0.23392,
+        "seconds": 2.05344,
+    }
+    return StepRecord(**(values | changes))

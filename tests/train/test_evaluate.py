@@ -9,10 +9,7 @@ from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 
 from tests.support.sweep import sweep
-from tests.train.support import Run, write_ids
-from threefold.comm.layout import Layout
-from threefold.comm.mesh import Mesh
-from threefold.config import Config
+from tests.train.support import Run, engine_of, evaluated, write_ids
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.packed_samples import PackedSamples
@@ -21,14 +18,8 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.weights import draw_
-from threefold.train.engine import Engine
 from threefold.train.entry_point import open_loader
 from threefold.train.evaluate import evaluate
-
-
-def engine_of(config: Config) -> Engine:
-    mesh = Mesh(Layout.of(config.parallel))
-    return Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
 
 
 def offline(run: Run, batches: int) -> tuple[float, int]:
@@ -49,15 +40,6 @@ def offline(run: Run, batches: int) -> tuple[float, int]:
         losses.append(each[window[:-1] != files.eod])
     joined = torch.cat(losses)
     return joined.mean().item(), joined.numel()
-
-
-def evaluated(run: Run, batches: int) -> tuple[float, int]:
-    config = run.config
-    engine = engine_of(config)
-    loader = open_loader(config, open_dataset(config), engine.mesh.dp)
-    record = evaluate(engine, loader, batches, 0)
-    loader.close()
-    return record.loss, record.tokens
 
 
 @pytest.mark.parametrize("batches", [2, 10_000])  # the latter takes the whole part, whose last batch is not full

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.parity import Case, Trace, in_layout
+from tests.support.parity import Case, in_layout
+from tests.support.precision import narrow_departures
 from tests.support.sweep import sweep
-from threefold.verify.compare import relative_error
 
 
 @sweep("layout", [(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 1, 3)], ids=str, quick=(2,))
@@ -19,20 +19,6 @@ def test_fifty_steps_of_fp16_follow_fp32(pool, expected, layout: tuple[int, int,
     assert trace.losses == pytest.approx(reference, rel=1e-2)
     assert all(weight.dtype == torch.float32 for weight in trace.final.values())
     assert trace.losses[-1] < 0.97 * trace.losses[0]
-
-
-def narrow_departures(expected: Trace, traces: list[Trace], limit: float) -> list[str]:
-    """Where losses, norms or gradients are further from fp32 than rounding takes them, in the first step."""
-    found = []
-    for trace in traces:
-        if abs(trace.losses[0] / expected.losses[0] - 1) > limit:
-            found.append(f"loss {trace.losses[0]} is not {expected.losses[0]}")
-        if abs(trace.norms[0] / expected.norms[0] - 1) > limit:
-            found.append(f"norm {trace.norms[0]} is not {expected.norms[0]}")
-        for name, gradient in trace.gradients[0].items():
-            if not relative_error(gradient, expected.gradients[0][name]) <= 4 * limit:
-                found.append(f"grad {name}")
-    return found
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bf16", 1.5e-2), ("fp16", 3e-3)])

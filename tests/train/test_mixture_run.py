@@ -11,8 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from tests.train.support import Run, losses_of, manifest, same, steps_of, train_rank, write_ids
-from tests.train.test_evaluate import evaluated
+from tests.train.support import Run, evaluated, losses_of, manifest, same, steps_of, train_rank, write_ids
 from threefold.checkpoint.resume import find_resumption
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.data import test_compression, test_grad_buckets
-from tests.parallel.test_mutations import Patch, patched
-from tests.parallel.test_recompute import with_recompute
+from tests.support.cases import with_recompute
+from tests.support.mistakes import Patch, patched
 from tests.support.parity import Case, Trace, departures, in_layout
-from tests.train.test_half_precision import narrow_departures
-from tests.train.test_precision import FP16, check_skipped_by_all, overflowing
+from tests.support.precision import FP16, check_skipped_by_all, narrow_departures, narrow_sum, narrow_sums, overflowing
 from threefold.parallel.data import compression
 from threefold.parallel.data import grad_buckets as data
 from threefold.random import dropout
@@ -147,7 +145,7 @@ def test_scales(pool, expected, mistake: Mistake, dtype: str, sign: str) -> None
 
 
 def test_narrow_sums_of_micro_batches(pool) -> None:
-    (found,) = pool.run(1, with_mistake, gradients_added_up_narrow, test_grad_buckets.narrow_sum)
+    (found,) = pool.run(1, with_mistake, gradients_added_up_narrow, narrow_sum)
     assert found.item() != 1000.0
 
 
@@ -176,7 +174,5 @@ def gradients_not_brought_into_range() -> list[Patch]:
 
 
 def test_small_gradients_on_a_narrow_wire(pool) -> None:
-    ((sums, _), _) = pool.run(
-        2, with_mistake, gradients_not_brought_into_range, test_compression.narrow_sums, "fp16", [1e-20]
-    )
+    ((sums, _), _) = pool.run(2, with_mistake, gradients_not_brought_into_range, narrow_sums, "fp16", [1e-20])
     assert not sums[0].any()  # all lost, where the bound of test_compression allows a rounding

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.parity import Case, make_engine, shard_of
+from tests.support.precision import FP16, check_skipped_by_all, overflowing
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
 from threefold.comm.layout import Layout
@@ -18,58 +19,8 @@ from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.models.layers.decoder import CrossEntropy
 from threefold.ops import kernels
-from threefold.train.engine import Engine, StepResult
 from threefold.train.loss_scale import LossScale
 from threefold.verify.compare import relative_error
-
-FP16 = Case(dtype="fp16", dropout=0.1)
-
-
-def overflowing(case: Case, place: tuple[int, ...], name: str, bad_step: int, value: float) -> list[Any]:
-    """What each step gave, and the bits of all state before and after it.
-
-    One element of the gradient of `name` that the rank at `place` computes in one step is `value`.
-    """
-    engine = make_engine(case)
-    coordinates = engine.mesh.coordinates
-    seen: list[tuple[StepResult, bytes, bytes]] = []
-    for step in range(4):
-        hooks = []
-        if step == bad_step and (coordinates.dp, coordinates.tp, coordinates.pp) == place:
-            (leaf,) = (entry.leaf for entry in engine.optimizer.entries if entry.name == name)
-            hooks.append(leaf.register_hook(lambda gradient: _spoilt(gradient, value)))
-        before = state_bits(engine)
-        result = engine.train_step(shard_of(case, step, coordinates.dp), step)
-        seen.append((result, before, state_bits(engine)))
-        for hook in hooks:
-            hook.remove()
-    assert engine.loss_scale is not None
-    return [seen, engine.loss_scale.value]
-
-
-def _spoilt(gradient: Tensor, value: float) -> Tensor:
-    spoilt = gradient.clone()
-    spoilt.view(-1)[-1] = value
-    return spoilt
-
-
-def state_bits(engine: Engine) -> bytes:
-    """Masters, what is computed with, and the optimizer's memory, its count of updates included."""
-    tensors = [tensor for entry in engine.optimizer.entries for tensor in (entry.master, entry.leaf)]
-    tensors += [value for _, _, value in engine.optimizer.states()]
-    return b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
-
-
-def check_skipped_by_all(ranks: list[list[Any]], bad_step: int) -> None:
-    for rank, (seen, scale) in enumerate(ranks):
-        for step, (result, before, after) in enumerate(seen):
-            bad = step == bad_step
-            assert result.skipped == bad, f"rank {rank} step {step}"
-            assert (after == before) == bad, f"rank {rank} step {step}"
-            assert result.loss_scale == (65536.0 if step <= bad_step else 32768.0)
-            assert result.loss == ranks[0][0][step][0].loss
-        assert scale == 32768.0
-
 
 # Stage 0 has the norm that every tensor rank holds whole, stage 1 the split weights of the last block.
 PLACES = [

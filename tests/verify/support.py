@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.parallel.test_mutations import Patch, patched
+from tests.support.mistakes import Patch, patched
 from threefold.config import Config
 from threefold.launch.worker_pool import WorkerPool
 from threefold.verify.batches import RandomBatches

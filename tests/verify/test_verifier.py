@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tests.parallel import test_mutations as mistakes
+from tests.support import mistakes
 from tests.support.sweep import sweep
 from tests.verify.support import LAYOUTS, MistakenPool, config, task, verify
 from threefold.verify.compare import Comparison, Held, coverage

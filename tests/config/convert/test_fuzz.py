@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.convert.test_systems import FLEET_FLAGS, HYBRID_GPT, LOGGED_RUN
 from tests.support import megatron_expected, megatron_scripts
-from tests.support.foreign_configs import COLOSSAL, FLEET_BASE, LLAMA, MEGATRON
+from tests.support.foreign_configs import COLOSSAL, FLEET_BASE, FLEET_FLAGS, HYBRID_GPT, LLAMA, LOGGED_RUN, MEGATRON
 from threefold.config import load_config
 from threefold.config.convert import convert, unmapped_lines
 from threefold.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.test_parity import check
+from tests.support.cases import case, check
 from tests.support.parity import Case, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event
@@ -16,12 +16,6 @@ from threefold.models.layers.attention import Rotary
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.context.sequence import SequenceCut
 from threefold.parallel.weights import draw_
-
-
-def case(**changes: object) -> Case:
-    """24 positions are chunks of 6, 4 and 3 for cp 2, 3 and 4."""
-    sizes = {"sequence": 24, "head_dim": 4, "layers": 2, "steps": 2, "batch": 12}
-    return Case(**{"dtype": "fp64", "dropout": 0.2, **sizes, **changes})
 
 
 @sweep("cp", [2, 3, 4], quick=(0, 1))

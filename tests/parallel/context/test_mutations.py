@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.context.test_attention import case
-from tests.parallel.test_mutations import Patch, replace, sharded_by, with_mistake
+from tests.support.cases import case
+from tests.support.mistakes import Patch, replace, sharded_by, with_mistake
 from tests.support.parity import departures
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.cases import SHARED, shared
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event
@@ -14,13 +15,6 @@ from threefold.parallel.context.sequence import sum_over_shares_
 from threefold.parallel.parameter import gradient, local, whole
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.train.engine import Engine
-
-SHARED = (("parallel.sequence_parallel", True),)
-
-
-def shared(**changes) -> Case:
-    """Sequence parallel: 12 positions divide by 2, 3 and 4 ranks, the vocabulary of 67 by none."""
-    return Case(**{"sequence": 12, "settings": SHARED, "layers": 2, **changes})
 
 
 def check(pool, expected, case: Case) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.parity import Case, make_engine, shard_of, whole_tensors
+from tests.support.precision import narrow_sums, part
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
@@ -20,24 +21,6 @@ from threefold.parallel.data.compression import start_narrow_sum
 from threefold.plan.traffic import wire_bytes
 
 NAMES = ["fp16", "bf16"]
-
-
-def part(rank: int, size: float) -> Tensor:
-    """One replica's bucket: numbers of either sign over nine powers of ten below `size`."""
-    generator = torch.Generator().manual_seed(rank)
-    magnitude = 10 ** (torch.rand(1001, generator=generator) * 9 - 9)
-    return magnitude * torch.randn(1001, generator=generator) * size
-
-
-def narrow_sums(name: str, sizes: list[float]) -> tuple[list[Tensor], list[Event]]:
-    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
-    found = []
-    with mesh.recorder.recording() as events:
-        for size in sizes:
-            flat = part(mesh.rank, size)
-            start_narrow_sum(flat, mesh.dp, DTYPES[name]).finish()
-            found.append(flat)
-    return found, list(events)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.parity import Case, make_engine, shard_of
+from tests.support.precision import narrow_sum
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.parallel.data.grad_buckets import GradientBuckets
@@ -82,18 +83,6 @@ def buckets_complete_in_another_order() -> list[list[float]]:
 def test_buckets_are_summed_in_one_order_whatever_each_replica_used(pool) -> None:
     for summed in pool.run(2, buckets_complete_in_another_order):
         assert summed == [[2.0] * 2, [2.0] * 3, [1.0] * 5]
-
-
-def narrow_sum() -> Tensor:
-    """Many small bf16 gradients, which would stop growing if they were added up in bf16."""
-    mesh = Mesh(Layout())
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    buckets = GradientBuckets([weight], mesh.dp, torch.float32)
-    buckets.begin(1000)
-    for _ in range(1000):
-        (weight * 1.0).sum().backward()
-    buckets.finish()
-    return buckets[weight].clone()
 
 
 def test_narrow_gradients_are_added_up_wide(pool) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from tests.parallel.test_mutations import Patch, replace, with_mistake
+from tests.support.mistakes import Patch, replace, with_mistake
 from tests.support.parity import Case, departures
 from threefold.comm.axis import Axis
 from threefold.parallel import weights

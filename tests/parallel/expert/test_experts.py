@@ -6,30 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import over
 from tests.support.parity import Case, Trace, departures, in_layout
 from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 
-SIZES: tuple[tuple[str, Any], ...] = (
-    ("architecture", "llama"),
-    ("num_key_value_heads", 6),
-    ("head_dim", 4),
-    ("num_experts", 4),
-    ("experts_per_token", 2),
-    ("expert_ffn_hidden_size", 18),
-    ("expert_capacity_factor", 0.8),
-    ("shared_expert_ffn_hidden_size", 12),
-    ("shared_expert_gate", True),
-    ("dense_layers", 1),
-    ("router_aux_loss", 0.1),
-    ("router_z_loss", 0.01),
-)
-MOE = Case(model=SIZES, positions="rope", sequence=12, dropout=0.1, tie=False, dtype="fp64", steps=2)
 SHARED = (("parallel.sequence_parallel", True),)
-
-
-def over(dp: int, tp: int, pp: int, *settings: tuple[str, Any], ep: int = 1, **changes: Any) -> Case:
-    return MOE.with_layout(dp, tp, pp, settings=(("parallel.ep", ep), *settings), **changes)
 
 
 def slow(case: Case) -> Any:

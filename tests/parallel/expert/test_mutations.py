@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.models.test_llama import LLAMA
-from tests.parallel.expert.test_experts import SHARED, over
-from tests.parallel.test_mutations import Patch, replace, with_mistake
+from tests.support.cases import LLAMA, SHARED, over
+from tests.support.mistakes import Patch, replace, with_mistake
 from tests.support.parity import Case, departures
 from tests.support.sweep import sweep
 from threefold.comm import mesh

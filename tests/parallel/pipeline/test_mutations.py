@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.parallel.test_mutations import Patch, patched, replace
 from tests.support import tied_model
+from tests.support.mistakes import Patch, patched, replace
 from tests.support.parity import Case, Trace, departures, in_layout
 from threefold.config.schedules import TorchSchedule
 from threefold.launch.worker_pool import WorkerError

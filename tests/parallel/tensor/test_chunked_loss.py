@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parallel.test_mutations import Patch, _with, patched, replace
-from tests.parallel.test_recompute import sizes
+from tests.support.cases import sizes
+from tests.support.mistakes import Patch, patched, replace, with_patches
 from tests.support.parity import Case, Trace, departures, in_layout, make_engine
 from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
@@ -217,7 +217,7 @@ def last_chunk_left_out_of_the_sums() -> list[Patch]:
         yield from list(chunks(weight, size))[:-1]
 
     sums = cross_entropy._LogitSums
-    forward = partial(_with, [(cross_entropy, "_chunks", all_but_last)], sums.forward)
+    forward = partial(with_patches, [(cross_entropy, "_chunks", all_but_last)], sums.forward)
     return [replace(sums, "forward", staticmethod(forward))]
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor, nn
 
-from tests.parallel.context.test_sequence import shared
-from tests.parallel.test_mutations import Patch, replace, sharded_by, with_mistake
+from tests.support.cases import shared
+from tests.support.mistakes import Patch, replace, sharded_by, with_mistake
 from tests.support.parity import Case, departures
 from threefold.comm import collectives
 from threefold.comm.axis import Axis

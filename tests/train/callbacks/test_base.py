@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.train.support import Run
-from tests.train.test_evaluate import engine_of
+from tests.train.support import Run, engine_of, record
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
+from threefold.train.callbacks.base import Callback, EvaluationRecord
 from threefold.train.callbacks.console import clock
 from threefold.train.callbacks.live_line import LiveLine
 from threefold.train.callbacks.loss_curve import smoothed
@@ -111,22 +110,6 @@ def test_hooks_are_closed_after_an_error(pool: WorkerPool, small_run: Run, tmp_p
 )
 def test_what_is_due(step: int, every: int, last: int, due: bool) -> None:
     assert is_due(step, every, last) is due
-
-
-def record(step: int, **changes: Any) -> StepRecord:
-    values: dict[str, Any] = {
-        "step": step,
-        "loss": 11.083364487,
-        "grad_norm": 1.5,
-        "lr": 1e-5 * 2 / 3600,
-        "tokens": 8190,
-        "tokens_read": 8192,
-        "epoch": 0,
-        "batch": step - 1,
-        "reader_cost": 0.23392,
-        "seconds": 2.05344,
-    }
-    return StepRecord(**(values | changes))
 
 
 def test_the_line_of_the_original() -> None:

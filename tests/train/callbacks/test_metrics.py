@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.callbacks.test_base import record
-from tests.train.support import Run, steps_of, train_rank
+from tests.train.support import Run, record, steps_of, train_rank
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.line_file import LineFile
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics, read_metrics_file

@@ -1,0 +1,197 @@
+"""Silent mistakes of training systems, as patches that put them back; the comment at each says where it hides."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tests.support.parity import Case, Trace, in_layout
+from threefold.comm import collectives
+from threefold.comm.mesh import Axis
+from threefold.data.loader import Batch
+from threefold.labels import IGNORE_INDEX
+from threefold.models.sharding import AttentionCore, Split
+from threefold.parallel import parallelize, shard_modules, weights
+from threefold.parallel.data import grad_buckets as data
+from threefold.parallel.pipeline import runner, stage, tied
+from threefold.parallel.tensor import layers as tensor
+from threefold.parallel.tensor import loss
+from threefold.train import engine, gradient_norm
+from threefold.train.optimizers import base
+
+Patch = tuple[Any, str, Any]
+
+
+def replace(owner: Any, name: str, new: Any) -> Patch:
+    return owner, name, new
+
+
+def sharded_by(rule: type[Split], make: Callable[[Any, Any, Any], Any]) -> Patch:
+    """Modules of a rule are replaced by `make(rule, module, context)`."""
+    table = shard_modules.SHARDINGS
+    return replace(shard_modules, "SHARDINGS", {**table, rule: table[rule]._replace(make=make)})
+
+
+def column_input_gradient_not_summed() -> list[Patch]:
+    return [replace(collectives._CopyTo, "backward", staticmethod(lambda ctx, grad: (grad, None)))]
+
+
+def row_output_not_summed() -> list[Patch]:
+    return [replace(tensor, "reduce_from", lambda x, axis: x)]
+
+
+def row_bias_added_by_every_rank() -> list[Patch]:
+    def forward(self: tensor.RowParallelLinear, x: Tensor) -> Tensor:
+        return tensor.reduce_from(torch.nn.functional.linear(x, tensor.local(self.weight), self.bias), self.axis)
+
+    # The bias starts at zero, so only the steps after the first update show it.
+    return [replace(tensor.RowParallelLinear, "forward", forward)]
+
+
+def shards_seeded_alike() -> list[Patch]:
+    return [replace(weights, "offset", lambda parameter: (0,) * parameter.dim())]
+
+
+def weights_seeded_by_rank() -> list[Patch]:
+    draw = weights.draw_
+
+    def draw_by_rank(into: Tensor, parameter: Tensor, name: str, plan: Any, seed: int) -> Tensor:
+        return draw(into, parameter, name, plan, seed + torch.distributed.get_rank())
+
+    return [replace(weights, "draw_", draw_by_rank)]
+
+
+def mean_of_means() -> list[Patch]:
+    def count(self: engine.Engine, batch: Batch) -> tuple[int, int]:
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.mesh.dp.size, 0
+
+    return [replace(engine.Engine, "_count", count)]
+
+
+def replicas_not_reduced() -> list[Patch]:
+    return [replace(Axis, "start_all_reduce_", lambda self, flat: None)]
+
+
+def average_over_replicas_taken_twice() -> list[Patch]:
+    finish = data.GradientBuckets.finish
+
+    def finish_and_average(self: data.GradientBuckets) -> None:
+        finish(self)
+        self.scale_(1 / self._axis.size)
+
+    return [replace(data.GradientBuckets, "finish", finish_and_average)]
+
+
+def replicas_reduced_before_the_last_micro_batch() -> list[Patch]:
+    begin = data.GradientBuckets.begin
+    return [replace(data.GradientBuckets, "begin", lambda self, micro_batches: begin(self, micro_batches - 1))]
+
+
+def last_micro_batch_dropped() -> list[Patch]:
+    split = runner.LocalBatch.split
+    return [replace(runner.LocalBatch, "split", lambda self, parts: split(self, parts)[:-1])]
+
+
+def layer_dropped() -> list[Patch]:
+    forward = stage.Stage.forward
+
+    def skip_one(self: stage.Stage, x: Tensor, labels: Any = None, samples: Any = ()) -> Tensor:
+        names = tuple(name for name in self.layer_names if name != "blocks.1")
+        with patch.object(self, "layer_names", names):
+            return forward(self, x, labels, samples)
+
+    return [replace(stage.Stage, "forward", skip_one)]
+
+
+def tied_gradient_of_one_use_lost() -> list[Patch]:
+    return [replace(tied.TiedWeights, "sum_", lambda self, gradients: None)]
+
+
+def tied_weight_counted_twice_in_the_norm() -> list[Patch]:
+    return [replace(tied.TiedWeights, "owns", lambda self, name: True)]
+
+
+def tied_weight_untied_by_splitting() -> list[Patch]:
+    return [replace(parallelize, "_tie", lambda stages, plan: None)]
+
+
+def replicated_parameters_counted_tp_times_in_the_norm() -> list[Patch]:
+    return [replace(gradient_norm, "is_split", lambda parameter: True)]
+
+
+def norm_of_one_rank() -> list[Patch]:
+    def alone(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
+        mean, _ = both(self, local_loss)
+        return mean, float(gradient_norm.local_squared_norm(self.model, self.optimizer.entries) ** 0.5)
+
+    both = engine.Engine._loss_and_norm
+    return [replace(engine.Engine, "_loss_and_norm", alone)]
+
+
+def logged_loss_of_one_replica() -> list[Patch]:
+    both = engine.Engine._loss_and_norm
+
+    def local(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
+        _, norm = both(self, local_loss)
+        return local_loss.item() * self.mesh.dp.size, norm
+
+    return [replace(engine.Engine, "_loss_and_norm", local)]
+
+
+def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
+    keys = engine.sample_keys
+    return [replace(engine, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
+
+
+def same_mask_on_every_head_shard() -> list[Patch]:
+    return [sharded_by(AttentionCore, lambda rule, module, context: module)]
+
+
+def different_masks_in_the_replicated_region() -> list[Patch]:
+    keys = engine.sample_keys
+    return [
+        replace(engine, "sample_keys", lambda seed, *rest: keys(seed + torch.distributed.get_rank(), *rest)),
+    ]
+
+
+def loss_summed_over_gathered_logits_twice() -> list[Patch]:
+    all_reduce = Axis.all_reduce_
+
+    def twice(self: Axis, values: Tensor) -> Tensor:
+        return all_reduce(self, values).mul_(self.size) if values.dim() == 2 else all_reduce(self, values)
+
+    return [
+        replace(
+            loss._SplitCrossEntropy,
+            "forward",
+            staticmethod(partial(with_patches, [(Axis, "all_reduce_", twice)], loss._SplitCrossEntropy.forward)),
+        )
+    ]
+
+
+def biases_decayed() -> list[Patch]:
+    return [replace(base.Entry, "decays", True)]
+
+
+def with_patches(patches: list[Patch], call: Callable[..., Any], *args: Any) -> Any:
+    with patched(patches):
+        return call(*args)
+
+
+@contextmanager
+def patched(patches: list[Patch]) -> Iterator[None]:
+    if not patches:
+        yield
+        return
+    owner, name, new = patches[0]
+    with patch.object(owner, name, new), patched(patches[1:]):
+        yield
+
+
+def with_mistake(mistake: Callable[[], list[Patch]], case: Case) -> Trace:
+    with patched(mistake()):
+        return in_layout(case)
