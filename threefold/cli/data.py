@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from threefold.cli.data_view import Bars, print_converted, print_facts, print_labelled, print_sample, print_table
+from threefold.host import usable_cores
 
 if TYPE_CHECKING:
     from threefold.data.corpus import Corpus
@@ -60,14 +61,13 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite token files at --out.")] = False,
 ) -> None:
     """Turn text into token files that `data.path` of a run can name."""
-    import os
 
     from threefold.data.prepare.preparation import PrepareRequest
     from threefold.data.prepare.preparation import prepare as prepare_files
     from threefold.data.prepare.summary import summarize
 
     if workers is None:
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = usable_cores()
     request = PrepareRequest(
         tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite, special_tokens, chat_template
     )
