@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""Stage split points: which layers each pipeline stage holds."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def stage_bounds(
         costs: what each layer costs, in any unit.
         kinds: the class name of each layer.
         stages: how many runs of layers to make.
-        partition: `cost`, `uniform`, `class:NAME`, or the first layer of each stage but the first.
+        partition: `cost`, `uniform`, `class:NAME`, or the stage split points.
 
     Raises:
         UserError: the layers cannot be shared like that.
@@ -132,19 +132,21 @@ def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
 
 
 def _require_bounds(bounds: Sequence[int], layers: int, stages: int) -> None:
-    """Check a hand-written list: the first layer of each stage but the first."""
+    """Check a hand-written list of stage split points."""
     _require_enough(layers, stages)
     ends = [0, *bounds, layers]
     if len(bounds) == stages - 1 and all(a < b for a, b in pairwise(ends)):
         return
-    nearest = _mended(bounds, layers) if len(bounds) == stages - 1 else partition_uniform(layers, stages)[1:-1]
+    nearest = (
+        _nearest_split_points(bounds, layers) if len(bounds) == stages - 1 else partition_uniform(layers, stages)[1:-1]
+    )
     raise UserError(
         f"parallel.partition is {list(bounds)} but {stages} stages of {layers} layers need {stages - 1} ascending "
         f"numbers from 1 to {layers - 1}; use {nearest}."
     )
 
 
-def _mended(bounds: Sequence[int], layers: int) -> list[int]:
+def _nearest_split_points(bounds: Sequence[int], layers: int) -> list[int]:
     """The numbers moved as far as it takes to be ascending and leave each stage a layer."""
     up: list[int] = []
     for bound in bounds:
