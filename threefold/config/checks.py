@@ -47,12 +47,12 @@ def _check_zero(config: Config) -> None:
     if parallel.zero == 0:
         return
     if parallel.dp * parallel.cp == 1:
-        raise problem(config, "parallel.zero", "parallel.dp is 1, so no replica is there to share with; use 0 or dp 2")
+        raise problem(config, "parallel.zero", "parallel.dp is 1 and ZeRO needs dp > 1; use 0 or dp 2")
     if parallel.dp % parallel.zero_shards:
         nearest = nearest_divisor(parallel.zero_shards, parallel.dp)
         raise problem(config, "parallel.zero_shards", f"must divide parallel.dp {parallel.dp}; use {nearest}")
     if parallel.zero_shards * parallel.cp == 1:
-        rule = f"a replica alone shares nothing and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
+        rule = f"zero_shards 1 disables sharding and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
         raise problem(config, "parallel.zero_shards", rule)
     copies = parallel.dp // parallel.ep * parallel.cp
     if parallel.ep > 1 and config.model.hidden_size % copies:

@@ -113,7 +113,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("rope", "rotary positions", {"model.position_embedding": "rope"}),
     Feature(
         "llama",
-        "heads that share keys, normalised queries, a sliding window, SwiGLU",
+        "GQA, QK-norm, a sliding window, SwiGLU",
         {"model.architecture": "llama"},
         {"model.num_key_value_heads": 2, "model.sliding_window": 5, "model.qk_norm": True},
     ),
