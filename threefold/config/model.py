@@ -274,7 +274,8 @@ class ModelConfig(Section):
         preset = given.get("preset")
         given = {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **given}
         if cls is ModelConfig:
-            name = given.get("architecture") or cls.model_fields["architecture"].default
+            name = given.get("architecture")
+            name = cls.model_fields["architecture"].default if name is None else name
             if isinstance(name, str) and name in FAMILIES:
                 return FAMILIES.load(name).config.model_validate(given)
         foreign = {name: kind for name in given if name not in cls.model_fields and (kind := _class_with(name))}

@@ -1,8 +1,9 @@
 """Published sizes of the models that people train.
 
 GPT-2: Radford et al. 2019 and the released weights. GPT-3: Brown et al. 2020, table 2.1, with two misprints of that
-table corrected as everyone does: 1.3B has 16 heads (24 do not divide its width), 13B has width 5120 (40 heads of 128). Llama and
-those that followed it: the `config.json` published with the weights. What weighs the experts' auxiliary losses is left to the run.
+table corrected as everyone does: 1.3B has 16 heads (24 do not divide its width), 13B has width 5120 (40 heads of 128).
+Llama and those that followed it: the `config.json` published with the weights. The weights of the experts' auxiliary
+losses are left to the run.
 """
 
 from typing import Any, Literal
