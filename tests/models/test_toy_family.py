@@ -177,6 +177,8 @@ def threefold(package: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 def write_config(folder: Path, run: Run) -> Path:
     sections = run.config.sections()
+    for key in ("micro_batch_size", "gradient_accumulation_steps"):  # as the layout has them
+        sections["train"].pop(key, None)
     model = {
         "architecture": "toy", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "slope": 0.25,
         "vocab_size": run.config.model.vocab_size,
