@@ -7,7 +7,7 @@ import torch
 
 from tests.checkpoint.support import Silent
 from tests.support.chats import TURN_END, write_tokenizer
-from threefold.data.chat import Conversation
+from threefold.data.chat.messages import Conversation
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import GenerationRequest, encode_prompts, generate_text, generate_tokens
 from threefold.inference.model import Trained
