@@ -37,6 +37,7 @@ lint: .venv/ready
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/house.py --check
 
 # Ratios against what a user would pick instead; wants an idle machine, takes about ten minutes.
 benchmark: .venv/ready
@@ -50,10 +51,11 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/generation.py
 
-# The reference of the settings, from the schema, and what goes with what, from the rules.
+# The reference of the settings, from the schema; what goes with what, from the rules; the rooms, from the imports.
 docs: .venv/ready
 	$(BIN)/threefold config reference > docs/config.md
 	$(BIN)/threefold config compatibility > docs/compatibility.md
+	$(BIN)/python docs/house.py
 
 clean:
 	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
