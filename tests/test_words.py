@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 WHERE = {
     "KV cache": "inference/kv_cache.py",

@@ -94,6 +94,6 @@ def reference() -> None:
 @app.command()
 def compatibility() -> None:
     """Print which features can be combined, as Markdown."""
-    from threefold.config.features import markdown
+    from threefold.config.rules.features import markdown
 
     typer.echo(markdown(), nl=False)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from threefold.config.batch import batch_sizes
-from threefold.config.checks import check
 from threefold.config.loading import config_of
 from threefold.config.optimizer import hyper_parameters
+from threefold.config.rules.batch import batch_sizes
+from threefold.config.rules.checks import check
 from threefold.config.schema import Config
 
 DEFAULT_SEQUENCE_LENGTH = 256

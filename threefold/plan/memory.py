@@ -7,8 +7,8 @@ many micro-batches as the pipeline's schedule has under way at once (docs/parall
 from math import ceil
 
 from threefold.config import Config, resolve
-from threefold.config.batch import default_micro_batches
 from threefold.config.resolve import default_largest
+from threefold.config.rules.batch import default_micro_batches
 from threefold.dtypes import DTYPES
 from threefold.parallel.recompute import chosen_layers
 from threefold.plan.activations import Attention, BlockSizes, ExpertSizes, block_bytes, head_bytes

@@ -5,10 +5,10 @@ from math import lcm
 from typing import Any
 
 from threefold.config import Config, resolve
-from threefold.config.batch import batch_sizes
 from threefold.config.loading import config_of
 from threefold.config.model import ModelConfig
 from threefold.config.optimizer import hyper_parameters
+from threefold.config.rules.batch import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.verify.layout_spec import LayoutSpec
 

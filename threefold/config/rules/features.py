@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from threefold.config.compatibility import RULES, Rule
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
+from threefold.config.rules.compatibility import RULES, Rule
 from threefold.config.schedules import SCHEDULES, TorchSchedule
 from threefold.config.schema import Config
 from threefold.errors import UserError
@@ -223,7 +223,7 @@ def cells() -> Iterator[Cell]:
 _INTRODUCTION = """\
 # What goes with what
 
-<!-- Written by `make docs` from threefold/config/features.py and compatibility.py. -->
+<!-- Written by `make docs` from threefold/config/rules/features.py and compatibility.py. -->
 
 ✓: the two together train what one process trains, up to rounding; the test suite runs every such pair. A number: the
 config is refused before any worker starts, with a sentence such as the one below. –: two values of one setting.

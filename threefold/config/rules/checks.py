@@ -2,12 +2,12 @@
 
 from math import lcm, log2
 
-from threefold.config.compatibility import check_together
 from threefold.config.config_error import problem
 from threefold.config.divisors import nearest_divisor, nearest_multiple
-from threefold.config.model_checks import check_division, check_model
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, hyper_parameters
-from threefold.config.pipeline_checks import check_pipeline
+from threefold.config.rules.compatibility import check_together
+from threefold.config.rules.model_checks import check_division, check_model
+from threefold.config.rules.pipeline_checks import check_pipeline
 from threefold.config.schema import Config
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from threefold.config import Config
-from threefold.config.compatibility import RULES
-from threefold.config.features import FEATURES, SIXTEEN_BIT, Cell, Feature, cells, config_with, markdown
+from threefold.config.rules.compatibility import RULES
+from threefold.config.rules.features import FEATURES, SIXTEEN_BIT, Cell, Feature, cells, config_with, markdown
 from threefold.errors import UserError
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import GRADIENT, LOSS, Error
