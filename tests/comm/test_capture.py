@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.support.parity import Case, global_batch
 from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
+from threefold.comm.capture import capturable, capture_step
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.models.gpt.model import GPT
@@ -20,7 +21,6 @@ from threefold.parallel.parallelize import parallelize
 from threefold.parallel.parameter import is_split, local
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.weights import draw_
-from threefold.plan.capture import capturable, capture_step
 from threefold.random.dropout import sample_keys
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
+from threefold.comm.capture import capturable, capture_step
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.parallel.parameter import local
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from threefold.plan.capture import capturable, capture_step
 
 DYNAMIC = [0.0, -0.14513375, -0.2902736, -0.43542737, -0.5806184]
 STATIC = [11.943981, -2.2283082, -13.341571, -29.284101, -63.219418]
