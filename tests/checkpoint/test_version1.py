@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.support import ARCHIVE, Silent, file_tensors
+from tests.support.archives import VERSION_1
 from tests.support.command import Command
+from tests.support.hf_models import Silent, file_tensors
 from tests.support.sweep import sweep
 from tests.train.support import losses_of
 from threefold.checkpoint.selection import select_checkpoint
@@ -30,7 +31,7 @@ STEP = Path("run/checkpoints/step_00000002")
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
     """The folder with `run` and `tokens` of the archive."""
-    with tarfile.open(ARCHIVE) as archive:
+    with tarfile.open(VERSION_1) as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path
 

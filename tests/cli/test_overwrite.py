@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.support import write_llama
 from tests.support.command import Command
+from tests.support.hf_models import write_llama
 from tests.support.other_systems import write_megatron
 from threefold.data.formats.threefold_meta import Meta
 from threefold.data.token_storage import META_FILE

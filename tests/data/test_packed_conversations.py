@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checkpoint.support import Silent
 from tests.support.chats import CONVERSATIONS, write_tokenizer
+from tests.support.hf_models import Silent
 from threefold.config import Config
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset

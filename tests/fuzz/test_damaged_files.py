@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from tests.checkpoint.support import ARCHIVE, Silent, write_llama
 from tests.fuzz import readers
 from tests.fuzz.damage import damaged_file, flipped_file
 from tests.fuzz.judge import Judge, Reader, examine
+from tests.support.archives import VERSION_1
 from tests.support.chats import CONVERSATIONS, write_tokenizer
+from tests.support.hf_models import Silent, write_llama
 from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.prepare.conversion import to_threefold
@@ -64,7 +65,7 @@ def new_checkpoint(folder: Path, inputs: Path) -> Reader:
 
 
 def old_checkpoint(folder: Path, inputs: Path) -> Reader:
-    with tarfile.open(ARCHIVE) as archive:
+    with tarfile.open(VERSION_1) as archive:
         archive.extractall(folder.parent, filter="data")
     (folder.parent / "run").rename(folder)
     return readers.checkpoint

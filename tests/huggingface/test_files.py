@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from tests.checkpoint.support import LLAMA, Silent, file_tensors, llama_tensors, same_tensors, stored, write_llama
+from tests.support.hf_models import LLAMA, Silent, file_tensors, llama_tensors, same_tensors, stored, write_llama
 from tests.train.support import Run, losses_of, same, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.cli.main import app

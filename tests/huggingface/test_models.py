@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.support import Silent, file_tensors, model_of, same_tensors, stored
+from tests.support.hf_models import Silent, file_tensors, model_of, same_tensors, stored
 from tests.support.sweep import sweep
 from threefold.huggingface import weights
 from threefold.huggingface.export_hf import Export, export_model

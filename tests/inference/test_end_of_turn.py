@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.support import Silent
 from tests.support.chats import TURN_END, write_tokenizer
+from tests.support.hf_models import Silent
 from threefold.data.chat.messages import Conversation
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import GenerationRequest, encode_prompts, generate_text, generate_tokens

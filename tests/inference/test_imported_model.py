@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tests.checkpoint.support import Silent, write_llama
+from tests.support.hf_models import Silent, write_llama
 from threefold.data.text.text_encoding import TextRule, beginning_of
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model

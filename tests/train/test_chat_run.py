@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.support import Silent
 from tests.support.chats import conversations, transformers_tokenizer
+from tests.support.hf_models import Silent
 from tests.train.support import losses_of, same
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, load_config

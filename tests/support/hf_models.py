@@ -107,7 +107,3 @@ def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
-
-
-ARCHIVE = Path(__file__).parent / "data" / "version1.tar.xz"
-"""A run of two steps on tp 2, its tokens, and the losses of the unbroken run of four."""
