@@ -1,4 +1,4 @@
-"""What a label may be besides a token."""
+"""Ignored labels: the label of tokens that add nothing to the loss."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Checkpoints: global tensors under global names, without any layout, so that every layout reads what another wrote.
+"""Checkpoints: global tensors under global names, so that every layout reads what another wrote.
 
 `folder` locates the checkpoints of a run, `manifest` is their checkpoint.json, `format` their tensor files, `tensors`
 reads and writes these through torch.distributed.checkpoint, `save` writes a checkpoint atomically, `selection` finds

@@ -1,4 +1,4 @@
-"""What a run is: typed settings, where they come from, and the rules between them."""
+"""The settings of a run: typed sections, how they are loaded and resolved, and the rules between them."""
 
 from threefold.config.loading import load_config
 from threefold.config.resolve import resolve

@@ -1,1 +1,1 @@
-"""Faster kernels for the same arithmetic."""
+"""Faster kernels for operations that torch has: linear layers, attention and cross-entropy on a CPU."""

@@ -1,1 +1,1 @@
-"""Output that appears whole or not at all, and overwrites nothing that this program did not write."""
+"""Output that appears whole or not at all, and overwrites only what this program wrote."""

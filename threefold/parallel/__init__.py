@@ -1,7 +1,7 @@
-"""How a model is spread over a mesh. The parallel layers named here can be used in models of your own, too.
+"""Shards a model over a mesh: tensor, context, expert, data and pipeline parallelism, applied by `parallelize`.
 
-What is named here is imported when it is first used: `threefold.comm.layout` alone needs no torch, which takes
-seconds to import.
+The parallel layers named here can also be used in models of your own. They are imported when they are first used:
+`threefold.comm.layout` alone needs no torch, which takes seconds to import.
 """
 
 from importlib import import_module

@@ -1,1 +1,1 @@
-"""What a layout costs, as arithmetic on shapes: memory, traffic, schedules."""
+"""What a layout costs, computed from shapes: memory, bytes of collectives, pipeline schedules."""

@@ -1,1 +1,1 @@
-"""Random numbers that are a function of what they are for: Philox streams, keyed permutation, dropout keys."""
+"""Random numbers that follow from a key in every layout: Philox, the keyed permutation, dropout masks."""

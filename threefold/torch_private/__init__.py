@@ -1,4 +1,4 @@
-"""Every private part of torch that the package leans on, said once: why, and what would replace it.
+"""The private parts of torch that the package uses, each with why, and what would replace it.
 
 `tensors` holds those of one device, `distributed` those of meshes, FSDP, DTensor and checkpoints, `pipelining` those of
 pipeline schedules, so that models import nothing of `torch.distributed`. No other file uses a name of torch that begins

@@ -1,1 +1,1 @@
-"""Verification: compares a layout with a single process, losses, gradients and weights of each parameter."""
+"""Verification: compares losses, and gradients and weights of each parameter, of a layout with one process."""

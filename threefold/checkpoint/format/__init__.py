@@ -1,1 +1,1 @@
-"""What lies in a checkpoint on disk: tensor files and their index (version 2), and those of version 1."""
+"""Tensor files of a checkpoint and their index: version 2, which is written, and version 1, which is only read."""

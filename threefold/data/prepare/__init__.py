@@ -1,1 +1,1 @@
-"""The work of `threefold data`: prepare, convert, verify and summarize token files."""
+"""The work of `threefold data`: prepares, converts, verifies and summarizes token files."""

@@ -1,1 +1,1 @@
-"""Text: reading sources, the tokenizer, and encoding documents as tokens."""
+"""Text: reads sources, trains and opens tokenizers, and encodes documents as tokens."""

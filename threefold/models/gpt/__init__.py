@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-3."""
+"""The family of GPT-2 and GPT-3."""
 
 from threefold.models.family import Family
 from threefold.models.gpt.config import GPTConfig

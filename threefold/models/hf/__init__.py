@@ -1,1 +1,1 @@
-"""What a family says of Hugging Face's format, as data and functions without torch; threefold/huggingface uses it."""
+"""What all families need to map Hugging Face configs and weights, without torch; used by `threefold.huggingface`."""

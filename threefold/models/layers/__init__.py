@@ -1,1 +1,1 @@
-"""The layers that the models are made of, for one device."""
+"""The layers of the models, for one device: attention, MLP, rotary embeddings, experts and router."""

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral and Qwen."""
+"""The family of Llama, Mistral, Mixtral and Qwen."""
 
 from threefold.models.family import Family
 from threefold.models.llama.config import LlamaConfig

@@ -1,1 +1,1 @@
-"""Context parallelism: attention over a sequence whose positions are spread over ranks."""
+"""Context parallelism: attention over a sequence whose positions are sharded, by all-gather or ring."""

@@ -1,1 +1,1 @@
-"""Data parallelism: gradient buckets, their compression, ZeRO."""
+"""Data parallelism: all-reduce of gradients in buckets, their compression, and ZeRO."""

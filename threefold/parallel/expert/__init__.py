@@ -1,1 +1,1 @@
-"""Expert parallelism."""
+"""Expert parallelism: each rank has some experts, and tokens reach them by all-to-all."""

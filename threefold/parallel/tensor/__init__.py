@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: layers whose weights are split."""
+"""Tensor and sequence parallelism: layers whose weights or activations are sharded over the tp axis."""

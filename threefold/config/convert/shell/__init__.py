@@ -1,1 +1,1 @@
-"""A reader for the shell scripts that launch trainings of other systems; it runs nothing."""
+"""Reads the flags of a training from the shell script that launches it, without running anything."""
