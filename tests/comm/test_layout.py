@@ -68,7 +68,7 @@ def place(layout: Layout) -> dict[str, object]:
         "ranks": {name: axis.ranks for name, axis in axes.items()},
         "index": {name: axis.index for name, axis in axes.items()},
         "sums": sums,
-        "stages": (mesh.is_first_stage, mesh.is_last_stage),
+        "stages": (mesh.pp.is_first, mesh.pp.is_last),
     }
 
 

@@ -23,7 +23,7 @@ from threefold.verify.model_source import ConfigSource
 from threefold.verify.rank_worker import RankReport, run_rank
 from threefold.verify.reference import write_trace
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 CELLS = list(cells())
 WORKING = [cell for cell in CELLS if cell.works]
 RANKS, STEPS = 8, 2
