@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -84,8 +83,10 @@ def _turn(connections: list[Connection], steps: int) -> float:
 def _serve(contestant: Contestant, rank: int, store: str, connection: Connection) -> None:
     import torch
 
+    from threefold.host import usable_cores
+
     if not contestant.launched:
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        torch.set_num_threads(usable_cores())
         return _answer(None, contestant, connection)
     import torch.distributed as dist
 

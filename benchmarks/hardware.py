@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
+from threefold.host import usable_cores
+
 
 def hardware_line() -> str:
     """Processor, cores that may be used, load when asked, and versions."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     load = os.getloadavg()[0]
     return (
         f"{_processor()}, {cores} cores (load {load:.1f}, capability {torch.backends.cpu.get_cpu_capability()}), "

@@ -1,14 +1,13 @@
 """`threefold checkpoint`: import and export Hugging Face models."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer(help="Import and export Hugging Face models.", no_args_is_help=True)
+from threefold.byte_sizes import format_bytes, parse_bytes
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
+app = typer.Typer(help="Import and export Hugging Face models.", no_args_is_help=True)
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")]
 
@@ -29,7 +28,7 @@ def import_(
     ] = False,
 ) -> None:
     """Import the model in HF_DIR as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE."""
-    from threefold.cli.data_view import Bars, print_table, size
+    from threefold.cli.data_view import Bars, print_table
     from threefold.huggingface.import_hf import Import, import_model
 
     with Bars() as bars:
@@ -44,7 +43,7 @@ def import_(
             ("layers", f"{model.num_layers} of width {model.hidden_size:,}{experts}"),
             ("vocabulary", f"{model.vocab_size:,} rows"),
             ("positions", f"{model.max_position_embeddings:,}"),
-            ("weights", f"{', '.join(found.dtypes)}, {size(found.bytes)}"),
+            ("weights", f"{', '.join(found.dtypes)}, {format_bytes(found.bytes)}"),
             ("tokenizer", "tokenizer.json" if found.tokenizer else "none in the folder"),
         ],
     )
@@ -68,7 +67,7 @@ def export(
     overwrite: Overwrite = False,
 ) -> None:
     """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads."""
-    from threefold.cli.data_view import Bars, print_table, size
+    from threefold.cli.data_view import Bars, print_table
     from threefold.huggingface.export_hf import Export, export_model
 
     with Bars() as bars:
@@ -82,7 +81,7 @@ def export(
             ("after", f"{made.step:,} steps"),
             ("parameters", f"{made.parameters:,}"),
             ("layers", f"{made.config.model.num_layers}"),
-            ("weights", f"{made.dtype}, {size(made.bytes)}"),
+            ("weights", f"{made.dtype}, {format_bytes(made.bytes)}"),
             ("files", f"{made.files[0]}" + (f" and {len(made.files) - 1} more" if len(made.files) > 1 else "")),
             ("other files", ", ".join(made.texts)),
             *((("left out", f"{', '.join(made.left_out)}: used in training only"),) if made.left_out else ()),
@@ -91,7 +90,7 @@ def export(
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)?", text.strip().upper())
-    if not match or not float(match[1]):
-        raise typer.BadParameter(f"{text!r} is not a size such as 500MB or 5GB", param_hint="--shard-size")
-    return max(1, int(float(match[1]) * _UNITS[match[2] or ""]))
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shard-size") from None

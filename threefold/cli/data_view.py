@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from threefold.byte_sizes import format_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -57,7 +59,7 @@ def print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpus
         ("longest document", f"{summary.longest:,} tokens (document {summary.longest_document:,})"),
         ("empty documents", f"{summary.empty:,}"),
         ("tokens", f"{tokens:,} ({tokens / documents:,.0f} a document)"),
-        ("stored as", f"{stored.tokens.dtype.name}, {size(stored.tokens.nbytes)}"),
+        ("stored as", f"{stored.tokens.dtype.name}, {format_bytes(stored.tokens.nbytes)}"),
         ("vocabulary", _vocabulary(corpus, summary)),
         ("end of document", _end(corpus, summary)),
         *(_made_from(corpus) if isinstance(corpus, TokenFiles) else ()),
@@ -83,7 +85,7 @@ def _made_from(files: "TokenFiles") -> list[tuple[str, str]]:
     meta = files.meta
     named = ", ".join(source.name for source in meta.sources[:3])
     sources = named if len(meta.sources) <= 3 else f"{named} and {len(meta.sources) - 3} more files"
-    text = [("text", f"{size(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")]
+    text = [("text", f"{format_bytes(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")]
     read = {"parse": "parsed", "text": "read as text"}[meta.special_tokens]
     begins = f"; each text begins with {_names(files, meta.beginning)}" if meta.beginning else ""
     rows = [*(text if meta.text_bytes else []), ("special tokens", f"{read} in text{begins}")]
@@ -166,7 +168,7 @@ def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
 def print_audits(audits: "list[Audit]") -> None:
     """A table of files that were checked: what each holds, and how it was found."""
     rows: list[tuple[str, ...]] = [
-        (str(one.path), "" if one.bytes is None else size(one.bytes), "damaged" if one.problem else one.found)
+        (str(one.path), "" if one.bytes is None else format_bytes(one.bytes), "damaged" if one.problem else one.found)
         for one in audits
     ]
     print_table(("file", "size", "found"), rows)
@@ -179,11 +181,3 @@ def print_converted(source: Path, out: Path, converted: "ConvertedTokens") -> No
         typer.echo(f"Left out {converted.left_out:,} empty documents, which this format does not have.")
     if converted.ended:
         typer.echo(f"Gave {converted.ended:,} documents the end-of-document token that this format asks for.")
-
-
-def size(count: int) -> str:
-    """So many bytes, in the unit that fits."""
-    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= bytes_:
-            return f"{count / bytes_:.1f} {unit}"
-    return f"{count} bytes"

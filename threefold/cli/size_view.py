@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from threefold.byte_sizes import format_bytes
 from threefold.cli.data_view import print_table
-from threefold.cli.data_view import size as bytes_text
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -39,7 +39,7 @@ def _print_ranks(size: "ModelSize", pp: int, ranks: int) -> None:
     for pp_rank in range(pp):
         held = size.largest_rank(pp_rank)
         amounts = (held.weights, held.gradients, held.optimizer, held.bytes)
-        rows.append((str(pp_rank), str(ranks), f"{held.parameters:,}", *map(bytes_text, amounts)))
+        rows.append((str(pp_rank), str(ranks), f"{held.parameters:,}", *map(format_bytes, amounts)))
     print_table(("pp rank", "ranks", "parameters", "weights", "gradients", "optimizer", "together"), rows)
     typer.echo("Upper bound per rank during a step; activations and buffers are not included.")
 

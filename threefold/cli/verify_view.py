@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from threefold.byte_sizes import format_bytes
 from threefold.config import Config
 from threefold.config.optimizer import hyper_parameters
 from threefold.verify.layout_selection import Selection
@@ -311,7 +312,4 @@ def _bytes(result: LayoutResult, axes: tuple[str, ...]) -> Text:
     size = sum(nbytes for axis, nbytes in result.sent if axis in axes)
     if not size:
         return Text("·", "dim")
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return Text(f"{size / scale:.1f} {unit}")
-    return Text(f"{size} B")
+    return Text(format_bytes(size, "B"))
