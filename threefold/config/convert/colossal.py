@@ -17,6 +17,7 @@ from threefold.config.convert.key_mapping import (
     foreign_text,
     number,
     put_chunks,
+    put_optimizer,
     put_zero,
     shortened,
     switch,
@@ -295,15 +296,19 @@ def _precision(mapping: KeyMapping) -> None:
 def _optimizer(mapping: KeyMapping) -> None:
     name = mapping.take("optimizer.type", text, "Adam")
     kind = name.rpartition(".")[2]
-    mapping.put("optimizer.name", "sgd" if kind == "SGD" else "adamw")
-    if kind == "Adam":
-        mapping.note(
-            "optimizer.type", name, "optimizer.name is adamw: weight decay is decoupled, not added to gradients"
-        )
-    elif kind not in ("AdamW", "HybridAdam", "FusedAdam", "CPUAdam", "SGD"):
-        mapping.note("optimizer.type", name, "optimizer.name is adamw, the nearest")
-    betas = mapping.take("optimizer.betas", _pair, [0.9, 0.999])
-    mapping.put("optimizer.betas", betas)
+    own = kind in ("HybridAdam", "FusedAdam", "CPUAdam")
+    if kind in ("SGD", "FusedSGD"):
+        put_optimizer(mapping, "sgd", "optimizer.type", name)
+        mapping.put("optimizer.momentum", mapping.take("optimizer.momentum", number))
+        mapping.put("optimizer.nesterov", mapping.take("optimizer.nesterov", switch))
+    elif kind == "Adam" or (own and not mapping.take("optimizer.adamw_mode", switch, True)):
+        put_optimizer(mapping, "adam", "optimizer.type", name)
+    else:
+        mapping.put("optimizer.name", "adamw")
+        if kind != "AdamW" and not own:
+            mapping.note("optimizer.type", name, "optimizer.name is adamw, the nearest")
+    if mapping.settings["optimizer.name"] != "sgd":
+        mapping.put("optimizer.betas", mapping.take("optimizer.betas", _pair, [0.9, 0.999]))
     mapping.put("optimizer.decay", "constant")
     mapping.put("optimizer.warmup_steps", 0)
     mapping.note("lr_scheduler", "not given", "optimizer.decay is constant: the schedule is in the training script")

@@ -217,6 +217,15 @@ def dp_of(mapping: KeyMapping, world: int | None, others: int, where: str) -> in
     return world // others
 
 
+def put_optimizer(mapping: KeyMapping, name: str, key: str, value: Any) -> None:
+    """Set an optimizer of theirs that decays every weight by adding to its gradient: `adam`, `sgd`."""
+    mapping.put("optimizer.name", name)
+    if mapping.settings.get("optimizer.weight_decay"):
+        mapping.note(
+            key, value, f"optimizer.name is {name}; optimizer.weight_decay is for weight matrices, not biases and norms"
+        )
+
+
 def put_zero(mapping: KeyMapping, stage: int, key: str, value: Any) -> None:
     """Set ZeRO, if there are several replicas."""
     if mapping.settings.get("parallel.dp", 1) * mapping.settings.get("parallel.cp", 1) > 1:

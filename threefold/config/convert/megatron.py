@@ -278,8 +278,16 @@ def _optimizer(mapping: KeyMapping) -> None:
     name = mapping.take("optimizer", text, "adam")
     if name not in ("adam", "sgd"):
         mapping.note("optimizer", name, "optimizer.name is adamw, the nearest", unsupported=True)
-    mapping.put("optimizer.name", "sgd" if name == "sgd" else "adamw")
-    mapping.put("optimizer.betas", [mapping.take("adam-beta1", number, 0.9), mapping.take("adam-beta2", number, 0.999)])
+    betas = [mapping.take("adam-beta1", number, 0.9), mapping.take("adam-beta2", number, 0.999)]
+    momentum = mapping.take("sgd-momentum", number)
+    if name == "sgd":
+        mapping.put("optimizer.name", "sgd")
+        mapping.put("optimizer.momentum", 0.9 if momentum is None else momentum)
+    else:  # its adam is AdamW: no flag turns decoupled weight decay off
+        mapping.put("optimizer.name", "adamw")
+        mapping.put("optimizer.betas", betas)
+        if momentum is not None:
+            mapping.note("sgd-momentum", momentum, "only --optimizer sgd reads it")
     _schedule(mapping)
 
 

@@ -15,6 +15,7 @@ from threefold.config.convert.key_mapping import (
     foreign_text,
     number,
     put_chunks,
+    put_optimizer,
     put_zero,
     switch,
     take_sequence_parallel,
@@ -52,7 +53,7 @@ TABLE = (
     Same("Data.Train.dataset.input_dir", "data.path", text),
     Same("Data.Train.dataset.split", "data.split", _split),
     Same("Data.Train.dataset.max_seq_len", "data.sequence_length", whole, 1024),
-    Same("Optimizer.weight_decay", "optimizer.weight_decay", number, 0.01),
+    Same("Optimizer.weight_decay", "optimizer.weight_decay", number),
     Same("Optimizer.epsilon", "optimizer.eps", number),
     Same("Optimizer.lr.max_lr", "optimizer.lr", number),
     Same("Optimizer.lr.min_lr", "optimizer.min_lr", number),
@@ -238,10 +239,18 @@ def _recompute(mapping: KeyMapping) -> None:
 
 def _optimizer(mapping: KeyMapping) -> None:
     name = mapping.take("Optimizer.name", text, "FusedAdamW")
-    if name not in ("FusedAdamW", "AdamW"):
+    mapping.settings.setdefault("optimizer.weight_decay", 0.0 if name in ("Adam", "Momentum") else 0.01)
+    if name == "Momentum":
+        put_optimizer(mapping, "sgd", "Optimizer.name", name)
+        mapping.put("optimizer.momentum", mapping.take("Optimizer.momentum", number, 0.9))
+        mapping.put("optimizer.nesterov", mapping.take("Optimizer.use_nesterov", switch))
+    elif name == "Adam":
+        put_optimizer(mapping, "adam", "Optimizer.name", name)
+    elif name not in ("FusedAdamW", "AdamW"):
         mapping.note("Optimizer.name", name, "optimizer.name is adamw, the nearest", unsupported=True)
     betas = [mapping.take(f"Optimizer.beta{n}", number, default) for n, default in ((1, 0.9), (2, 0.999))]
-    mapping.put("optimizer.betas", betas)
+    if name != "Momentum":
+        mapping.put("optimizer.betas", betas)
     mapping.put("optimizer.clip_grad_norm", mapping.take("Optimizer.grad_clip.clip_norm", number, 0.0))
     steps, rate = mapping.take("Optimizer.lr.decay_steps", whole), mapping.take("Optimizer.lr.warmup_rate", number, 0.0)
     if mapping.take("Optimizer.lr.use_increments", switch, False) and steps is not None:
