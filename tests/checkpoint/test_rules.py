@@ -47,6 +47,28 @@ def test_another_run_is_refused(saved: Path, small_run: Run, key: str, value: An
     assert f"set it to {then}" in str(caught.value)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)])
+def test_a_momentum_that_is_not_there_is_refused(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, before: float, after: float
+) -> None:
+    run, with_momentum = small_run.but(steps=2, set=sgd(before)), small_run.but(steps=4, set=sgd(after))
+    pool.run(1, train_rank, run, tmp_path)
+    with pytest.raises(UserError) as caught:
+        find_resumption(tmp_path, with_momentum.config)
+    assert str(caught.value).startswith(f"optimizer.momentum is {after} but {tmp_path}")
+    assert f"set it to {before}, or start a new run" in str(caught.value)
+
+
+def test_another_momentum_is_warned_of(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    pool.run(1, train_rank, small_run.but(steps=2, set=sgd(0.9)), tmp_path)
+    warnings = find_resumption(tmp_path, small_run.but(steps=4, set=sgd(0.8)).config).warnings
+    assert warnings == ("optimizer.momentum is 0.8 from here on; up to now it was 0.9.",)
+
+
+def sgd(momentum: float) -> tuple[tuple[str, Any], ...]:
+    return (("optimizer.name", "sgd"), ("optimizer.momentum", momentum))
+
+
 @sweep(
     ("key", "value"),
     [

@@ -134,7 +134,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
         )
     changes = list(_changes(choice.config, config))
     for key, before, now in changes:
-        if reason := _forbidden(key):
+        if reason := _forbidden(key, before, now, config):
             raise UserError(
                 f"{config.origin(key)}{key} is {now!r} but {checkpoint.path} was made with {before!r}, {reason}; "
                 f"set it to {before!r}, or start a new run in another folder."
@@ -196,14 +196,16 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
                 yield key, old, new
 
 
-def _forbidden(key: str) -> str | None:
-    """Why a run cannot resume with another value of a setting; None where it can."""
+def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
+    """Why a run cannot resume with the value `now` of a setting that was `before`; None where it can."""
     if key in SHAPES:
         return "whose weights do not fit another model"
     if key in _ORDER:
         return "and the order of the samples follows from it"
     if key == "optimizer.name":
         return "whose state does not fit another optimizer"
+    if key == "optimizer.momentum" and config.optimizer.name == "sgd" and bool(before) != bool(now):
+        return "and sgd has a momentum to resume only where it was above 0"
     return None
 
 
