@@ -1,4 +1,4 @@
-"""S10: a whole step of GPT as one graph, against the same layers run one by one."""
+"""A whole step of GPT as one graph, against the same layers run one by one."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""S1, S2, S15: ranks, coordinates and groups."""
+"""Ranks, coordinates and groups."""
 
 import pytest
 import torch

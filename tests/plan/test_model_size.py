@@ -34,7 +34,7 @@ GPT3_175B = {"preset": "gpt3-175b", "vocab_size": 50304}
     ids=["gpt2-xl", "gpt3-175b"],
 )
 def test_stages_and_shards_add_up_to_the_whole(model: dict[str, Any], parameters: int, schedules) -> None:
-    """S44: the sizes that Colossal-AI builds. The tied embedding is counted once, and held by both ends."""
+    """The sizes that Colossal-AI builds. The tied embedding is counted once, and held by both ends."""
     for schedule, pp in schedules:
         size = sized(model, parallel={"pp": pp, "tp": 8, "schedule": schedule})
         assert size.parameters == size.active == parameters

@@ -112,7 +112,7 @@ def tied_gradient_of_one_use_lost() -> list[Patch]:
 
 
 def tied_weight_counted_twice_in_the_norm() -> list[Patch]:
-    return [replace(tied.TiedWeights, "owns", lambda self, name: True)]
+    return [replace(tied.TiedWeights, "is_primary", lambda self, name: True)]
 
 
 def tied_weight_untied_by_splitting() -> list[Patch]:

@@ -197,7 +197,7 @@ def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
     entries = engine.optimizer.entries
     mine = {entry.name: (offset(entry.parameter), getattr(entry, attribute).detach()) for entry in entries}
     parts = engine.mesh.tp.gather_objects(mine)
-    for axis in (engine.mesh.ep, *([] if (sharing := engine.parallelism.sharing) is None else [sharing.shards])):
+    for axis in (engine.mesh.ep, *([] if (zero := engine.parallelism.zero) is None else [zero.shards])):
         parts = [part for parts in axis.gather_objects(parts) for part in parts]
     joined = {}
     for entry in entries:

@@ -80,7 +80,7 @@ class Mesh:
                 mine = self._axis(name, tuple(ranks), group)
         return mine
 
-    def sharing(self, shards: int) -> tuple[Axis, Axis]:
+    def shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
         """The replicas that share one copy of the weights with this one, and those that hold the same part of it.
 
         Collective over the world.

@@ -11,7 +11,7 @@ from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.context.sequence import ShardingContext
-from threefold.parallel.data.zero import Sharing, make_sharing
+from threefold.parallel.data.zero import ZeroSharding, make_zero_sharding
 from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.pipeline.placement import StageMap
@@ -27,7 +27,7 @@ class Parallelism:
         stages: the pipeline's stages.
         sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
         dtype: what the parameters compute in.
-        sharing: what ZeRO shards over the replicas; None where each has a copy of everything.
+        zero: how ZeRO shards the state over the replicas; None without ZeRO.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
         master_weights: whether parameters narrower than fp32 are updated, and their gradients accumulated, in fp32.
         deferred: what the schedule's backward passes leave weight gradients to; None where they compute them.
@@ -37,7 +37,7 @@ class Parallelism:
     stages: StageMap
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
-    sharing: Sharing | None = None
+    zero: ZeroSharding | None = None
     cp_method: str = "all-gather"
     master_weights: bool = True
     deferred: DeferredGradients | None = None
@@ -55,7 +55,7 @@ class Parallelism:
             stage_map(plan, config),
             parallel.sequence_parallel,
             DTYPES[config.precision.dtype],
-            make_sharing(mesh, parallel.zero, parallel.zero_shards),
+            make_zero_sharding(mesh, parallel.zero, parallel.zero_shards),
             parallel.cp_method,
             config.precision.master_weights,
             DeferredGradients() if parallel.pp > 1 and parallel.pipeline_schedule.defers_weight_gradients else None,
@@ -69,7 +69,7 @@ class Parallelism:
     @property
     def sharding_axes(self) -> tuple[Axis, ...]:
         """The axes that may shard a parameter."""
-        shards = () if self.sharing is None else (self.sharing.shards,)
+        shards = () if self.zero is None else (self.zero.shards,)
         return (self.mesh.tp, self.mesh.ep, self.mesh.expert_replicas, *shards)
 
     @property

@@ -159,12 +159,12 @@ def _compile(stages: Sequence[Stage]) -> None:
 
 def _allocate(stages: Sequence[Stage], how: Parallelism) -> None:
     """Give the parameters memory, the values not yet set."""
-    if how.sharing is None:
+    if how.zero is None:
         _allocate_on(stages, how.mesh.device, how.dtype, how.deferred)
     else:
         # Sharded while still without memory, in the width of the master weights.
         _allocate_on(stages, torch.device("meta"), how.master_dtype)
-        shard_parameters(stages, how.sharing, how.mesh, how.dtype)
+        shard_parameters(stages, how.zero, how.mesh, how.dtype)
 
 
 def _allocate_on(
@@ -188,8 +188,8 @@ def _allocate_on(
 
 def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str) -> Gradients:
     """Shards of the gradients with ZeRO, else buckets; those of experts are summed over the replicas that have them."""
-    if how.sharing is not None:
-        return ShardedGradients(stages, how.sharing)
+    if how.zero is not None:
+        return ShardedGradients(stages, how.zero)
     parameters = [parameter for _, parameter in whole_parameters(stages)]
     mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
     experts = [local(parameter) for parameter in parameters if is_of_experts(parameter)]

@@ -19,8 +19,8 @@ def local_squared_norm(model: TrainableModel, entries: Sequence[Entry]) -> Tenso
     counted = [
         entry.gradient
         for entry in entries
-        if model.gradients.counts(entry.leaf)
-        and model.tied.owns(entry.name)
+        if model.gradients.is_in_norm(entry.leaf)
+        and model.tied.is_primary(entry.name)
         and (is_split(entry.parameter) or mesh.tp.is_first)
     ]
     return squared_norm(counted) if counted else torch.zeros((), dtype=torch.float64, device=mesh.device)

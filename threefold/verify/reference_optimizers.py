@@ -188,7 +188,7 @@ class _WholeGradients(Gradients):
 
     def finish(self) -> None: ...
 
-    def counts(self, leaf: Tensor) -> bool:
+    def is_in_norm(self, leaf: Tensor) -> bool:
         return True
 
     def weights_changed(self) -> None: ...

@@ -1,4 +1,4 @@
-"""S48: gradients summed over the replicas in 16 bits: half the bytes, a bounded error, equal bits on every replica."""
+"""Gradients summed over the replicas in 16 bits: half the bytes, a bounded error, equal bits on every replica."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""S26, S46: gradients in buckets, one sum per step, begun while the backward pass goes on."""
+"""Gradients in buckets, one sum per step, begun while the backward pass goes on."""
 
 import torch
 from torch import Tensor, nn

@@ -47,11 +47,11 @@ def weights_gathered_before_the_update() -> list[Patch]:
 
 
 def shards_counted_once_a_copy_in_the_norm() -> list[Patch]:
-    return [replace(zero.ShardedGradients, "counts", lambda self, leaf: True)]
+    return [replace(zero.ShardedGradients, "is_in_norm", lambda self, leaf: True)]
 
 
 def shards_of_one_rank_counted_in_the_norm() -> list[Patch]:
-    return [replace(zero.ShardedGradients, "counts", lambda self, leaf: self._sharing.shards.is_first)]
+    return [replace(zero.ShardedGradients, "is_in_norm", lambda self, leaf: self._zero.shards.is_first)]
 
 
 def copies_not_summed() -> list[Patch]:

@@ -1,4 +1,4 @@
-"""S40: sharded data parallelism: what the replicas share changes no number, and frees the memory that it says."""
+"""Sharded data parallelism: what the replicas share changes no number, and frees the memory that it says."""
 
 from dataclasses import replace
 from unittest.mock import patch

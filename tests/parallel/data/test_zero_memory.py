@@ -1,4 +1,4 @@
-"""S40: bytes held per rank fall as 1/dp: what is measured is what docs/parallel/data.md says."""
+"""Bytes held per rank fall as 1/dp: what is measured is what docs/parallel/data.md says."""
 
 from dataclasses import replace
 from typing import NamedTuple

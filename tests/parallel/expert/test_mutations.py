@@ -37,11 +37,11 @@ def experts_not_summed_over_copies() -> list[Patch]:
 
 
 def experts_counted_once_a_rank_in_the_norm() -> list[Patch]:
-    return [replace(GradientBuckets, "counts", lambda self, leaf: True)]
+    return [replace(GradientBuckets, "is_in_norm", lambda self, leaf: True)]
 
 
 def experts_of_first_rank_alone_in_the_norm() -> list[Patch]:
-    return [replace(JoinedGradients, "counts", lambda self, leaf: self._parts[0].counts(leaf))]
+    return [replace(JoinedGradients, "is_in_norm", lambda self, leaf: self._parts[0].is_in_norm(leaf))]
 
 
 def answers_sent_back_unsorted() -> list[Patch]:

@@ -1,4 +1,4 @@
-"""S18–S21, S23, S24: stages, their bounds, and what a schedule keeps alive."""
+"""Stages, their bounds, and what a schedule keeps alive."""
 
 from typing import Any
 from unittest.mock import patch

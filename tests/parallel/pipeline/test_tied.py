@@ -1,4 +1,4 @@
-"""S24: any set of tied modules, on one rank or several, computes what one process computes."""
+"""Any set of tied modules, on one rank or several, computes what one process computes."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""S11: the losses printed in Paddle's tensor-parallel tutorial tests, on two ranks, both ranks bit-equal."""
+"""The losses printed in Paddle's tensor-parallel tutorial tests, on two ranks, both ranks bit-equal."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -87,7 +87,7 @@ def test_printed_losses(pool, graph: str, printed: list[float]) -> None:
 
 
 def train_captured(graph: str) -> tuple[list[float], Counter[str]]:
-    """S10: the same, each step one graph; beside the losses, the operators in it."""
+    """The same, each step one graph; beside the losses, the operators in it."""
     model, tokens, lr = setup(graph, capturable(Mesh(Layout(tp=torch.distributed.get_world_size())).tp))
 
     def descend_(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

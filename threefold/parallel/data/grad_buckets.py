@@ -61,9 +61,9 @@ class Gradients(ABC):
         """Wait until every gradient is the sum over the replicas."""
 
     @abstractmethod
-    def counts(self, leaf: Tensor) -> bool:
-        """Whether this rank's gradient of `leaf` counts in a sum over the world; other ranks have the same one where
-        not."""
+    def is_in_norm(self, leaf: Tensor) -> bool:
+        """Whether this rank adds its gradient of `leaf` to the global norm; False where another rank, which has the
+        same one, does."""
 
     @abstractmethod
     def weights_changed(self) -> None:
@@ -135,7 +135,7 @@ class GradientBuckets(Gradients):
                 bucket.narrow.finish()
                 bucket.narrow = None
 
-    def counts(self, leaf: Tensor) -> bool:
+    def is_in_norm(self, leaf: Tensor) -> bool:
         return self._axis.is_first
 
     def weights_changed(self) -> None:
@@ -184,8 +184,8 @@ class JoinedGradients(Gradients):
         for part in self._parts:
             part.finish()
 
-    def counts(self, leaf: Tensor) -> bool:
-        return self._of[leaf].counts(leaf)
+    def is_in_norm(self, leaf: Tensor) -> bool:
+        return self._of[leaf].is_in_norm(leaf)
 
     def weights_changed(self) -> None:
         for part in self._parts:

@@ -1,14 +1,14 @@
-"""Sharded data parallelism: the replicas hold one copy of the weights between them, through torch's `fully_shard`.
+"""ZeRO (sharded data parallelism): weights, gradients and optimizer state sharded over the replicas by `fully_shard`.
 
 ZeRO's three stages (Rajbhandari et al., arXiv 1910.02054). A rank keeps its shard of the weights in the width that they
-are updated in, and the optimizer's memory of it. For a step the weights are gathered, layer by layer, in the width that
+are updated in, and its optimizer state. For a step the weights are gathered, layer by layer, in the width that
 is computed in (all-gather); gradients are summed over the replicas into the shards (reduce-scatter). The stages differ
 in how long whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the
 step; with 2, a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are freed after each
 forward and each backward pass, too.
 
-Only `zero_shards` replicas may share a copy; then each of them holds the same part as some others, and the shards'
-gradients are summed over those once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2).
+With `zero_shards` below dp, a copy is sharded over that many replicas; ranks that hold the same shard then sum its
+gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2).
 """
 
 from collections import Counter
@@ -41,49 +41,49 @@ from threefold.torch_private.tensors import foreach_mul_
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """What the replicas share instead of each having its own.
+class ZeroSharding:
+    """The ZeRO stage and the two axes of hybrid sharding.
 
     Attributes:
-        stage: 1 for the optimizer's state, 2 for the gradients too, 3 for the weights too.
-        shards: the replicas that hold one copy between them.
-        copies: the replicas that hold the same part.
+        stage: 1 shards the optimizer state, 2 gradients too, 3 weights too.
+        shards: the ranks over which one copy of the state is sharded.
+        replicas: the ranks that hold the same shard.
     """
 
     stage: int
     shards: Axis
-    copies: Axis
+    replicas: Axis
 
 
-def make_sharing(mesh: Mesh, stage: int, shards: int) -> Sharing | None:
-    """The sharing that the settings `parallel.zero` and `parallel.zero_shards` ask for. Collective over the world."""
-    return Sharing(stage, *mesh.sharing(shards)) if stage else None
+def make_zero_sharding(mesh: Mesh, stage: int, shards: int) -> ZeroSharding | None:
+    """The sharding of `parallel.zero` and `parallel.zero_shards`; None for stage 0. Collective over the world."""
+    return ZeroSharding(stage, *mesh.shard_and_replica_axes(shards)) if stage else None
 
 
-def shard_parameters(stages: Sequence[Stage], sharing: Sharing, mesh: Mesh, dtype: torch.dtype) -> None:
+def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dtype: torch.dtype) -> None:
     """Cut the parameters of `stages` into shards and allocate this rank's, their values not yet set.
 
     Args:
         stages: on the meta device, split over the tensor axis already, in the dtype that weights are updated in.
-        sharing: which replicas share a copy, and how long whole tensors live.
-        mesh: this rank's place.
+        zero: the stage, and the ranks over which a copy is sharded.
+        mesh: of this rank.
         dtype: what is computed in.
     """
     for stage in stages:
         before = dict(stage.named_parameters())
-        # Torch sees this tensor rank's part as a tensor of its own, so that layers compute with plain tensors.
+        # FSDP gets this tensor rank's shard as a plain tensor, so that layers compute with plain tensors.
         replace_parameters(stage, lambda parameter: nn.Parameter(local(parameter).detach()))
-        _wrap_experts(stage, sharing, mesh.expert_replicas, dtype)
-        _wrap(stage, sharing, dtype)
+        _wrap_experts(stage, zero, mesh.expert_replicas, dtype)
+        _wrap(stage, zero, dtype)
         replace_parameters(stage, lambda parameter: _allocated(parameter, mesh.device))
         stage.to(mesh.device)  # makes torch take the new tensors over (and pad those that need it)
         for name, parameter in stage.named_parameters():
             experts = is_of_experts(before[name])
-            _describe(parameter, before[name], mesh.expert_replicas if experts else sharing.shards)
+            _describe(parameter, before[name], mesh.expert_replicas if experts else zero.shards)
 
 
-def _wrap_experts(stage: Stage, sharing: Sharing, axis: Axis, dtype: torch.dtype) -> None:
-    """Experts that replicas share are cut among those that have the same ones."""
+def _wrap_experts(stage: Stage, zero: ZeroSharding, axis: Axis, dtype: torch.dtype) -> None:
+    """Shard experts over the ranks that hold the same ones."""
     for module in stage.modules():
         experts = unwrapped(module)
         if isinstance(experts, ParallelExperts) and experts.context.ep.size > 1:
@@ -92,7 +92,7 @@ def _wrap_experts(stage: Stage, sharing: Sharing, axis: Axis, dtype: torch.dtype
             fully_shard(
                 module,
                 mesh=axis.device_mesh,
-                reshard_after_forward=sharing.stage == 3,
+                reshard_after_forward=zero.stage == 3,
                 mp_policy=_policy(stage, dtype),
                 shard_placement_fn=places.get,
             )
@@ -104,16 +104,16 @@ def _policy(stage: Stage, dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
 
 
-def _wrap(stage: Stage, sharing: Sharing, dtype: torch.dtype) -> None:
+def _wrap(stage: Stage, zero: ZeroSharding, dtype: torch.dtype) -> None:
     policy = _policy(stage, dtype)
     layers = [stage.get_submodule(name) for name in stage.layer_names]
     uses = Counter(parameter for layer in layers for parameter in layer.parameters())
-    # Layers that share a weight have to be gathered together: the stage does it, around all its layers.
+    # Layers with tied weights have to be gathered together: the stage does it, around all its layers.
     alone = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
     for module in (*alone, stage):
-        mesh, reshard = sharing.shards.device_mesh, sharing.stage == 3
+        mesh, reshard = zero.shards.device_mesh, zero.stage == 3
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        _set_up(module, sharing.shards)
+        _set_up(module, zero.shards)
 
 
 def _set_up(module: nn.Module, axis: Axis) -> None:
@@ -131,7 +131,7 @@ def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
-    """Say of a shard where it lies in the whole weight, if the tensor axis had cut that before."""
+    """Record the shard's position in the global weight, where the tensor axis shards that too."""
     if not isinstance(before, DTensor) or not isinstance(parameter, DTensor):
         return
     assert axis.device_mesh is not None
@@ -157,11 +157,11 @@ class ShardedGradients(Gradients):
 
     Args:
         stages: this rank's, their parameters sharded.
-        sharing: how.
+        zero: the stage and its axes.
     """
 
-    def __init__(self, stages: Sequence[Stage], sharing: Sharing) -> None:
-        self._sharing = sharing
+    def __init__(self, stages: Sequence[Stage], zero: ZeroSharding) -> None:
+        self._zero = zero
         self._roots = [stage for stage in stages if isinstance(stage, FSDPModule)]
         self._parameters = {local(stored(parameter)): parameter for stage in stages for parameter in stage.parameters()}
         self._gradients: dict[Tensor, Tensor] = {}
@@ -169,8 +169,8 @@ class ShardedGradients(Gradients):
     def __getitem__(self, leaf: Tensor) -> Tensor:
         return self._gradients[leaf]
 
-    def counts(self, leaf: Tensor) -> bool:
-        return self._sharing.copies.is_first
+    def is_in_norm(self, leaf: Tensor) -> bool:
+        return self._zero.replicas.is_first
 
     def begin(self, arrivals: int | None) -> None:
         self._gradients.clear()
@@ -178,23 +178,23 @@ class ShardedGradients(Gradients):
             leaf.grad = parameter.grad = None
         for root in self._roots:
             root.set_is_last_backward(False)
-            root.set_requires_gradient_sync(self._sharing.stage > 1)
-            root.set_reshard_after_backward(self._sharing.stage == 3)
+            root.set_requires_gradient_sync(self._zero.stage > 1)
+            root.set_reshard_after_backward(self._zero.stage == 3)
             # What one replica did not use, another may have.
-            root.set_reduce_scatter_unused_params(self._sharing.stage > 1)
+            root.set_reduce_scatter_unused_params(self._zero.stage > 1)
 
     def finish(self) -> None:
         for root in self._roots:
             root.set_is_last_backward(True)
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
-            root.set_reduce_scatter_unused_params(self._sharing.stage == 1)
+            root.set_reduce_scatter_unused_params(self._zero.stage == 1)
             # What torch does at the end of a backward pass: sum what is not summed yet, let go of whole weights, wait.
             finish_backward(root)
         for leaf, parameter in self._parameters.items():
             grad = parameter.grad
             self._gradients[leaf] = torch.zeros_like(leaf) if grad is None else grad.to_local()  # type: ignore[attr-defined]
-        self._sum_copies()
+        self._sum_over_replicas()
 
     def scale_(self, factor: float) -> None:
         foreach_mul_(list(self._gradients.values()), factor)
@@ -203,8 +203,8 @@ class ShardedGradients(Gradients):
         for module in self._modules():
             module.reshard()
 
-    def _sum_copies(self) -> None:
-        self._sharing.copies.all_reduce_together_(list(self._gradients.values()))
+    def _sum_over_replicas(self) -> None:
+        self._zero.replicas.all_reduce_together_(list(self._gradients.values()))
 
     def _modules(self) -> Iterator[FSDPModule]:
         for root in self._roots:

@@ -39,8 +39,8 @@ class TiedWeights:
     def __contains__(self, name: str) -> bool:
         return self._axis_of(name) is not None
 
-    def owns(self, name: str) -> bool:
-        """Whether this rank is the one that counts and stores the parameter `name` (of those that it holds)."""
+    def is_primary(self, name: str) -> bool:
+        """Whether this rank holds the copy of the parameter `name` that the global norm includes."""
         axis = self._axis_of(name)
         return axis is None or axis.is_first
 
