@@ -1,4 +1,4 @@
-"""What a process on a CPU is told before it trains, and what it has."""
+"""Settings of the C library and of files for training on a CPU, and this host's cores and memory."""
 
 import ctypes
 import errno
@@ -81,7 +81,7 @@ def exchange_paths(one: Path, other: Path) -> bool:
 def memory() -> int:
     """Bytes of this machine's memory that the processes of this one's control group may have together.
 
-    What others use of it is not taken off: a run that is started again is to be given the same as before.
+    Memory in use by other programs is not subtracted, so that a restarted run has the same limit as before.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])

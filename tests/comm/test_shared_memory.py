@@ -258,7 +258,7 @@ def _unusable_arguments() -> None:
         group.reduce_scatter(torch.zeros(3, 2))
     with pytest.raises(ValueError, match="source_index 2 is not in a group of 2 ranks"):
         group.broadcast_(torch.zeros(1), 2)
-    with pytest.raises(TypeError, match=r"do not carry torch\.complex64"):
+    with pytest.raises(TypeError, match=r"do not support torch\.complex64"):
         group.all_reduce_(torch.zeros(1, dtype=torch.complex64))
     with pytest.raises(ValueError, match="CPU tensors, got one on meta"):
         group.all_reduce_(torch.zeros(1, device="meta"))

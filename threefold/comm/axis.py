@@ -1,4 +1,4 @@
-"""One axis of the mesh: the ranks along it, what they can do together, and a record of what they did."""
+"""One axis of the mesh: its collectives (all-reduce, all-gather, reduce-scatter, all-to-all …) and their record."""
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +23,8 @@ class Event:
     Attributes:
         axis: the axis's name.
         operation: `all_reduce`, `all_reduce_max`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast` or `send`.
-        nbytes: bytes of the whole tensor that the ranks have together a part of: what an all-reduce sums on each rank,
-            what an all-gather returns, what a reduce-scatter takes, what this rank has to give in an all-to-all.
+        nbytes: bytes of the unsharded tensor: the input of an all-reduce or a reduce-scatter, the output of an
+            all-gather, the rows that this rank sends in an all-to-all.
     """
 
     axis: str
@@ -56,13 +56,13 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Axis:
-    """The group of ranks that differ from this one along one axis, and what they can do together.
+    """The group of ranks that differ from this one along one axis, and its collectives.
 
     Attributes:
         name: `dp`, `pp`, `cp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
         ranks: global ranks of the group, in the order of the axis.
-        index: this rank's place among them.
-        device_mesh: the one-dimensional mesh that `DTensor`s of this axis live on; None for groups that are no axis.
+        index: this rank's index in `ranks`.
+        device_mesh: the one-dimensional mesh of this axis's `DTensor`s; None for groups that are no axis.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Axis:
         return self.index == self.size - 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over the axis, the same bits on every rank; `tensor` itself is left alone."""
+        """The sum of `tensor` over the axis, the same bits on every rank; `tensor` is unchanged."""
         if self.shared is None or self.size == 1:
             return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
         self.recorder.add(self.name, "all_reduce", tensor)
@@ -104,7 +104,7 @@ class Axis:
         return tensor
 
     def all_reduce_together_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each of `tensors`, of one dtype and in one order on all ranks, over the axis: in place, in one go."""
+        """Sum `tensors`, of one dtype and in one order on all ranks, over the axis, in place, as one all-reduce."""
         if self.size == 1 or not tensors:
             return
         if len(tensors) == 1:
@@ -126,7 +126,7 @@ class Axis:
         return tensor
 
     def start_all_reduce_(self, tensor: Tensor) -> dist.Work | None:
-        """Begin to sum a contiguous `tensor` in place; wait on the returned work (None: nothing to wait for)."""
+        """Start an all-reduce of a contiguous `tensor`, in place; returns the work to wait on (None if done)."""
         if self.size == 1:
             return None
         self.recorder.add(self.name, "all_reduce", tensor)
@@ -160,7 +160,7 @@ class Axis:
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """Sum `tensor` over the axis, and keep this rank's part of the sum: one of equal parts along `dim`.
+        """Reduce-scatter: this rank's shard of the sum of `tensor` over the axis, of equal shards along `dim`.
 
         Raises:
             ValueError: the size of `dim` is not divisible by the axis.
@@ -179,7 +179,7 @@ class Axis:
         return part
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows to each rank, and get some from each.
+        """All-to-all: send rows to each rank, and receive rows from each.
 
         Args:
             rows: [sum(sent), …], those for the first rank first.
@@ -196,10 +196,10 @@ class Axis:
         return arrived
 
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to send `tensor` to the next rank of the axis, and from the last to the first.
+        """Start to send `tensor` to the next rank of the axis; the last sends to the first.
 
         Returns:
-            a function that waits and gives what the rank before sent.
+            a function that waits and returns what the previous rank sent.
         """
         self.recorder.add(self.name, "send", tensor)
         sent = tensor.contiguous()
@@ -220,17 +220,17 @@ class Axis:
         return finish
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send `tensor` to the place `to` of the axis, and wait until it may be overwritten."""
+        """Send `tensor` to index `to` of the axis, and wait until it may be overwritten."""
         self.recorder.add(self.name, "send", tensor)
         dist.send(tensor.contiguous(), self.ranks[to], group=self.group)
 
     def receive_(self, into: Tensor, source: int) -> Tensor:
-        """Fill a contiguous tensor with what the place `source` of the axis sends."""
+        """Receive a contiguous tensor from index `source` of the axis."""
         dist.recv(into, self.ranks[source], group=self.group)
         return into
 
     def broadcast_(self, tensor: Tensor, source: int) -> Tensor:
-        """Fill a contiguous tensor with that of the place `source` of the axis."""
+        """Broadcast a contiguous tensor from index `source` of the axis."""
         if self.size > 1:
             self.recorder.add(self.name, "broadcast", tensor)
             dist.broadcast(tensor, self.ranks[source], group=self.group)
@@ -245,7 +245,7 @@ class Axis:
         return [pickle.loads(each) for each in found]
 
     def barrier(self) -> None:
-        """Wait until every rank of the axis is here."""
+        """Barrier: wait until every rank of the axis has called it."""
         if self.size > 1:
             dist.barrier(group=self.group)
 

@@ -1,7 +1,7 @@
-"""A whole training step as one graph: forward and backward pass, collectives and update, with no Python between.
+"""A whole training step as one graph: forward and backward pass, collectives and update, without Python in between.
 
-What is captured are torch's operators on this rank's tensors, and the collectives as operators among them (those of
-functional collectives, which name their process group). What is not: choices that Python makes by a tensor's
+Captured are torch's operators on this rank's tensors, including collectives (as functional collectives, which name
+their process group). Not captured: choices that Python makes by a tensor's
 value, such as skipping a step or clipping by a norm that was read; the hooks of bucketed gradients; the sends of a
 pipeline. Sizes, the learning rate and which layers run are fixed when the step is captured.
 """
@@ -58,7 +58,7 @@ class _CapturableAxis(Axis):
     def start_all_reduce_(self, tensor: Tensor) -> Any:
         if self.size == 1:
             return None
-        raise RuntimeError("a sum that goes on in the background cannot be captured; use all_reduce_")
+        raise RuntimeError("an asynchronous all-reduce cannot be captured; use all_reduce_")
 
     @property
     def _group_name(self) -> str:
@@ -76,7 +76,7 @@ class _CapturableAxis(Axis):
 def capturable(axis: Axis) -> Axis:
     """The same ranks, with collectives that a graph can hold; for layers whose step is to be captured.
 
-    They go through the process group, never through shared memory, and the recorder does not see them. Gathers of
+    They go through the process group, never through shared memory, and are not recorded. Gathers of
     unequal parts cannot be captured.
     """
     return _CapturableAxis(**{field.name: getattr(axis, field.name) for field in fields(axis)})
@@ -86,7 +86,7 @@ class CapturedStep:
     """A training step that was captured.
 
     Attributes:
-        graph: all that it does, as a module of torch's operators.
+        graph: the step, as a module of torch's operators.
     """
 
     def __init__(self, graph: GraphModule, parameters: Sequence[Tensor]) -> None:
@@ -109,7 +109,7 @@ def capture_step(
 
     Args:
         loss_of: the loss of some inputs; uses `parameters`.
-        parameters: what is trained (`local` of each parameter); left as they are.
+        parameters: to train (`local` of each parameter); unchanged.
         update_: changes parameters in place by their gradients.
         example: inputs of the shapes and dtypes that the steps will have.
 

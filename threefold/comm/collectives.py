@@ -1,4 +1,4 @@
-"""The collectives that autograd passes through: each is the adjoint of another.
+"""Differentiable collectives: the backward pass of each is another one.
 
 The two of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): `copy_to` is the identity forward and an
 all-reduce backward (f), `reduce_from` the all-reduce forward and the identity backward (g). And the two of sequence
@@ -94,7 +94,7 @@ class _ReduceToShares(torch.autograd.Function):
 
 
 class _GatherAgain(torch.autograd.Function):
-    """The identity; but the joined tensor, which what made `out` has kept, holds no memory until the backward pass."""
+    """The identity; the gathered tensor that was saved to compute `out` has no storage until the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, x: Tensor, joined: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -108,44 +108,44 @@ class _GatherAgain(torch.autograd.Function):
         x, joined = ctx.saved_tensors
         again = ctx.axis.all_gather_equal(x, ctx.dim)
         joined.untyped_storage().resize_(again.nbytes)
-        joined.data.copy_(again)  # not seen by autograd, as the values are those it knows
+        joined.data.copy_(again)  # not seen by autograd, as the values are unchanged
         return grad, None, None, None, None
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Enter a region where each rank computes with its own shard: `x` itself; backward sums the ranks' gradients."""
+    """The identity, before ranks compute with their own shards; backward all-reduces the gradients."""
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Leave it: the sum of the ranks' `x`; backward passes the gradient on."""
+    """The all-reduce of the ranks' `x`; backward is the identity."""
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """The ranks' shards joined along `dim`; backward takes this rank's part of the gradient."""
+    """All-gather along `dim`; backward takes this rank's shard of the gradient."""
     return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim)
 
 
 def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """This rank's part of a replicated `x` along `dim`; backward joins the ranks' gradients."""
+    """This rank's shard of a replicated `x` along `dim`; backward all-gathers the gradients."""
     return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim)
 
 
 def gather_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' equal shares joined along `dim`, for each rank to use in its own way; backward sums their gradients
-    and takes this rank's share."""
+    """All-gather of equal shards along `dim`, whose results the ranks use differently; backward reduce-scatters their
+    gradients."""
     return x if axis.size == 1 else _GatherShares.apply(x, axis, dim)
 
 
 def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """`compute(gather_shares(x, axis, dim))`, of which only the share `x` is kept for the backward pass.
+    """`compute(gather_shares(x, axis, dim))`, of which only the shard `x` is kept for the backward pass.
 
     That one gathers again (Korthikanti et al., section 4.2.2).
 
     Args:
-        compute: may keep its argument for its backward pass, but hands out nothing that shares its memory.
-        x: this rank's share.
+        compute: may save its argument for its backward pass, but returns nothing that shares its memory.
+        x: this rank's shard.
         axis, dim: as in `gather_shares`.
     """
     joined = gather_shares(x, axis, dim)
@@ -154,7 +154,7 @@ def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, di
 
 
 def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's equal share along `dim` of the sum of the ranks' `x`; backward joins the ranks' gradients.
+    """Reduce-scatter of `x` into equal shards along `dim`; backward all-gathers the gradients.
 
     Raises:
         ValueError: the size of `dim` is not divisible by the axis.

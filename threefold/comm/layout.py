@@ -1,4 +1,4 @@
-"""Where each rank sits: pure arithmetic, no processes.
+"""Ranks and their coordinates on the axes of the mesh: arithmetic alone, no processes.
 
 The axes are ordered from the slowest to the fastest varying, row-major: rank = ((dp·PP + pp)·CP + cp)·TP + tp.
 Tensor-parallel neighbours are therefore adjacent ranks, which launchers put on one host.
@@ -27,7 +27,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks lie along each axis of the mesh.
+    """The size of each axis of the mesh.
 
     Args:
         dp: data-parallel replicas.
@@ -48,7 +48,7 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Self:
-        """What a config's settings ask for."""
+        """The layout of a config's settings."""
         return cls(parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep)
 
     def __post_init__(self) -> None:
@@ -74,10 +74,10 @@ class Layout:
         return prod(self.shape)
 
     def require_world(self, world_size: int) -> None:
-        """Check that `world_size` ranks are what this layout needs.
+        """Check that `world_size` is the number of ranks of this layout.
 
         Raises:
-            UserError: they are not.
+            UserError: it is not.
         """
         if world_size == self.world_size:
             return
@@ -116,7 +116,7 @@ class Layout:
         return [group[i : i + size] for group in self.groups("dp", "cp") for i in range(0, len(group), size)]
 
     def copy_groups(self, shards: int) -> list[list[int]]:
-        """The groups of ranks that hold the same part of the weights then."""
+        """The groups of ranks that then hold the same shard of the weights."""
         size = shards * self.cp
         return [group[i::size] for group in self.groups("dp", "cp") for i in range(size)]
 
@@ -125,7 +125,7 @@ class Layout:
         return [group[i : i + self.ep] for group in self.groups("dp") for i in range(0, len(group), self.ep)]
 
     def expert_copy_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same experts and see other tokens."""
+        """The groups of ranks that hold the same experts and process other tokens."""
         found = []
         for group in self.groups("dp", "cp"):
             replicas = [group[i : i + self.cp] for i in range(0, len(group), self.cp)]

@@ -17,18 +17,18 @@ _SHARED_SLOT_BYTES = 2 << 20  # larger ones fall out of the cache that the ranks
 
 
 class Mesh:
-    """This rank's place in the layout, its groups, and the device it computes on.
+    """This rank's coordinates in the layout, its process groups, and its device.
 
     Collective: every rank of the world makes it at the same time, after `torch.distributed` is initialised.
 
     Args:
         layout: ranks along each axis.
-        device: where this rank computes.
+        device: of this rank.
 
     Attributes:
         dp, pp, cp, tp: the axes.
         replicas: dp and cp together, over which gradients are summed.
-        ep: neighbouring replicas that share the experts; its `device_mesh` has `tp` beside it.
+        ep: neighbouring replicas that share the experts; its `device_mesh` has `tp` as well.
         expert_replicas: over which the gradients of the experts are summed.
         world: all ranks.
 
@@ -43,7 +43,7 @@ class Mesh:
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = layout.coordinates(self.rank)
         self.recorder = Recorder()
-        # DTensor's cache takes equal meshes for one, and would answer with the groups of one that is gone by now.
+        # DTensor's cache treats equal meshes as one, and would return the destroyed groups of an earlier one.
         clear_dtensor_cache()
         self.device_mesh = init_device_mesh(self.device.type, layout.shape, mesh_dim_names=AXES)
         everyone = tuple(range(layout.world_size))
@@ -54,7 +54,7 @@ class Mesh:
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
-        """The mesh of a process that is in no process group: one rank, of which nothing is split."""
+        """The mesh of a process without a process group: one rank, on which nothing is sharded."""
         mesh = cls.__new__(cls)
         mesh.layout, mesh.rank, mesh.device = Layout(), 0, torch.device(device)
         mesh.coordinates, mesh.recorder = mesh.layout.coordinates(0), Recorder()
@@ -81,12 +81,12 @@ class Mesh:
         return mine
 
     def shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
-        """The replicas that share one copy of the weights with this one, and those that hold the same part of it.
+        """The axis over which ZeRO shards one copy of the weights, and that of the ranks with the same shard.
 
         Collective over the world.
 
         Args:
-            shards: how many neighbouring dp replicas (with all their cp ranks) share a copy; a divisor of dp.
+            shards: over how many neighbouring dp replicas (with all their cp ranks) a copy is sharded; a divisor of dp.
         """
         name = self.replicas.name
         ranks = tuple(next(group for group in self.layout.shard_groups(shards) if self.rank in group))
@@ -109,7 +109,7 @@ class Mesh:
         return fine["cp"] if shards == 1 else flatten_mesh(fine[axis, "cp"], f"{axis}_cp")
 
     def _replicas(self) -> Axis:
-        """The ranks that hold the same weights and see other tokens: dp and cp together."""
+        """The ranks that hold the same weights and process other tokens: dp and cp together."""
         if self.cp.size == 1:
             return self.dp
         if self.dp.size == 1:
@@ -140,7 +140,7 @@ class Mesh:
     ) -> Axis:
         shared = None
         if self.device.type == "cpu" and len(ranks) > 1 and group is not None:
-            # What gloo's collectives cost is latency and system time; memory that the ranks share has little of either.
+            # Collectives of gloo cost latency and system time; those in shared memory have little of either.
             shared = SharedMemoryGroup.try_create(group, _SHARED_SLOT_BYTES)
         return Axis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh, shared)
 

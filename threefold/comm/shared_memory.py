@@ -31,7 +31,7 @@ DEFAULT_CAPACITY = 2 << 20
 """Bytes of one slot; a longer message goes in pieces of this size."""
 
 _TWO_PHASE_BYTES = 1 << 20
-"""From this size on, three ranks or more share out the additions instead of each doing all of them (measured: 3–8 ranks
+"""From this size on, three ranks or more divide the additions among them instead of each doing all (measured: 3–8 ranks
 on two cores; below it the second round costs more than the additions saved)."""
 
 _DTYPES = (
@@ -65,11 +65,11 @@ class SharedMemoryGroup:
     made in the order of the ranks. bfloat16 and float16 are summed in float32 and rounded once; sums and maxima of bool
     are the logical or. Operations are not differentiable and block until done; one thread at a time may use a group.
 
-    Attributes: `size` ranks; `index`, the place of this process among them; `ranks`, their global ranks.
+    Attributes: `size` ranks; `index`, the index of this process among them; `ranks`, their global ranks.
     """
 
     def __init__(self, shared: Shared) -> None:
-        """Wrap what is shared already; use `try_create`, which shares it."""
+        """Wrap memory and pipes that are set up already; use `try_create`, which sets them up."""
         self.ranks = shared.ranks
         self.index = shared.index
         self.size = len(shared.ranks)
@@ -97,7 +97,7 @@ class SharedMemoryGroup:
         return cls(shared) if shared else None
 
     def close(self) -> None:
-        """Close the pipes and let go of the memory. Peers that wait for this rank then raise `PeerLostError`."""
+        """Close the pipes and free the memory. Peers that wait for this rank then raise `PeerLostError`."""
         self._closed()
         self._inboxes, self._outboxes, self._views = {}, {}, {}
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -168,7 +168,7 @@ class SharedMemoryGroup:
         """Return when every rank has called it."""
         self._round("barrier", torch.uint8, 0)
 
-    # -- how they are made -----------------------------------------------------------------------------------------
+    # -- implementation --------------------------------------------------------------------------------------------
 
     def _reduce(self, operation: str, source: Tensor, target: Tensor, combine: Callable[..., Tensor]) -> None:
         for start, count in self._pieces(source, self._elements(source.dtype)):
@@ -194,14 +194,14 @@ class SharedMemoryGroup:
             piece[first:last].copy_(slot[: last - first])
 
     def _exchange(self, operation: str, piece: Tensor) -> list[Tensor]:
-        """One round in which every rank contributes `piece`; returns everybody's slots, which start with theirs."""
+        """One round in which every rank contributes `piece`; returns all slots, each with its rank's piece first."""
         slots = self._slots(piece.dtype)
         slots[self.index][: piece.numel()].view(piece.shape).copy_(piece)
         self._round(operation, piece.dtype, piece.numel())
         return slots
 
     def _round(self, operation: str, dtype: torch.dtype, count: int, source: int = 0) -> None:
-        """Tell every peer that this rank's slot is filled, wait until all theirs are, then turn to the other slots."""
+        """Signal all peers that this rank's slot is filled, wait for their signals, then switch to the other slots."""
         signal = _SIGNAL.pack(_OPERATIONS.index(operation), _DTYPE_CODES[dtype], source, count)
         for peer, descriptor in self._outboxes.items():
             try:
@@ -237,7 +237,7 @@ class SharedMemoryGroup:
 
     def _elements(self, dtype: torch.dtype) -> int:
         if dtype not in _DTYPE_CODES:
-            raise TypeError(f"shared-memory collectives do not carry {dtype}")
+            raise TypeError(f"shared-memory collectives do not support {dtype}")
         return self._capacity // dtype.itemsize
 
     @staticmethod
@@ -266,7 +266,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _write_back(flat: Tensor, tensor: Tensor) -> Tensor:
-    """Bring a result computed in `flat` home to `tensor`, whose memory it may already be."""
+    """Copy a result computed in `flat` to `tensor`, unless they share memory."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor

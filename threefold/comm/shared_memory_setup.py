@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shared:
-    """What the ranks of a group share, as one of them sees it.
+    """The shared memory and pipes of a group, as one of its ranks has them.
 
     Attributes:
         ranks: their global ranks.
-        index: this process's place among them.
+        index: this process's index among them.
         memory: two slots of equal size for each.
         inboxes, outboxes: file descriptors of pipes, by peer index.
         timeout: seconds to wait for a peer at most.
@@ -87,7 +87,7 @@ def _join(group: dist.ProcessGroup, folder: Path, ranks: list[int], index: int) 
 
 
 def _host() -> tuple[str, str]:
-    """What tells this host from others, also where they share a file system or a name."""
+    """An identifier of this host, also where hosts share a file system or a name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return platform.node(), boot.read_text() if boot.exists() else ""
 

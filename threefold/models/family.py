@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """The parts of a family; those that need torch as `module:attribute`, imported when they are asked for.
+    """The parts of a family; those that need torch as `module:attribute`, imported when they are first used.
 
     Attributes:
         title: its name, for people.

@@ -1,4 +1,4 @@
-"""The model that a config asks for.
+"""The model of a config.
 
 `FAMILIES` in threefold/config/model.py has a line for each family of the package; other packages add theirs with an
 entry point of the group `threefold.model_families` that names a `Family`.

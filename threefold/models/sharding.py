@@ -1,6 +1,6 @@
-"""How a model is cut, in the model's own words: sharding rules and the plan of a model, as data.
+"""Sharding rules and the plan of a model, as data.
 
-A model stays a single-device module. Its `ModelPlan` has a table from module names to the rules below, its layers in
+A model is a single-device module. Its `ModelPlan` has a table from module names to the rules below, its layers in
 order, its tied weights and its initial values. `parallel.shard_modules` puts parallel layers in the place of the
 modules that the table names. Needs no torch.
 """
@@ -83,7 +83,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Column(Split):
-    """A linear layer whose output features are split; the next layer takes its part.
+    """A linear layer whose output features are split; the next layer takes the shard.
 
     Args:
         unit: of the output features; None where they may be cut anywhere.
@@ -153,7 +153,7 @@ class OverSequence(Split):
 
 @dataclass(frozen=True)
 class Replicated(Split):
-    """Every rank holds the whole module and computes the same with it, or with its own part of the sequence."""
+    """Every rank holds the whole module and computes the same with it, or with its shard of the sequence."""
 
 
 @dataclass(frozen=True)
@@ -210,20 +210,20 @@ Initial = Normal | Constant
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What parallelism needs to know of a model.
+    """The plan of a model: how it is sharded, partitioned into stages and initialised.
 
     Attributes:
         split: pattern of module names (`models.name_pattern`: `*` for one part, `**` for several) → how they are cut.
             It decides for the modules that it matches and all inside them, but where a more specific pattern does, in
-            whatever order they stand. Each matches a module, and each parameter is decided.
-        layers: names of the modules that the model runs through, in order; every parameter lies in one of them. All
+            whatever order they are given. Each matches a module, and each parameter is decided.
+        layers: names of the modules that the model runs through, in order; every parameter is in one of them. All
             but the last are called as `layer(x, samples)`, the last as `layer(x, labels)`.
         costs: what each of them costs to run, in any unit; the pipeline's stages are balanced by it.
         initial: parameter name → its initial values.
         ties: parameter name → the name of the parameter whose weight it shares (tied embeddings), and under which it
             is stored.
         recompute: mode of `train.recompute` → patterns (without `**`) of the modules that it computes again in the
-            backward pass; each lies in one of the layers.
+            backward pass; each is in one of the layers.
         shared: groups of modules that share all their parameters, stored under the name of a group's first.
         kinds: the class of each layer, for stages with equally many layers of one class; may be left out.
 
@@ -252,7 +252,7 @@ class ModelPlan:
         return Patterns(self.split)
 
     def split_of(self, parameter: str) -> Split | None:
-        """How the module of a parameter is cut; None where `split` says nothing of it."""
+        """How the module of a parameter is cut; None where no pattern of `split` matches it."""
         found = self.patterns.deciding(parameter.rpartition(".")[0])
         return None if found is None else self.split[found]
 

@@ -23,10 +23,10 @@ _GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # what torch's groupe
 
 
 class GradientStore(Protocol):
-    """Takes gradients of weights that are to be computed later.
+    """A store of deferred weight gradients.
 
     Attributes:
-        is_open: whether it takes any now; else gradients are computed in the backward pass, as of any other weight.
+        is_open: whether gradients are deferred now; else the backward pass computes them, as of any other weight.
     """
 
     is_open: bool
@@ -36,7 +36,7 @@ class GradientStore(Protocol):
 
 
 class DeferrableWeight(nn.Parameter):
-    """A weight whose gradients the layers below leave to a store while that is open.
+    """A weight whose gradients the layers below defer to a store while that is open.
 
     Args:
         data: the values, whose memory it shares.
@@ -52,7 +52,7 @@ class DeferrableWeight(nn.Parameter):
 
 
 def gradient_store(weight: Tensor) -> GradientStore | None:
-    """The open store of a weight's gradients, to which a backward pass leaves them; None where it computes them."""
+    """The open store to which a backward pass defers a weight's gradients; None where it computes them."""
     return weight.store if isinstance(weight, DeferrableWeight) and weight.store.is_open else None
 
 
@@ -60,7 +60,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: `x` [..., in], `weight` [out, in], `bias` [out] → [..., out].
 
     Where `weight` is a `DeferrableWeight` whose store is open, the backward pass computes the gradient of `x` alone and
-    leaves those of `weight` and `bias` to the store.
+    defers those of `weight` and `bias` to the store.
     """
     store = None if torch.compiler.is_compiling() else gradient_store(weight)
     if store is not None:
@@ -223,13 +223,13 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer whose backward pass leaves the gradients of weight and bias to a `GradientStore`."""
+    """A linear layer whose backward pass defers the gradients of weight and bias to a `GradientStore`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        # What is saved may come back as another tensor (recomputation detaches it); the store asks for the leaf itself.
+        # What is saved may come back as another tensor (recomputation detaches it); the store needs the leaf itself.
         ctx.leaves, ctx.store = (weight, bias), store
         return product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
 

@@ -1,4 +1,4 @@
-"""Whole matrices of a sharded parameter, for computations on them that no rank can do on its own shard."""
+"""Whole matrices of a sharded parameter, for computations that need more than a rank's shard."""
 
 from collections.abc import Iterable
 
@@ -52,7 +52,7 @@ class ShardedMatrix:
         return whole
 
     def shard(self, whole: Tensor, like: Tensor) -> Tensor:
-        """This rank's part of whole matrices, as a view of the shape of `like`."""
+        """This rank's shard of whole matrices, as a view of the shape of `like`."""
         for dim, start in zip((-2, -1), self._matrix_start, strict=True):
             whole = whole.narrow(dim, start, like.shape[dim])
         return whole

@@ -23,14 +23,14 @@ class Parallelism:
     """How a model is spread over a mesh.
 
     Attributes:
-        mesh: its axes, and this rank's place on them.
+        mesh: its axes, and this rank's coordinates.
         stages: the pipeline's stages.
         sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
-        dtype: what the parameters compute in.
+        dtype: of the computation.
         zero: how ZeRO shards the state over the replicas; None without ZeRO.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
         master_weights: whether parameters narrower than fp32 are updated, and their gradients accumulated, in fp32.
-        deferred: what the schedule's backward passes leave weight gradients to; None where they compute them.
+        deferred: the store of weight gradients that the schedule defers; None where it defers none.
     """
 
     mesh: Mesh
@@ -63,7 +63,7 @@ class Parallelism:
 
     @property
     def context(self) -> ShardingContext:
-        """What single parallel layers need of it."""
+        """The axes and settings that parallel layers are made with."""
         return ShardingContext(self.mesh.tp, self.mesh.cp, self.mesh.ep, self.sequence_parallel, self.cp_method)
 
     @property
@@ -74,12 +74,12 @@ class Parallelism:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """What weights are updated and gradients accumulated in."""
+        """The dtype that weights are updated and gradients accumulated in."""
         return torch.promote_types(self.dtype, torch.float32) if self.master_weights else self.dtype
 
 
 def stage_map(plan: ModelPlan, config: Config) -> StageMap:
-    """Where a config puts the layers of a model.
+    """The stages of a model's layers, as a config partitions them.
 
     Raises:
         UserError: the layers cannot be divided among the stages like that, or not with ZeRO.
@@ -92,7 +92,7 @@ def stage_map(plan: ModelPlan, config: Config) -> StageMap:
     if parallel.zero and (found := between_stages_of_a_rank(plan, stages)):
         one, other, place = found
         raise UserError(
-            f"parallel.zero is {parallel.zero} but {one} and {other} share weights and lie on two stages of pp rank "
+            f"parallel.zero is {parallel.zero} but {one} and {other} share weights and are on two stages of pp rank "
             f"{place}; use 0 or a parallel.schedule of one stage a rank, such as 1f1b."
         )
     return stages

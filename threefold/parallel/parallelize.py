@@ -1,6 +1,6 @@
-"""From a single-device model to this rank's part of it: all of parallelism, in the order in which it is applied.
+"""From a single-device model to this rank's shards: all kinds of parallelism, in the order in which they are applied.
 
-The model is made on the meta device and cut there, so no rank ever holds more than its own part.
+The model is made and sharded on the meta device, so no rank ever holds more than its own shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,8 +53,8 @@ class TrainableModel(ParallelModel):
     """This rank's part of a model, to be trained.
 
     Attributes:
-        tied: the tied weights that other ranks have too.
-        streams: what modules that draw in sequence draw from.
+        tied: the tied weights (tied embeddings) that other ranks have too.
+        streams: the random streams of modules that draw in sequence.
         gradients: of its parameters, summed over the replicas.
         weights: its parameters, with the master weights; set to their initial values.
     """
@@ -83,7 +83,7 @@ def parallelize(
     Args:
         make_model: makes the whole, single-device model.
         plan: the model's layers and how each weight is cut.
-        how: which part this rank has.
+        how: which shards this rank has.
         training: the resolved config of a model that is trained; None for one whose weights are only used.
 
     Raises:
@@ -122,7 +122,7 @@ def parallelize(
 
 
 def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
-    """Make one parameter again of the tied weights that a rank has several uses of: splitting made one of each."""
+    """Tie the weights that a rank uses several times again: sharding made a parameter of each use."""
     kept: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
@@ -144,8 +144,8 @@ def _chunk_losses(stages: Sequence[Stage], size: int) -> None:
 def _compile(stages: Sequence[Stage]) -> None:
     """Have each layer but the model's first compiled at its first use.
 
-    The first is a look-up, which gains nothing; and torch 2.13 on a CPU compiles a look-up with a keyed mask after it
-    into code that reads and writes out of bounds.
+    The first is a look-up, which compiling does not speed up; and torch 2.13 on a CPU compiles a look-up with a keyed
+    mask after it into code that reads and writes out of bounds.
     """
     # Torch's caches belong to code, which all layers of a class and all engines of a process have in common: what an
     # earlier engine compiled would count towards the limit.
@@ -181,13 +181,13 @@ def _allocate_on(
         for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.is_meta:
                 raise TypeError(
-                    f"{type(child).__name__} keeps the buffer {name!r}, which nobody initialises; compute it instead"
+                    f"{type(child).__name__} keeps the buffer {name!r}, which nothing initialises; compute it instead"
                 )
     replace_parameters(model, allocated)
 
 
 def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str) -> Gradients:
-    """Shards of the gradients with ZeRO, else buckets; those of experts are summed over the replicas that have them."""
+    """Sharded gradients with ZeRO, else buckets; those of experts are summed over the replicas that hold them."""
     if how.zero is not None:
         return ShardedGradients(stages, how.zero)
     parameters = [parameter for _, parameter in whole_parameters(stages)]

@@ -1,6 +1,6 @@
-"""Parameters that are sharded over a mesh axis: a `DTensor` to store, a plain tensor to compute with.
+"""Parameters that are sharded over a mesh axis: stored as a `DTensor`, computed with as a plain tensor.
 
-The `DTensor` carries the whole shape and the placement, so checkpoints, counts and comparisons see global tensors. The
+The `DTensor` has the global shape and the placement, so checkpoints, counts and comparisons use global tensors. The
 forward pass computes with a plain leaf that shares its memory: no operation is dispatched through `DTensor`, whose cost
 per operation is many times that of a small layer's own on a CPU.
 """
@@ -24,7 +24,7 @@ def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
         axis: the mesh axis to split over.
         dim: the dimension to split; its size need not be divisible.
     """
-    # A dense copy, so that nothing keeps the whole tensor alive.
+    # A dense copy, so that nothing refers to the whole tensor's storage.
     return _as_parameter(local_part(whole.detach(), axis, dim).clone(), whole.shape, axis, [dim])
 
 
@@ -61,9 +61,9 @@ def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dims: Sequence[i
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank computes with and trains: the parameter itself, or the plain leaf that shares a `DTensor`'s shard.
+    """The tensor that this rank computes with and trains: the parameter, or the leaf that shares a `DTensor`'s shard.
 
-    Gradients arrive on this leaf (`gradient` gives them back as a global tensor).
+    Gradients are accumulated on this leaf (`gradient` returns them as a global tensor).
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -105,7 +105,7 @@ def gradient(parameter: Tensor) -> Tensor | None:
 
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:
-    """A module's parameter as the whole model sees it; itself, unless ZeRO shards it further (`data/zero.py`)."""
+    """A module's parameter as a tensor of the whole model; itself, unless ZeRO shards it further (`data/zero.py`)."""
     return getattr(parameter, "_stored", parameter)
 
 
@@ -114,7 +114,7 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     joined = tensor.to_local()
-    for axis, dim in enumerate(cut_dims(tensor)):  # the last cut is the first to be undone
+    for axis, dim in enumerate(cut_dims(tensor)):  # the last split is gathered first
         if dim is not None:
             joined = _all_gather(joined, tensor.device_mesh.get_group(axis), dim)
     return joined

@@ -1,4 +1,4 @@
-"""Checks that a plan fits its model: what it names exists, and nothing of the model is left out."""
+"""Checks that a plan matches its model: what it names exists, and no parameter is left out."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -27,7 +27,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     Raises:
         UserError: a layer is missing, listed twice or not in the model; a pattern matches nothing, or as well as
             another; a parameter is in no layer or is not decided; a split is not for the module that it decides for;
-            tied weights are two; a buffer or an initial value cannot be.
+            tied weights are two; a buffer or an initial value is unsupported.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -61,7 +61,7 @@ def _check_layers(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
             raise UserError(f"layers names {layer!r} {plan.layers.count(layer)} times; once is enough.")
         around = next((other for other in plan.layers if layer.startswith(other + ".")), None)
         if around is not None:
-            raise UserError(f"layers names {layer!r}, which lies in the layer {around!r}; name one of the two.")
+            raise UserError(f"layers names {layer!r}, which is in the layer {around!r}; name one of the two.")
         if type(modules[layer]).forward is nn.Module.forward:
             kind = type(modules[layer]).__name__
             raise UserError(f"layers names {layer!r}, a {kind}, which cannot be called; name the modules inside it.")
@@ -77,7 +77,7 @@ def _check_layers(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
 
 
 def _check_listed(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
-    """Each parameter lies in a layer, those included that are another's under a second name."""
+    """Each parameter is in a layer, tied ones included."""
     inside = tuple(layer + "." for layer in plan.layers)
     outside = [name for name in parameters if not name.startswith(inside)]
     modules = list(dict.fromkeys(module for name in outside if (module := _unlisted(name, plan))))
@@ -89,7 +89,7 @@ def _check_listed(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> No
         )
     if outside:
         raise UserError(
-            f"the parameter {outside[0]!r} lies in none of the plan's layers but beside them; put it into a module "
+            f"the parameter {outside[0]!r} is in none of the plan's layers but outside them; put it into a module "
             "that is one of the layers."
         )
 
@@ -139,7 +139,7 @@ def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
         around = next((other for other in whole if name.startswith(other + ".")), None)
         if around is not None:
             raise UserError(
-                f"split has {pattern!r} for {name!r}, which lies in {around!r}; {whole[around]!r} cuts that as one, so "
+                f"split has {pattern!r} for {name!r}, which is in {around!r}; {whole[around]!r} cuts that as one, so "
                 "leave out one of the two."
             )
         if not isinstance(plan.split[pattern], _WITHIN):
@@ -181,7 +181,7 @@ def _check_recompute(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
                 )
             stray = next((name for name in found if not _in_a_layer(name, plan)), None)
             if stray is not None:
-                raise UserError(f"recompute has {pattern!r} for {mode} but {stray!r} lies in none of the layers.")
+                raise UserError(f"recompute has {pattern!r} for {mode} but {stray!r} is in none of the layers.")
 
 
 def _check_ties(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
@@ -226,10 +226,10 @@ def _split_name(name: str, plan: ModelPlan) -> str:
 
 
 def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
-    """Each parameter can be given its first value, and nothing else needs one."""
+    """Each parameter has an initial value, and nothing else needs one."""
     for name, buffer in _buffers(modules):
         if buffer.is_meta:
-            raise UserError(f"The model keeps the buffer {name!r}, which nobody initialises; compute it instead.")
+            raise UserError(f"The model keeps the buffer {name!r}, which nothing initialises; compute it instead.")
     for name in parameters:
         try:
             initial = plan.initial(plan.whole_name(name))

@@ -4,8 +4,8 @@ Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604.06174);
 "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 5. The recomputation draws
 the same dropout masks, because those are keyed and not drawn from a generator's state, so the gradients keep every bit.
 
-Collectives inside a module are repeated too. Torch ends a recomputation at the last tensor that the backward pass asks
-for; all ranks of a group run the same operations and so end at the same one.
+Collectives inside a module are repeated too. Torch ends a recomputation at the last tensor that the backward pass
+needs; all ranks of a group run the same operations and so end at the same one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ from threefold.torch_private.tensors import share_contents
 
 
 class Recomputed(nn.Module):
-    """Takes the place of a module of which the backward pass computes the activations again.
+    """Wraps a module whose activations the backward pass computes again (activation checkpointing).
 
     It has the module's own parameters, buffers and submodules, under the same names, so names in checkpoints stay as
-    they are; other attributes are read from the module. What hooks this module's call (sharded weights) stays outside
-    the recomputation.
+    they are; other attributes are read from the module. Hooks on this module's call (sharded weights) are outside the
+    recomputation.
 
     Args:
         module: whose `forward` is checkpointed.
-        streams: the random streams that modules inside draw from, if any does.
+        streams: the random streams of modules inside, if any draws from them.
     """
 
     wrapped: nn.Module
@@ -44,7 +44,7 @@ class Recomputed(nn.Module):
         self._context = noop_context_fn if streams is None else streams.replays
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes."""
+        """The output of the module."""
         forward = self.wrapped.forward
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -71,19 +71,19 @@ class Recomputed(nn.Module):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that computes: itself, or the one whose place a `Recomputed` takes."""
+    """The module itself, or the one that a `Recomputed` wraps."""
     return module.wrapped if isinstance(module, Recomputed) else module
 
 
 def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams: RandomStreams | None = None) -> None:
-    """Put a `Recomputed` in the place of each module whose activations are to be computed again.
+    """Wrap each module whose activations are to be computed again in a `Recomputed`.
 
     Args:
         stages: a rank's, with their parallel layers.
         mode: a key of the plan's `recompute`, or `none`.
         every: of the model's layers that have such modules, every so many-th (from the first) is treated. They are
             counted over the whole model, so the choice does not depend on the stages.
-        streams: what modules that draw in sequence draw from.
+        streams: the random streams of modules that draw in sequence.
     """
     if mode == "none":
         return

@@ -1,4 +1,4 @@
-"""Which parallel layer takes the place of a module, by the rule that a model's plan has for it."""
+"""Replaces modules by parallel layers, by the sharding rules of a model's plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ _CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttent
 
 
 class Sharding(NamedTuple):
-    """What a rule does.
+    """How a rule is applied.
 
     Attributes:
         kinds: the modules that it is for.
@@ -111,19 +111,19 @@ SHARDINGS: dict[type[Split], Sharding] = {
     Replicated: Sharding((nn.Module,), _unchanged),
     PerHead: Sharding((nn.Module,), _unchanged),
 }
-"""Rule → what it does."""
+"""Rule → how it is applied."""
 
 
 def shard_modules(stages: Sequence[nn.Module], table: Mapping[str, Split], context: ShardingContext) -> None:
     """Replace each module that the table names by its version for `context`, in place.
 
     Args:
-        stages: all that a rank has of a model, as they may have modules in common.
+        stages: all stages of a rank, as they may have modules in common.
         table: of the whole model.
-        context: what the versions are for.
+        context: the axes that the versions are made for.
 
     Raises:
-        ValueError: a parameter lies in no module of the table.
+        ValueError: a parameter is in no module of the table.
     """
     named = [(stage, *each) for stage in stages for each in _named(stage, table)]
     if not context.divides:

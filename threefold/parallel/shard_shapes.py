@@ -1,4 +1,4 @@
-"""How much of a weight a rank holds: what `shard_modules` does, as arithmetic on shapes, without a mesh."""
+"""The shape of a rank's shard of a weight: what `shard_modules` does, as arithmetic on shapes, without a mesh."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Shard:
 
 
 class Place(NamedTuple):
-    """A rank's place on the axes that cut weights.
+    """A rank's coordinates on the axes that shard weights.
 
     Attributes:
         tp, ep: as the axes of the mesh.
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
-    """Where a rank is.
+    """The coordinates of a rank.
 
     Args:
         parallel: resolved.
@@ -54,13 +54,13 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
 
 
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
-    """The part of a weight that the rank at `place` holds.
+    """The shape of the shard of a weight that the rank at `place` holds.
 
     Args:
         shape: of the whole weight.
         split: of its module.
         parameter: its name in the module.
-        place: where the rank is.
+        place: of the rank.
     """
     local = list(shape)
     for axis, dim in split.cuts(parameter):

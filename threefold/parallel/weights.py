@@ -1,4 +1,4 @@
-"""A rank's weights: what its layers compute with, the wide masters that are updated, and the initial values of both."""
+"""A rank's weights: those that its layers compute with, the master weights that are updated, and initial values."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Weight:
     Attributes:
         name: its name in the whole model.
         parameter: as the stage stores it.
-        leaf: what the model computes with (the local shard).
-        master: what is updated, of the leaf's shape; the leaf itself where the model is wide enough.
+        leaf: the local shard that the model computes with.
+        master: the weight that is updated, of the leaf's shape; the leaf itself where its dtype is wide enough.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass: counted, and by formula.
+"""Activation memory that the forward pass keeps for the backward pass: counted, and by formula.
 
 After Korthikanti et al., "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 4,
 for the layers of this package: dropout keeps its mask in the activations' dtype, and attention without dropout keeps
@@ -29,7 +29,7 @@ class ExpertSizes:
         per_token: how many each token is sent to.
         inner: the features inside each; `tp` divides it.
         shared: the features inside the one that every token goes through; 0 for none.
-        spread: whether ranks share them, so that tokens are sent about, and more may come than go.
+        spread: whether they are sharded over ranks; a rank may then receive more tokens than it sends.
     """
 
     count: int
@@ -41,24 +41,24 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """One transformer block and its part on a rank.
+    """One transformer block, as sharded on a rank.
 
     Attributes:
         samples: B of a micro-batch.
         positions: S of a sequence.
         hidden, heads, ffn: whole sizes; `tp` divides `heads` and `ffn`.
         itemsize: bytes of an activation's element.
-        hidden_dropout: whether the block's two outputs are dropped from.
+        hidden_dropout: whether the block's two outputs have dropout.
         attention: how its core computes.
         tp: ranks that share heads and features.
         cp: ranks that share the positions.
-        sequence_parallel: whether the tensor ranks share the positions of what lies between the split layers too.
+        sequence_parallel: whether activations between the split layers are sharded along the sequence.
         head_dim: of each head; 0 for `hidden` / `heads`.
         key_heads: heads of keys and values; 0 for `heads`.
-        rotary: whether queries and keys are turned by their positions.
+        rotary: whether positions are rotary.
         llama: whether norms are of the root mean square, and the feed-forward network is gated.
-        head_norms: whether each head's queries and keys have such norms.
-        masked: whether attention keeps to documents or to a window.
+        head_norms: whether there is QK-norm.
+        masked: whether there is an attention mask of documents or a sliding window.
         experts: in the place of the feed-forward network.
     """
 
@@ -173,7 +173,7 @@ def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
         # With a context axis the gathered keys and values, the two chunks' own outputs and their masks.
         gathered = 2 * cp * sizes.keys + queries + pairs * sizes.itemsize if cp > 1 else 0
         return inputs + sums + gathered + mask
-    dense = queries + 2 * queries * keys * cp // length  # copies, as a matrix product wants them
+    dense = queries + 2 * queries * keys * cp // length  # copies, as a matrix product needs them
     weights = heads * pairs * sizes.itemsize
     # Dropped from: the weights before and after, the mask, and which keys come later.
     return dense + mask + (weights if sizes.attention == "plain" else 3 * weights + pairs)
@@ -220,7 +220,7 @@ def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
 
 @dataclass
 class Saved:
-    """The memory that autograd was given to keep; counted once however many tensors share it."""
+    """The memory of tensors that autograd saved; counted once however many tensors share it."""
 
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
@@ -229,15 +229,15 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """What is held now: memory that was given back meanwhile (and is filled again when needed) does not count."""
+        """The memory held now, without storages that were freed meanwhile (and are filled again when needed)."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
 @contextmanager
 def recording_saved(parameters: Iterable[Tensor]) -> Iterator[Saved]:
-    """Count what the forward pass of a block keeps, the given parameters apart.
+    """Count what the forward pass of a block keeps, without the given parameters.
 
-    Holds what it counts until the result is dropped.
+    Refers to what it counts until the result is dropped.
     """
     known = {storage_key(parameter) for parameter in parameters}
     saved = Saved()

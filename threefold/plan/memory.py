@@ -1,7 +1,7 @@
-"""How much memory a rank needs at most while it makes a step, by formula, and the largest micro-batch that fits.
+"""Peak memory of a rank in a step, by formula, and the largest micro-batch that fits.
 
-Weights, gradients and optimizer state are those of `train.size`, activations those of `parallel.activations` for as
-many micro-batches as the pipeline's schedule has under way at once (docs/parallel/pipeline.md).
+Weights, gradients and optimizer state are those of `plan.model_size`, activations those of `plan.activations` for as
+many micro-batches as the pipeline's schedule has in flight (docs/parallel/pipeline.md).
 """
 
 from math import ceil
@@ -25,7 +25,7 @@ def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: st
     does.
 
     Args:
-        config: as loaded, and sound.
+        config: as loaded, and valid.
         vocab_size: tokens of the data's tokenizer.
         memory: bytes that a rank may use.
         device: `cpu` or `cuda`.
@@ -58,11 +58,11 @@ def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> in
 
 
 def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int) -> int:
-    """What a rank of the pipeline keeps for its backward passes at most, and has beside it for a moment.
+    """The activations that a pipeline rank keeps for its backward passes at most, and its temporary buffers.
 
     Args:
         config, device, size: as for `step_bytes`.
-        pp_rank: its place on the pp axis.
+        pp_rank: its coordinate on the pp axis.
     """
     train = config.train
     layers = [name for stage in size.stages() if stage.pp_rank == pp_rank for name in stage.layers]
@@ -91,7 +91,7 @@ def _logits(config: Config, block: BlockSizes) -> int:
 
 
 def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
-    """What a rank has of a block, for the formulas of `parallel.activations`.
+    """A rank's sizes of a block, for the formulas of `plan.activations`.
 
     Args:
         config: resolved.
@@ -135,7 +135,7 @@ def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
 
 
 def _under_way(config: Config, pp_rank: int) -> float:
-    """Micro-batches, of all its layers, that a rank keeps at once; weights whose gradients wait count as whole ones."""
+    """Micro-batches, of all its layers, that a rank keeps at once, including those with deferred weight gradients."""
     parallel, batches = config.parallel, config.train.gradient_accumulation_steps
     if parallel.pp == 1:
         return 1

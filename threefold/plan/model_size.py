@@ -1,4 +1,4 @@
-"""How large a model is, and what each rank holds of it: counted on the meta device, without processes or memory."""
+"""Parameter counts of a model, and the memory of each rank's shards: counted on the meta device, without processes."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,7 @@ class Weight(NamedTuple):
         return prod(self.held_shape(place))
 
     def held_shape(self, place: Place) -> tuple[int, ...]:
-        """The shape of the part that the rank at `place` holds."""
+        """The shape of the shard that the rank at `place` holds."""
         return local_shape(self.shape, self.split, self.own_name, place)
 
     @property
@@ -53,7 +53,7 @@ class StageSize(NamedTuple):
     """A pipeline stage.
 
     Attributes:
-        pp_rank: the place on the pp axis that has it.
+        pp_rank: the coordinate on the pp axis of the rank that has it.
         layers: the names of its layers.
         parameters: of these; a tied weight is counted once, at the first stage that uses it.
     """
@@ -64,13 +64,13 @@ class StageSize(NamedTuple):
 
 
 class RankSize(NamedTuple):
-    """What a rank holds.
+    """The memory of a rank.
 
     Attributes:
         parameters: those that it updates.
         weights: bytes of them, and of the copies that it computes with.
         gradients: bytes.
-        optimizer: bytes of the optimizer's state.
+        optimizer: bytes of the optimizer state.
     """
 
     parameters: int
@@ -92,10 +92,10 @@ class ModelSize:
 
     Attributes:
         parameters: of the whole model, tied weights counted once.
-        active: those that a token passes: of the experts, as many as it is sent to.
+        active: parameters active per token: of the experts, as many as each token is sent to.
 
     Raises:
-        UserError: the layers cannot be shared among the stages as the config says.
+        UserError: the layers cannot be partitioned into the stages as the config says.
     """
 
     def __init__(self, config: Config) -> None:
@@ -110,7 +110,7 @@ class ModelSize:
         self.active = self.parameters - (experts // config.model.num_experts * idle if experts else 0)
 
     def stages(self) -> list[StageSize]:
-        """The stages of the pipeline, in the order in which a batch passes them."""
+        """The stages of the pipeline, in order."""
         found, counted = [], set[Weight]()
         for number, pp_rank in enumerate(self._map.ranks):
             names = self._names(number)
@@ -120,13 +120,13 @@ class ModelSize:
         return found
 
     def rank(self, pp_rank: int, place: Place) -> RankSize:
-        """What a rank holds at most while it makes a step, activations aside.
+        """The peak memory of a rank in a step, without activations.
 
         The formulas are those of docs/parallel/data.md. Gathered and scattered buffers are not among it.
 
         Args:
-            pp_rank: its place on the pp axis.
-            place: its place on the others.
+            pp_rank: its coordinate on the pp axis.
+            place: its coordinates on the others.
         """
         precision, zero = self._config.precision, self._config.parallel.zero
         dtype = DTYPES[precision.dtype]

@@ -1,4 +1,4 @@
-"""What each axis carries in a training step, by formula: how many collectives, and the bytes of each kind.
+"""The communication of a training step on each axis, by formula: number of collectives, and bytes of each kind.
 
 The same numbers that the mesh's recorder counts while a step runs, from sizes alone; `docs/parallel/traffic.md` has the
 formulas as a table. They are those of a GPT: an embedding of tokens and positions, blocks of attention and MLP, a head.
@@ -18,7 +18,7 @@ from threefold.parallel.shard_shapes import Place, Shard
 from threefold.plan.model_size import Weight, weights_by_layer
 
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-_COUNT = 2 * 8  # bytes of the number of tokens that count, and of those that are padding
+_COUNT = 2 * 8  # bytes of the number of valid tokens, and of padding tokens
 _LOSS_AND_NORM = 3 * 8
 
 
@@ -49,7 +49,7 @@ _WIRE = {
 
 
 def wire_bytes(operation: str, nbytes: float, ranks: int) -> float:
-    """Bytes that each rank sends when the operation goes round a ring, which is the least that any algorithm sends.
+    """Bytes that each rank sends in a ring algorithm, which sends as little as any.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (JPDC 2009).
 
@@ -70,7 +70,7 @@ def step_traffic(config: Config, stages: StageMap, place: Coordinates) -> Table:
         place: the rank's coordinates.
 
     Returns:
-        axes and operations that carry something.
+        axes and operations with any traffic.
     """
     step = _Step(config, stages, place)
     table: Table = {}
@@ -124,7 +124,7 @@ class _Step:
             yield from self._ties()
 
     def _scalars(self) -> Iterator[Carried]:
-        """Tokens that count and padding in one; then loss, gradient norm and whether a rank asks to stop in one."""
+        """Valid tokens and padding in one; then loss, gradient norm and whether a rank is to stop in one."""
         parallel = self.parallel
         yield "dp", "all_reduce", int(parallel.dp > 1), _COUNT
         world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
@@ -158,7 +158,7 @@ class _Step:
             yield axis, "all_reduce", 1, held * self.summed
 
     def _of_shard(self, rows: int) -> int:
-        """How many of `rows` the replicas leave to this one when they share them."""
+        """How many of `rows` are this replica's when they are sharded over the replicas."""
         cp, shards = self.parallel.cp, self.parallel.zero_shards
         start, end = shard_bounds(rows, shards * cp, self.place.dp % shards * cp + self.place.cp)
         return end - start

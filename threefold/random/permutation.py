@@ -1,4 +1,4 @@
-"""The order of the samples: a keyed pseudo-random permutation that needs no memory and no start-up.
+"""The sampler: the order of the samples is a keyed pseudo-random permutation, which needs no memory and no start-up.
 
 The samples of a step are a function of (seed, step) alone. Every row of every global batch has a counter,
 `step * global_batch_size + row`; the counter's epoch is `counter // n` and its sample `permutation(counter % n)`,

@@ -39,7 +39,7 @@ class RandomStreams:
         self.reseed()
 
     def reseed(self, *parts: int | str) -> None:
-        """Start anew from the seed and `parts`, as from no others."""
+        """Reset to the state that follows from the seed and `parts` alone."""
         dp, pp, cp, tp = self.place
         self._states = {
             name: torch.Generator(self.device)
@@ -121,7 +121,7 @@ def stored_as(sizes: Sequence[int]) -> str:
 
 @runtime_checkable
 class DrawsInSequence(Protocol):
-    """A module that draws from the run's streams defines this method, and is given them before its first use."""
+    """A module that draws from the run's streams defines this method, and which is called before its first use."""
 
     def use_streams(self, streams: RandomStreams) -> None:
         """Draw from `streams` from now on."""

@@ -67,8 +67,8 @@ cuts what it leaves of them. A public name would replace it."""
 def clear_dtensor_cache() -> None:
     """Forget which shardings DTensor has worked out.
 
-    Why: its cache takes equal meshes for one, and answers with the groups of one that is gone where a process makes
-    several meshes in turn. A cache that a destroyed process group empties would replace it.
+    Why: its cache treats equal meshes as one, and returns destroyed process groups where a process makes several meshes
+    in turn. A cache that a destroyed process group empties would replace it.
     """
     debug._clear_sharding_prop_cache()
 
@@ -97,7 +97,7 @@ def finish_backward(root: FSDPModule) -> None:
 
 
 class PiecewiseTensor(Tensor):
-    """A tensor that says itself which pieces of a global tensor it has, as `torch.distributed.checkpoint` asks it.
+    """A tensor that states which pieces of a global tensor it has, in the protocol of `torch.distributed.checkpoint`.
 
     Why: `dcp.save` and `dcp.load` call these methods of tensors that are neither DTensors nor ShardedTensors, and only
     name them in a private protocol (`_Checkpointable`). A public protocol would replace it.

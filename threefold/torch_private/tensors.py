@@ -52,7 +52,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that two tensors have in common when they share memory, while a storage of it lives.
+    """A number that is equal for two tensors that share memory, as long as a storage of it exists.
 
     Why: fake and meta tensors have no address (`data_ptr` is 0). Hashable storages would replace it.
     """

@@ -95,7 +95,7 @@ def test_settings_that_would_mean_nothing_but_are_as_they_were() -> None:
         (llama(rope_scaling="yarn", rope_beta_fast=1.0), "model.rope_beta_slow is 1.0 but must be below model.rope_beta_fast 1; use 0.25."),
         (llama(rope_scaling="dynamic", head_dim=2), "model.rope_scaling is dynamic but heads of width 2 turn alike whatever the base; use linear."),
         (llama(rope_scaling="yarn", rope_theta=1.0), "model.rope_theta is 1.0 but must be above 1 for model.rope_scaling yarn; use 10000."),
-        (llama(full_attention_layers=2), "model.full_attention_layers is 2 but model.sliding_window is 0, so all attend to all; use 0."),
+        (llama(full_attention_layers=2), "model.full_attention_layers is 2 but model.sliding_window is 0, so every layer attends to all positions; use 0."),
         (mixture(experts_per_token=9), "model.experts_per_token is 9 but model.num_experts is 8; use at most 8."),
         (mixture(moe_every=9), "model.moe_every is 9 but none of the 8 layers has experts then; use 8."),
         (mixture(dense_layers=8), "model.dense_layers is 8 but none of the 8 layers has experts then; use 0."),

@@ -55,7 +55,7 @@ def shards_of_one_rank_counted_in_the_norm() -> list[Patch]:
 
 
 def copies_not_summed() -> list[Patch]:
-    return [replace(zero.ShardedGradients, "_sum_copies", lambda self: None)]
+    return [replace(zero.ShardedGradients, "_sum_over_replicas", lambda self: None)]
 
 
 def gradients_added_up_in_half_precision() -> list[Patch]:

@@ -117,8 +117,8 @@ def test_the_plan_knows_the_class_of_each_layer() -> None:
         ((0, 5, 5), 4, "4 stages of 9 layers need 3 ascending numbers from 1 to 8; use [1, 5, 6]."),
         ((7, 9, 12), 4, "4 stages of 9 layers need 3 ascending numbers from 1 to 8; use [6, 7, 8]."),
         ((2, 1, 8), 4, "4 stages of 9 layers need 3 ascending numbers from 1 to 8; use [2, 3, 8]."),
-        ("cost", 10, "asks for 10 stages but there are 9 layers; use 9 at most."),
-        (tuple(range(1, 10)), 10, "asks for 10 stages but there are 9 layers; use 9 at most."),
+        ("cost", 10, "makes 10 stages but there are 9 layers; use 9 at most."),
+        (tuple(range(1, 10)), 10, "makes 10 stages but there are 9 layers; use 9 at most."),
     ],
 )  # fmt: skip
 def test_partition(partition: str | tuple[int, ...], stages: int, bounds: list[int] | str) -> None:

@@ -1,4 +1,4 @@
-"""Reading a config.json key by key: a key that nobody read, and that might change the model, is an error."""
+"""Reading a config.json key by key: a key that was not read, and that might change the model, is an error."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -94,7 +94,7 @@ HARMLESS: Final = frozenset(
 
 
 def shortened(text: str) -> str:
-    """A text for a sentence: printable, and cut where it is long."""
+    """Text as an error shows it: printable, and truncated where it is long."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if len(text) <= 120 else f"{text[:119]}…"
 
@@ -104,7 +104,7 @@ class ConfigJson:
 
     Args:
         values: what it holds.
-        defaults: what keys mean that it lacks.
+        defaults: of keys that it lacks.
         where: names it in sentences.
     """
 
@@ -199,17 +199,17 @@ class ConfigJson:
             raise self.refuse(key, value, f"{key} {' or '.join(repr(each) for each in allowed)} alone")
 
     def refuse(self, key: str, value: Any, can: str) -> UserError:
-        """The error that Threefold cannot do what `key` asks for."""
+        """The error that the value of `key` is unsupported."""
         return self.problem(f"{key} is {shortened(repr(value))}", f"Threefold has {can}")
 
     def problem(self, what: str, remedy: str) -> UserError:
         return UserError(f"{self._where}: {what}; {remedy}.")
 
     def finish(self, ignored: Collection[str]) -> None:
-        """Check that nothing was asked for that nobody looked at.
+        """Check that every key with a value was read.
 
         Args:
-            ignored: keys that the user takes to be harmless.
+            ignored: keys to ignore.
 
         Raises:
             UserError: a key is not known.

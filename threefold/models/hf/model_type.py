@@ -35,7 +35,7 @@ class HuggingFaceType(ABC):
         head: class of transformers that has a language model's head.
         names: of the tensors that are copied as they are.
         prefix: what the names of all tensors but the head's begin with.
-        defaults: what keys mean that a config.json lacks, as in transformers.
+        defaults: of keys that a config.json lacks, as in transformers.
     """
 
     name: str
@@ -47,7 +47,7 @@ class HuggingFaceType(ABC):
 
     @abstractmethod
     def read(self, given: ConfigJson) -> dict[str, Any]:
-        """The settings of `model`, but its architecture, that a config.json stands for.
+        """The settings of `model`, except its architecture, from a config.json.
 
         Raises:
             UserError: a value that Threefold does not support.
@@ -90,7 +90,7 @@ class HuggingFaceType(ABC):
         Args:
             model: resolved.
             shapes: of the parameters, by name.
-            present: names in the files, which tell how experts are stored; one by one where it is empty.
+            present: names in the files, which determine how experts are stored; one by one where it is empty.
         """
         maps: list[WeightMap] = []
         for name in shapes:

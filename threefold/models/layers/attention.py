@@ -58,12 +58,12 @@ class CausalAttention(nn.Module):
 
 
 def _apart(documents: Tensor, queries: int) -> Tensor:
-    """bool [B, queries, K]: whether each of the last positions lies in another document than each of the K."""
+    """bool [B, queries, K]: whether each of the last positions is in another document than each of the K."""
     return documents[:, -queries:, None] != documents[:, None]
 
 
 def out_of_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """bool [queries, keys]: which keys lie `window` positions or more before each of the last `queries` positions."""
+    """bool [queries, keys]: which keys are `window` positions or more before each of the last `queries` positions."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries - window)
 
 

@@ -1,4 +1,4 @@
-"""What every decoder is made of beside attention and feed-forward: linear layers, embeddings, head, loss, the whole.
+"""Every decoder's linear layers, embeddings (tied embeddings too), head and loss, and the decoder itself.
 
 All of it is for one device; `threefold.parallel` puts its own layers in the place of these.
 """
@@ -17,7 +17,7 @@ from threefold.random.positions import Positions, Slice
 
 
 class SampleInfo(NamedTuple):
-    """What layers are given of a micro-batch's samples beside their activations.
+    """Further inputs of layers, beside the activations, for a micro-batch's samples.
 
     Attributes:
         keys: int64 [B], from which dropout masks follow; None to drop nothing.

@@ -41,7 +41,7 @@ class MixtureConfig(ModelConfig):
     """Whether the weights of a token's experts add up to 1, as in Mixtral."""
     expert_capacity_factor: float = Field(default=0.0, ge=0)
     """Most tokens of a sequence that an expert takes while training, as a multiple of its even share; those that come
-    after are passed by. 0 for no limit (dropless)."""
+    after are dropped by it. 0 for no limit (dropless)."""
     moe_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """With `num_experts`: every so many-th layer has experts, counted so that the last of each run does."""
     dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)

@@ -35,7 +35,7 @@ class RopeScaling:
 
 
 def rope_scaling(config: ModelConfig) -> RopeScaling:
-    """The scaling that a config asks for."""
+    """The scaling of a config."""
     return RopeScaling(
         config.rope_scaling,
         config.rope_factor,

@@ -67,4 +67,4 @@ class LlamaConfig(MixtureConfig):
         yield from self.broken_by_rope()
         yield from self.broken_by_experts()
         if self.full_attention_layers and not self.sliding_window:
-            yield "full_attention_layers", "model.sliding_window is 0, so all attend to all; use 0"
+            yield "full_attention_layers", "model.sliding_window is 0, so every layer attends to all positions; use 0"

@@ -31,7 +31,7 @@ class Input(nn.Module):
 
 class Attention(nn.Module):
     """Causal self-attention with GQA: several heads of queries share one of keys and values (Ainslie et al., arXiv
-    2305.13245); where asked for with QK-norm, a norm of each head's queries and keys.
+    2305.13245); optionally with QK-norm, a norm of each head's queries and keys.
 
     The rows of `qkv` are ordered by key-value head: the queries that it serves, its keys, its values; so a contiguous
     cut is a cut between such groups.

@@ -1,7 +1,7 @@
 """Ring attention: keys and values are passed around the context ranks, so no rank ever holds all of them.
 
 Liu et al., "Ring attention with blockwise transformers for near-infinite context" (arXiv 2310.01889), on the balanced
-chunks of `SequenceCut`. What is attended to block by block is joined by the log-sum-exp of its scores (Milakov and
+chunks of `SequenceCut`. The results of the blocks are combined by the log-sum-exp of its scores (Milakov and
 Gimelshein, arXiv 1805.02867); backward computes the weights again from it (FlashAttention, arXiv 2205.14135).
 """
 
@@ -24,9 +24,9 @@ from threefold.random.positions import Positions, Slice
 
 
 class RingAttention(nn.Module):
-    """`CausalAttention` of this rank's queries to the keys of all ranks of the context axis, which come one by one.
+    """`CausalAttention` of this rank's queries to the keys of all ranks of the context axis, block by block.
 
-    While a rank works on one block of keys and values, the next is on its way.
+    While a rank computes with one block of keys and values, it receives the next.
 
     Args:
         core: the attention of the whole sequence.
@@ -80,7 +80,7 @@ class _Ring:
         return SequenceCut(self.axis.size, self.axis.index).chunks
 
     def rounds(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The rank whose block is here, and that block: the own one first, then those of the ranks before."""
+        """The rank whose block is held, and that block: this rank's own first, then those of the previous ranks."""
         for step in range(self.axis.size):
             last = step == self.axis.size - 1
             arriving = None if last else self.axis.start_shift(block)

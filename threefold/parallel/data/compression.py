@@ -1,12 +1,12 @@
-"""Gradients on 16-bit wires: a bucket is rounded, summed over the replicas as it is, and widened again.
+"""Gradient compression: a bucket is rounded to 16 bits, summed over the replicas in that dtype, and widened again.
 
-fp16 has 11 bits but few exponents, so each bucket is first brought into its range: by a power of two that the replicas
-agree on through the largest element of any of them, so large that no sum can overflow and no larger. bf16 has fp32's
+fp16 has 11 bits but few exponents, so each bucket is first scaled into its range: by the largest power of two with
+which no sum can overflow, which the replicas agree on by the largest element of any of them. bf16 has fp32's
 range and needs no such agreement, but 8 bits.
 
 With n replicas and u half the format's epsilon, an element of the sum is off by at most about n·u·Σ|gᵢ|: each replica's
 part is rounded once, and each of the n − 1 additions along the ring once more. In fp16, the smallest step is 2⁻²⁴ of
-what the bucket is brought to, 2¹⁵: elements that are 2³⁹ times smaller than n times the largest are lost.
+what the bucket is scaled to, 2¹⁵: elements that are 2³⁹ times smaller than n times the largest are lost.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ _FARTHEST = 126  # powers of two that fp32 holds in full, both ways
 
 @dataclass
 class NarrowSum:
-    """A sum over replicas, under way on a 16-bit copy.
+    """An asynchronous sum over replicas of a 16-bit copy.
 
     Attributes:
         flat: the bucket, which gets the sum in `finish`.
@@ -38,7 +38,7 @@ class NarrowSum:
     work: dist.Work | None = field(default=None)
 
     def finish(self) -> None:
-        """Wait, and put the sum into the bucket."""
+        """Wait, and copy the sum into the bucket."""
         if self.work is not None:
             self.work.wait()
         self.flat.copy_(self.narrow)
@@ -47,9 +47,9 @@ class NarrowSum:
 
 
 def start_narrow_sum(flat: Tensor, axis: Axis, dtype: torch.dtype) -> NarrowSum:
-    """Begin to sum a bucket over an axis of several ranks in 16 bits; all of them end with the same bits.
+    """Start to sum a bucket over an axis of several ranks in 16 bits; the result has the same bits on all of them.
 
-    What is not finite stays so on all ranks.
+    Elements that are not finite are not finite on any rank afterwards.
 
     Args:
         flat: fp32 [n].
@@ -62,9 +62,9 @@ def start_narrow_sum(flat: Tensor, axis: Axis, dtype: torch.dtype) -> NarrowSum:
 
 
 def _exponent(flat: Tensor, axis: Axis) -> Tensor:
-    """Of the power of two that brings n times the largest element of any rank just below 2^15; int32 scalar."""
+    """The power of two that scales n times the largest element of any rank to just below 2^15: its exponent, int32."""
     largest = torch.linalg.vector_norm(flat, torch.inf)
     bound = axis.all_reduce_max_(largest) * axis.size
     exponent = _TOP - torch.frexp(bound).exponent
-    # A largest element of zero or none (a rank may hold one that is no number) leaves nothing to bring anywhere.
+    # Nothing is scaled where the largest element is zero or NaN.
     return torch.where(bound.isfinite() & (bound > 0), exponent, 0).clamp(-_FARTHEST, _FARTHEST)

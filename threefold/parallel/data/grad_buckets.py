@@ -1,4 +1,4 @@
-"""Data parallelism: gradients collected in flat buckets, and summed over the replicas while the backward pass goes on.
+"""Data parallelism: gradients in flat buckets, all-reduced over the replicas while the backward pass is running.
 
 The buckets hold the gradients for the whole step: every micro-batch adds into them in their own (wide) dtype, and each
 bucket is summed once, as soon as the last micro-batch has passed its parameters. (The bucketing of Li et al., "PyTorch
@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 << 20
 
 
 class _Bucket:
-    """A flat buffer, and how many of its parameters still wait for gradients in this step."""
+    """A flat buffer, and how many gradients it still waits for in this step."""
 
     def __init__(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.leaves = leaves
@@ -48,7 +48,7 @@ class Gradients(ABC):
         """Clear the gradients.
 
         Args:
-            arrivals: how many gradients autograd gives each parameter in the coming step, so that sums can start early;
+            arrivals: gradients that autograd accumulates into each parameter in the step, so that sums can start early;
                 None where that is not known, and all sums wait for `finish`.
         """
 
@@ -67,7 +67,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Drop copies of the weights that were made to compute with: they are not up to date any more."""
+        """Drop gathered copies of the weights, which are out of date."""
 
     @abstractmethod
     def scale_(self, factor: float) -> None:
@@ -81,12 +81,12 @@ class GradientBuckets(Gradients):
     them in another order where the ranks' samples use other parameters.
 
     Args:
-        leaves: the tensors that autograd gives gradients to.
+        leaves: the tensors whose gradients autograd computes.
         axis: the replicas to sum over.
         dtype: what gradients are added up in; parameters of that very dtype get their `.grad` inside the bucket.
-        bucket_bytes: size from which a bucket is closed and the next one begun. A bucket is one collective: large ones
+        bucket_bytes: size from which a bucket is closed and the next started. A bucket is one collective: large ones
             cost less, small ones start earlier.
-        wire: a narrower dtype that buckets are summed in; None for their own.
+        wire: a narrower dtype to sum buckets in (gradient compression); None for their own.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class GradientBuckets(Gradients):
                 self._views[leaf] = view
                 if leaf.dtype == dtype:
                     leaf.grad = view
-                # Weak, since Python's collector does not see the cycle from a leaf through its hook back to the leaf.
+                # Weak, since garbage collection does not find the cycle from a leaf through its hook back to the leaf.
                 leaf.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(bucket)))
 
     def __getitem__(self, leaf: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class GradientBuckets(Gradients):
         return self._axis.is_first
 
     def weights_changed(self) -> None:
-        """Nothing to do: the leaves are what is computed with."""
+        """Nothing to do: there are no copies of the leaves."""
 
     def scale_(self, factor: float) -> None:
         for bucket in self._buckets:
@@ -163,7 +163,7 @@ class GradientBuckets(Gradients):
 
 
 class JoinedGradients(Gradients):
-    """Gradients of which some are summed over other ranks than the rest.
+    """Gradients of several groups of parameters, each summed over its own ranks.
 
     Args:
         parts: which leaves each is for.

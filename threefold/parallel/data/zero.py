@@ -153,7 +153,7 @@ def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None
 
 
 class ShardedGradients(Gradients):
-    """Gradients of which each replica holds the shard that it updates, once a step is finished.
+    """Gradients whose shards, reduce-scattered at the end of a step, are on the ranks that update them.
 
     Args:
         stages: this rank's, their parameters sharded.
@@ -189,7 +189,7 @@ class ShardedGradients(Gradients):
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
             root.set_reduce_scatter_unused_params(self._zero.stage == 1)
-            # What torch does at the end of a backward pass: sum what is not summed yet, let go of whole weights, wait.
+            # As torch does at the end of a backward pass: reduce-scatter the rest, free gathered weights, wait.
             finish_backward(root)
         for leaf, parameter in self._parameters.items():
             grad = parameter.grad
@@ -212,7 +212,7 @@ class ShardedGradients(Gradients):
 
 
 class _OverAxis:
-    """Collectives over an axis of ours instead of torch's own call: recorded, and through shared memory where it is."""
+    """FSDP's collectives over an `Axis`: recorded, and through shared memory where the axis has it."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis

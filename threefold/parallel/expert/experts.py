@@ -1,7 +1,7 @@
-"""Expert parallelism (Lepikhin et al., GShard, arXiv 2006.16668): experts spread over the mesh.
+"""Expert parallelism (Lepikhin et al., GShard, arXiv 2006.16668): sharded experts, tokens sent by all-to-all.
 
-Neighbouring replicas hold some experts each and send each other their tokens, there and back. The tensor axis cuts
-every expert as it cuts a dense network.
+Neighbouring replicas hold some experts each: an all-to-all sends tokens to the ranks of their experts, and a second
+one sends the outputs back. The tensor axis shards every expert as it shards a dense network.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ class ParallelExperts(nn.Module):
 
     Args:
         experts: all of them.
-        context: the axes, and this rank's place on them.
+        context: the axes, and this rank's coordinates.
     """
 
     def __init__(self, experts: Experts, context: ShardingContext) -> None:
@@ -64,7 +64,7 @@ class ParallelExperts(nn.Module):
 
 
 def all_to_all(rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-    """Send the first `sent[0]` rows to the first rank of the axis, the next `sent[1]` to the second, and so on.
+    """All-to-all: send the first `sent[0]` rows to the first rank of the axis, the next `sent[1]` to the second, etc.
 
     Backward sends the gradients back.
 

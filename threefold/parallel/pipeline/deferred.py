@@ -1,9 +1,9 @@
 """Deferred weight gradients, with which zero-bubble schedules fill the pipeline bubble.
 
-The stage before waits for the gradient of a stage's input; nobody waits for the gradients of its weights before the
+The previous stage waits for the gradient of a stage's input; the gradients of its weights are needed only by the
 optimizer step (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241). So the backward pass of the linear
-layers of `threefold.ops.kernels` leaves the latter to the store that their weights were made with, while that is open;
-the schedule computes those of a micro-batch when the rank would wait. Layers that do not use the store compute all
+layers of `threefold.ops.kernels` defers the latter to the store that their weights were made with, while that is open;
+the schedule computes those of a micro-batch when the rank would be idle. Layers that do not use the store compute all
 their gradients in the backward pass, which is right too.
 """
 
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 Entry = tuple[Tensor, Callable[[], Tensor]]
-"""A leaf, and what computes one of its gradients."""
+"""A leaf, and the function that computes one of its gradients."""
 
 
 class DeferredGradients:
-    """A rank's store of weight gradients that are still to be computed.
+    """A rank's store of deferred weight gradients.
 
     Attributes:
-        is_open: whether backward passes leave gradients here, which is within `collecting`.
+        is_open: whether backward passes defer weight gradients to this store, as they do within `collecting`.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class DeferredGradients:
 
     @contextmanager
     def collecting(self, add: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-        """Take the weight gradients of the block's backward passes, a whole step's.
+        """Defer the weight gradients of the block's backward passes, those of one step.
 
         Args:
             add: adds a gradient to that of its leaf, in the dtype that gradients are accumulated in.

@@ -18,11 +18,11 @@ def stage_bounds(
     Args:
         costs: what each layer costs, in any unit.
         kinds: the class name of each layer.
-        stages: how many runs of layers to make.
+        stages: number of stages.
         partition: `cost`, `uniform`, `class:NAME`, or the stage split points.
 
     Raises:
-        UserError: the layers cannot be shared like that.
+        UserError: the layers cannot be partitioned like that.
     """
     count = len(costs)
     if partition == "cost":
@@ -66,7 +66,7 @@ def partition_uniform(items: int, pp: int, chunks: int = 1) -> list[int]:
 
 
 def partition_by_class(kinds: Sequence[str], kind: str, pp: int) -> list[int]:
-    """Bounds that share the layers of class `kind` evenly; what comes before the first goes to the first stage.
+    """Bounds that divide the layers of class `kind` evenly; layers before the first of them are on the first stage.
 
     Args:
         kinds: the class name of each layer, in order.
@@ -87,7 +87,7 @@ def partition_by_class(kinds: Sequence[str], kind: str, pp: int) -> list[int]:
 
 
 def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
-    """Bounds that make the most expensive stage as cheap as can be (the linear partition problem).
+    """Bounds that minimise the cost of the most expensive stage (the linear partition problem).
 
     Of equally good answers, the one whose earlier stages are the lighter: they also hold the most activations. Takes
     time in proportion to layers · stages.
@@ -111,7 +111,7 @@ def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
         peaks, begins = [float("inf")] * (count + 1), [0] * (count + 1)
         low, crossing = stage - 1, stage - 1
         for end in range(stage, count + 1):
-            # A later begin makes the last stage lighter and those before it heavier: the best is where the two cross.
+            # A later start makes the last stage cheaper and those before it dearer: the best is where the two cross.
             while crossing < end - 1 and worst[crossing] < sums[end] - sums[crossing]:
                 crossing += 1
             peak = max(worst[crossing], sums[end] - sums[crossing])
@@ -147,7 +147,7 @@ def _require_bounds(bounds: Sequence[int], layers: int, stages: int) -> None:
 
 
 def _nearest_split_points(bounds: Sequence[int], layers: int) -> list[int]:
-    """The numbers moved as far as it takes to be ascending and leave each stage a layer."""
+    """The nearest ascending numbers with which each stage has a layer."""
     up: list[int] = []
     for bound in bounds:
         up.append(max(bound, up[-1] + 1 if up else 1))
@@ -156,4 +156,4 @@ def _nearest_split_points(bounds: Sequence[int], layers: int) -> list[int]:
 
 def _require_enough(items: int, parts: int) -> None:
     if items < parts:
-        raise UserError(f"parallel.pp asks for {parts} stages but there are {items} layers; use {items} at most.")
+        raise UserError(f"parallel.pp makes {parts} stages but there are {items} layers; use {items} at most.")

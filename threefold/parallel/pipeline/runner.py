@@ -1,4 +1,4 @@
-"""Runs the micro-batches of a step: a loop (gradient accumulation) on one stage, a pipeline schedule on several."""
+"""Runs the micro-batches of a step: gradient accumulation on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from threefold.parallel.pipeline.torch_schedules import actions, evaluation_sche
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """The samples of one step on a rank: those of its replica, its positions of each.
+    """The samples of one step on a rank: its replica's, each restricted to the rank's positions.
 
     Attributes:
         tokens, labels: int64 [B, S], this rank's positions of each sequence.
@@ -33,7 +33,7 @@ class LocalBatch:
     samples: SampleInfo = NOTHING
 
     def split(self, parts: int) -> list["LocalBatch"]:
-        """Micro-batches of equal size.
+        """The batch divided into micro-batches of equal size.
 
         Raises:
             ValueError: the samples do not divide by `parts`.
@@ -51,7 +51,7 @@ class Runner(ABC):
 
     Attributes:
         has_loss: whether this rank has the last stage, which computes the loss.
-        arrivals: how many gradients autograd gives each parameter in a step; None where it differs among parameters.
+        arrivals: how many gradients autograd accumulates into each parameter in a step; None where parameters differ.
     """
 
     has_loss: bool
@@ -75,7 +75,7 @@ class Runner(ABC):
 
 
 class LoopRunner(Runner):
-    """One stage: gradient accumulation in a plain loop.
+    """One stage: gradient accumulation over micro-batches in a loop.
 
     Args:
         stage: the whole model (or this tensor rank's part of it).
@@ -108,11 +108,11 @@ class PipelineRunner(Runner):
 
     Args:
         stages: this rank's, in the pipeline's order.
-        parallelism: says which ranks hold the others.
-        schedule: as the config names it.
+        parallelism: which ranks hold the other stages.
+        schedule: of the config.
         micro_batches: how many the samples are split into.
         activation: shape [b, S, H] of one micro-batch's activations between stages.
-        add_gradient: adds to the gradient of a leaf what did not come from autograd.
+        add_gradient: adds a deferred gradient to that of a leaf.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class PipelineRunner(Runner):
         ]
 
     def actions(self) -> list[Action]:
-        """What the schedule has this rank compute in a step, in order."""
+        """The actions of this rank in a step, in order."""
         return actions(self._train)
 
     @contextmanager

@@ -28,7 +28,7 @@ class TimedAction(NamedTuple):
 
 
 class _StageWithKeywords(nn.Module):
-    """A stage as torch's schedules call it: they split tensors into micro-batches, so facts come as keywords."""
+    """A stage as torch's schedules call it: they split tensors into micro-batches, so samples are keywords."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -56,16 +56,16 @@ class Shapes(NamedTuple):
 class ScheduledStage(BufferedPipelineStage):
     """One stage of a rank, as a `PipelineStage` of torch.
 
-    Beside what torch's class does, it has receive buffers for the micro-batches in flight only, counts its sends in the
+    In addition to torch's class, it has receive buffers for the micro-batches in flight only, counts its sends in the
     mesh's recorder, refuses activations of another shape than declared, and can log when it computed.
 
     Args:
         stage: the layers.
         number: its index in the pipeline.
-        stages: which ranks hold the others.
+        stages: which ranks hold the other stages.
         mesh: of this rank.
         shapes: of what stages receive and send.
-        deferred: called after each backward pass; returns what computes the weight gradients that the pass left out.
+        deferred: called after each backward pass; returns the function that computes its deferred weight gradients.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A stage: a run of the model's layers, each under the name it has in the whole model."""
+"""A pipeline stage: consecutive layers of the model, under their names in the whole model."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +23,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: nn.Module, plan: ModelPlan, first: int, end: int) -> None:
         super().__init__()
-        # Names that no layer of a model is likely to have, since layers stand beside them.
+        # Names that no layer of a model is likely to have, since layers are attributes of the same module.
         self.model_plan = plan
         self.layer_names: tuple[str, ...] = plan.layers[first:end]
         self.gives_loss = end == len(plan.layers)

@@ -1,4 +1,4 @@
-"""Weights that several ranks use: each holds a copy, and the gradients are summed, so that the copies stay equal."""
+"""Tied weights (tied embeddings) across pipeline stages: the copies' gradients are summed, so they stay equal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,16 +14,16 @@ from threefold.parallel.pipeline.placement import StageMap
 
 
 class TiedWeights:
-    """The tied weights of this rank's stages that another rank uses too.
+    """The tied weights (such as tied embeddings) of this rank's stages that another rank uses too.
 
-    Uses on one rank have one copy, whose gradient autograd adds up; between ranks it is added up here, each rank once.
+    Uses on one rank share a copy, whose gradient autograd accumulates; those of several ranks are all-reduced here.
 
     Collective over the world: every rank makes it, also those whose stages share nothing.
 
     Args:
-        plan: names the ties.
+        plan: names the tied weights.
         stages: the pipeline's stages.
-        mesh: this rank's place.
+        mesh: of this rank.
     """
 
     def __init__(self, plan: ModelPlan, stages: StageMap, mesh: Mesh) -> None:
@@ -81,7 +81,7 @@ def between_stages_of_a_rank(plan: ModelPlan, stages: StageMap) -> tuple[str, st
 
 
 def _covers(owner: str, name: str) -> bool:
-    """Whether the parameter `name` is the one called `owner`, or lies in the module of that name."""
+    """Whether the parameter `name` is the one called `owner`, or is in the module of that name."""
     return name == owner or name.startswith(owner + ".")
 
 
@@ -94,7 +94,7 @@ def _stage_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
 
 
 def _axis(ranks: tuple[int, ...], mesh: Mesh) -> Axis | None:
-    """The places `ranks` of this rank's pp axis, as an axis in that order; None where it is at none of them."""
+    """The indices `ranks` of this rank's pp axis, as an axis in that order; None where the rank is at none of them."""
     if ranks == tuple(range(mesh.pp.size)):
         return replace(mesh.pp, name="tie", device_mesh=None)
     return mesh.new_axis("tie", _groups(ranks, mesh.layout))

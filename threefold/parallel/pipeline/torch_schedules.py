@@ -22,7 +22,7 @@ _KINDS = {"F": F, "B": B, "I": I, "W": W}
 
 
 class ActionSchedule(AnyOrderRuntime):
-    """A schedule of any actions in any order that can run to its end, of stages on any ranks.
+    """A schedule given as a list of actions per rank, with stages on any ranks.
 
     Args:
         stages: of this rank.
@@ -75,9 +75,9 @@ def training_schedule(
 def evaluation_schedule(
     stages: Sequence[ScheduledStage], placement: StageMap, micro_batches: int, loss: Loss
 ) -> PipelineSchedule:
-    """Forward passes alone: all micro-batches through one of a rank's stages after the other.
+    """Forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
 
-    The order of a training schedule has pauses for backward passes in it, and torch's own evaluation fails where
+    The order of a training schedule has gaps for backward passes, and torch's own evaluation fails where
     neighbouring stages share a rank.
     """
     orders = [
@@ -88,6 +88,6 @@ def evaluation_schedule(
 
 
 def actions(schedule: PipelineSchedule) -> list[Action]:
-    """What a training schedule has this rank compute, in order."""
+    """The actions of this rank in a training schedule, in order."""
     planned = planned_actions(schedule)
     return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]

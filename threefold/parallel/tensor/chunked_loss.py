@@ -1,7 +1,7 @@
 """The head's product and the cross-entropy together, in chunks, over a vocabulary that is split over ranks.
 
-A rank goes over its own columns of the logits (`ops.cross_entropy`), and what travels is a maximum and two sums per
-token, once for all chunks.
+A rank computes its own columns of the logits (`ops.cross_entropy`); a maximum and two sums per token are all-reduced,
+once for all chunks.
 """
 
 import torch

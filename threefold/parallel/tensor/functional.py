@@ -1,4 +1,4 @@
-"""Split operations in the form of PaddlePaddle's `paddle.distributed.split`, for people who come from Fleet."""
+"""Split operations in the form of PaddlePaddle's `paddle.distributed.split`, for users of Fleet."""
 
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ class Splitter(nn.Module):
         bias_attr: bool | Tensor | None = None,
         name: str | None = None,
     ) -> Tensor:
-        """One split operation. What comes out:
+        """One split operation. The result:
 
         | operation | axis | gather_out | result |
         | --- | --- | --- | --- |
@@ -131,7 +131,7 @@ class Splitter(nn.Module):
 
 @torch.no_grad()
 def _fill_(layer: nn.Module, call: _Call, weight: Tensor | None, bias: bool | Tensor | None) -> None:
-    """Set this rank's part of the initial values that were given; `weight` as Paddle lays it out, [in, out]."""
+    """Set this rank's part of the initial values that were given; `weight` in Paddle's order, [in, out]."""
     if weight is not None:
         _set_(layer.get_parameter("weight"), weight if call.operation == "embedding" else weight.T)
     if isinstance(bias, Tensor) and call.has_bias:

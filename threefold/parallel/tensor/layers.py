@@ -65,7 +65,7 @@ def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
 
 
 def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
-    """Zero rows up to a multiple (and to one row at least): matrix units like whole tiles, and lookups need a row."""
+    """Zero rows up to a multiple (and at least one row): matrix units need whole tiles, a look-up a row."""
     rows = max(1, -(-weight.shape[0] // multiple) * multiple)
     return weight if rows == weight.shape[0] else F.pad(weight, (0, 0, 0, rows - weight.shape[0]))
 
@@ -257,7 +257,7 @@ class RowParallelLinear(_SplitLinear):
         if "gather_output" in unknown:
             raise TypeError(
                 "RowParallelLinear has no gather_output: its output is always whole; "
-                "to say whether the input is already split, use input_is_parallel"
+                "for an input that is split already, use input_is_parallel"
             )
         if unknown:
             raise TypeError(f"RowParallelLinear got an unexpected argument {next(iter(unknown))!r}")

@@ -1,6 +1,6 @@
 """Cross-entropy over logits whose vocabulary is split: no rank ever holds a whole row of logits.
 
-The scheme of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): only one maximum and two sums per token travel.
+The scheme of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): a maximum and two sums per token are reduced.
 """
 
 from typing import Any
@@ -33,10 +33,10 @@ class ParallelCrossEntropy(nn.Module):
 
         Args:
             logits: [..., end − start], this rank's part.
-            labels: int64 [...], in the whole vocabulary; -100 for tokens that do not count.
+            labels: int64 [...], in the whole vocabulary; -100 for ignored labels.
 
         Returns:
-            [...], zero for tokens that do not count, the same on every rank; in fp32, or fp64 for fp64 logits.
+            [...], zero for ignored labels, the same on every rank; in fp32, or fp64 for fp64 logits.
 
         Raises:
             RuntimeError: a label is neither in the vocabulary nor -100 (on a GPU as a device-side assertion).
