@@ -42,7 +42,7 @@ GOAL = 1.10  # for 1f1b, of the theory
 
 
 class _Wait(torch.autograd.Function):
-    """Sleeps as long as a layer's pass would take; the weight gradient is deferred where the schedule asks for it."""
+    """Sleeps as long as a layer's pass would take; the weight gradient is deferred where the schedule does so."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

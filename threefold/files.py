@@ -21,7 +21,7 @@ def require_file(path: Path, called: str = "") -> int:
 
     Args:
         path: the file; links are followed.
-        called: what stands before its name in a sentence, with a space after it, such as "the config ".
+        called: a noun before its name in a sentence, with a space after it, such as "the config ".
 
     Raises:
         UserError: it does not exist, is no regular file, or its name cannot be that of a file.
@@ -81,7 +81,7 @@ def parse_json(text: str, where: str) -> Any:
 
     Args:
         text: the JSON.
-        where: what stands in a sentence for the text.
+        where: names the text in a sentence.
 
     Raises:
         UserError: it is not JSON, is nested too deeply, or has a number too long to read.

@@ -59,7 +59,7 @@ def usable_cores() -> int:
 
 
 def exchange_paths(one: Path, other: Path) -> bool:
-    """Give each of two paths of one file system the other's content in one step, if the system can.
+    """Exchange two paths of one file system atomically, if the system supports that.
 
     Raises:
         OSError: one does not exist, or may not be moved.

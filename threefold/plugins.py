@@ -7,7 +7,7 @@ declares in its `pyproject.toml`:
     [project.entry-points."threefold.optimizers"]
     toy = "toy_package.optimizer:Toy"
 
-Nothing is imported before it is asked for, and installed packages are searched only for names that are not built in.
+Nothing is imported before it is used, and installed packages are searched only for names that are not built in.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class Registry:
-    """What can be named in one setting.
+    """The names that one setting can have.
 
     Attributes:
         setting: what selects an entry, such as `optimizer.name`; begins the error about an unknown name.

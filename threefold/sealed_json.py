@@ -1,7 +1,7 @@
 """JSON files that keep a checksum of themselves, so that a damaged one is found when it is read.
 
-Two forms lie on disk. In checkpoints the checksum is of the text before it, its last member (`seal_text`). In token
-folders and caches it is of the values, however the text is laid out (`seal`).
+There are two forms. In checkpoints the checksum is of the text before it, its last member (`seal_text`). In token
+folders and caches it is of the values, independent of white space (`seal`).
 """
 
 import json

@@ -28,7 +28,7 @@ def test_show_tells_what_counts_without_colour(base: Path, threefold: Command) -
     shown = threefold("data", "show", "tokens", "--sequence-length", "128", "--split", "1").output
     assert "⟦It is 4.<|eot_id|>⟧" in shown or "⟦Fine.<|eot_id|>⟧" in shown or "⟦Welcome<|eot_id|>⟧" in shown
     assert "⟦<|start_header_id|>" not in shown
-    assert "counts for the loss" in shown
+    assert "Tokens in ⟦…⟧ have labels" in shown
     assert "8 conversations are packed into" in shown
 
 

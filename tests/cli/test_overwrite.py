@@ -88,7 +88,7 @@ def sources(work: Path) -> list[tuple[str, tuple[object, ...], Path]]:
         ("contains", ("checkpoint", "import", work / "alias" / "hf"), models),
         ("contains", ("checkpoint", "export", runs / "a" / "run"), runs / "a"),
         ("is what is read", ("checkpoint", "export", runs / "a" / "run"), runs / "a" / "run"),
-        ("lies in", ("checkpoint", "export", runs / "a" / "run"), runs / "a" / "run" / "checkpoints"),
+        ("is inside", ("checkpoint", "export", runs / "a" / "run"), runs / "a" / "run" / "checkpoints"),
         ("contains", ("data", "prepare", corpora / "text.jsonl"), corpora),
         ("contains", ("data", "prepare", work / "text.jsonl", "--tokenizer", corpora / "tokens" / "tokenizer.json"),
          corpora / "tokens"),

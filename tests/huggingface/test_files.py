@@ -58,7 +58,7 @@ def refused(source: Path, out: Path, **options: Any) -> str:
         ),
         ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight and 8 more tensors"),
         ({"num_hidden_layers": 2}, "holds model.layers.2.input_layernorm.weight and 8 more tensors, which a llama"),
-        ({"intermediate_size": 48}, "is 40 × 24 and its config.json asks for 48 × 24"),
+        ({"intermediate_size": 48}, "is 40 × 24 and its config.json requires 48 × 24"),
         ({"tie_word_embeddings": False}, "lacks lm_head.weight, which"),
         ({"num_key_value_heads": 3}, "model.num_key_value_heads is 3 but must divide model.num_attention_heads 4"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', which is no number"),

@@ -150,7 +150,7 @@ def test_wrong_values_of_config_json(tmp_path: Path, key: str) -> None:
         ({"num_hidden_layers": "x"}, "num_hidden_layers is 'x', which is no number"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1 but must be at least 1"),
         ({"num_hidden_layers": 1e30}, "num_hidden_layers is 1e+30 but must be at most 100000"),
-        ({"num_hidden_layers": 1_000}, "asks for 1,000 layers and"),
+        ({"num_hidden_layers": 1_000}, "has 1,000 layers and"),
         ({"num_hidden_layers": 99_999}, "model.num_layers is 99999 but must be at most"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0 but must be at least 1"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', which is neither true nor false"),

@@ -1,4 +1,4 @@
-"""checkpoint.json, the manifest of a checkpoint: what it says of its run, and the size and checksum of every file."""
+"""checkpoint.json, the manifest of a checkpoint: the state of its run, and the size and checksum of every file."""
 
 import dataclasses
 import json
@@ -43,9 +43,9 @@ class Facts:
         good_steps: for which it has held.
         corpora: tokens and documents of each corpus of a mixture; of the only one otherwise.
         contents: what their tokens are; empty where an older version wrote the checkpoint.
-        special_tokens: what became of text that spells a special token, in the data; None where that is not known, or
+        special_tokens: how text that spells a special token was encoded, in the data; None where that is not known, or
             the checkpoint is older than such rules, or an import, which has seen no data.
-        beginning: tokens that each text of the data begins with, before its own; None for the latter two.
+        beginning: tokens that are put before each text of the data; None for the latter two.
     """
 
     step: int

@@ -21,7 +21,7 @@ _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
 """Prefixes of settings that change no result."""
 _FREE_KEYS = frozenset(
     (
-        "data.path",  # what lies there is compared instead
+        "data.path",  # its content is compared instead
         "data.tokenizer",
         "data.key",
         "data.cache",
@@ -142,7 +142,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
     _check_data(checkpoint, config)
     if checkpoint.step >= config.train.max_steps:
         try:
-            check_whole(checkpoint)  # as nobody will read its tensors
+            check_whole(checkpoint)  # as its tensors will not be read
         except DamagedCheckpoint as damage:
             return find_resumption(run_dir, config, {**(damaged or {}), damage.path: damage.reason})
         raise UserError(
@@ -242,7 +242,7 @@ def different_file(then: Content, now: ReadCorpus) -> Path | None:
     if now.content.documents != then.documents and now.content.documents and then.documents:
         return now.documents_file
     if then.tokens is None or now.content.tokens is None or then.dtype != now.content.dtype:
-        return None  # only reading them all tells, as a run does in the background
+        return None  # found only by reading them all, as a run does in the background
     return None if then.tokens == now.content.tokens else now.files[0]
 
 

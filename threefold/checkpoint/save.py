@@ -26,7 +26,7 @@ def save_checkpoint(
     it under a name that each derives from the step, and the lock of the run keeps other writers out.
 
     Args:
-        run_dir: the run's folder, which all ranks see.
+        run_dir: the run's folder, shared by all ranks.
         facts: the state of the run besides its tensors.
         tensors: as `save_tensors` takes them.
         texts: further files by name.
@@ -118,7 +118,7 @@ def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, P
 
 
 def _free(path: Path) -> float:
-    """Free space where `path` is to lie, in GB."""
+    """Free space of the disk of `path`, in GB."""
     folder = next((parent for parent in path.parents if parent.is_dir()), Path("."))
     return shutil.disk_usage(folder).free / 1e9
 

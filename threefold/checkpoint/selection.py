@@ -122,7 +122,7 @@ def _inspect(path: Path) -> tuple[Checkpoint, Config]:
     index = stored_index(path)
     data = {chunk.file for tensor in index.values() for chunk in tensor.chunks}
     if unknown := data - manifest.files.keys():
-        raise DamagedCheckpoint(path, f"its tensors lie in {min(unknown)}, which its manifest does not name")
+        raise DamagedCheckpoint(path, f"its tensors are in {min(unknown)}, which its manifest does not name")
     shapes = {name: tensor.shape for name, tensor in index.items()}
     _check_small(manifest, data, shapes)
     config = _config(path)
@@ -161,7 +161,7 @@ def _config(path: Path) -> Config:
         return stored_config(path)
     except UserError as error:
         raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({str(error).removesuffix('.')})") from None
-    except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # values that nobody would write
+    except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # values that no run writes
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({reason})") from None
 

@@ -1,5 +1,5 @@
 """Tensors that are read piece by piece while a checkpoint is written, so that none is in memory as a whole:
-`format.storage.Writer` frees each piece before it asks for the next."""
+`format.storage.Writer` frees each piece before it reads the next."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Saving and loading tensors through `torch.distributed.checkpoint`: global tensors under global names.
 
 Sharded tensors are `DTensor`s, which carry the global shape and their offsets in it; torch writes each part once and
-reads whatever part is asked for, so neither the layout nor the dtype of the writer matters to the reader.
+reads any part of it, so neither the layout nor the dtype of the writer matters to the reader.
 """
 
 import logging
@@ -27,7 +27,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     Args:
         tensors: by name; a `DTensor` where sharded, the same plain tensor on every rank where replicated. A rank passes
             those that it holds.
-        folder: an empty folder that all ranks see.
+        folder: an empty folder shared by all ranks.
 
     Raises:
         OSError: on every rank, when a rank cannot write.

@@ -11,12 +11,12 @@ from threefold.host import usable_cores
 if TYPE_CHECKING:
     from threefold.data.corpus import Corpus
 
-app = typer.Typer(help="Make token files from text, convert them, and look into them.", no_args_is_help=True)
+app = typer.Typer(help="Prepare token files from text, convert, inspect and verify them.", no_args_is_help=True)
 
 
 @app.command()
 def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to.")]) -> None:
-    """Write a few MB of real English, which every Python carries, as JSON lines."""
+    """Write a few MB of English, from the documentation in Python's library, as JSON lines."""
     from threefold.data.text.python_text import write_sample
 
     summary = write_sample(directory)
@@ -60,7 +60,7 @@ def prepare(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite token files at --out.")] = False,
 ) -> None:
-    """Turn text into token files that `data.path` of a run can name."""
+    """Encode text into token files for `data.path` of a run."""
 
     from threefold.data.prepare.preparation import PrepareRequest
     from threefold.data.prepare.preparation import prepare as prepare_files
@@ -189,7 +189,7 @@ def convert(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")] = False,
 ) -> None:
-    """Turn token files of one system into those of another, token for token."""
+    """Convert token files of one system to those of another, token for token."""
     from threefold.data.prepare.conversion import convert as convert_tokens
 
     with Bars() as bars:

@@ -101,7 +101,7 @@ def _names(corpus: "Corpus", tokens: "tuple[int, ...]") -> str:
 
 
 def print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], documents: list[int]) -> None:
-    """A sample of conversations: what counts for the loss between ⟦ and ⟧, and in colour where there is any.
+    """A sample of conversations: tokens with labels between ⟦ and ⟧, and in colour where there is any.
 
     Args:
         corpus: whose tokenizer is known.
@@ -128,7 +128,7 @@ def print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], docum
             shown.append(f"⟦{text}⟧" if counts else text, style="bold green" if counts else "default not bold not dim")
         console.print(shown, end="\n\n", soft_wrap=True)
     learned = sum(counted)
-    console.print(f"⟦…⟧ counts for the loss: {learned:,} of {len(labels):,} labels.", soft_wrap=True)
+    console.print(f"Tokens in ⟦…⟧ have labels: {learned:,} of {len(labels):,}; all others are ignored.", soft_wrap=True)
 
 
 def _runs(places: list[int], counted: list[bool]) -> "Iterator[tuple[bool, list[int]]]":
@@ -151,7 +151,7 @@ def print_sample(corpus: "Corpus", tokens: list[int]) -> None:
 
 
 def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """A plain table; numbers stand right where there are more columns than two."""
+    """A plain table; numbers are right-aligned where there are more columns than two."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -180,4 +180,4 @@ def print_converted(source: Path, out: Path, converted: "ConvertedTokens") -> No
     if converted.left_out:
         typer.echo(f"Left out {converted.left_out:,} empty documents, which this format does not have.")
     if converted.ended:
-        typer.echo(f"Gave {converted.ended:,} documents the end-of-document token that this format asks for.")
+        typer.echo(f"Gave {converted.ended:,} documents the end-of-document token that this format requires.")

@@ -1,4 +1,4 @@
-"""The one sentence about a setting that cannot be."""
+"""The error of an invalid setting, in one sentence."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def problem(config: Config, key: str, rule: str, value: Any = _UNSET) -> UserErr
     """The error that `key` (`section.name`) breaks `rule`, which is what follows 'but'.
 
     Args:
-        config: whose setting it is; knows the line it was set on.
+        config: of the setting; has the line it was set on.
         key: `section.name`.
         rule: the rule and the nearest value that works.
         value: what the setting is, when that is a default that `config` does not hold yet.

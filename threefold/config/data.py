@@ -1,4 +1,4 @@
-"""What a run reads."""
+"""The `data` section of a config."""
 
 from typing import Annotated, Literal, Self
 
@@ -9,7 +9,7 @@ from threefold.config.section import MOST_IDS, MOST_TOKENS, PathText, Section, d
 
 
 class DataConfig(Section):
-    """What is read."""
+    """The data of a run."""
 
     path: PathText = derived(min_length=1)
     """Folder that `threefold data prepare` wrote, or token files of Megatron-LM (`PREFIX.bin`, `PREFIX.idx`) or Fleet
@@ -31,14 +31,14 @@ class DataConfig(Section):
     then `prompt` and `completion`."""
     special_tokens: Literal["parse", "text"] = derived()
     """What becomes of text that spells a special token, such as `<|im_start|>`: `parse` makes it that token, as
-    `transformers` does; `text` takes it for text, for sources that are not trusted. Default: `parse`; token files were
+    `transformers` does; `text` keeps it as text, for untrusted sources. Default: `parse`; token files were
     made with one or the other, which holds for them."""
     chat_template: PathText = derived(min_length=1)
     """File with the chat template of conversations in JSON lines: `.jinja`, or a `tokenizer_config.json`. Default: the
-    one that lies beside `tokenizer`."""
+    one in the folder of `tokenizer`."""
     loss_tokens: Literal["answers", "all"] = "answers"
-    """What counts for the loss of conversations and of prompts with completions: the assistant's turns and the
-    completions alone, or all tokens."""
+    """Which tokens of conversations and of prompts with completions have labels: `answers`, those of the assistant's
+    turns and the completions, or `all`."""
     cache: PathText = derived(min_length=1)
     """Folder for the tokens of JSON lines, which are encoded once. Default: `FILE.cache` beside the file, or
     `~/.cache/threefold` (under `XDG_CACHE_HOME` where that is set) where that cannot be written."""

@@ -1,4 +1,4 @@
-"""YAML as the config reads it: plain values, and the line each setting stands on.
+"""YAML of a config: plain values, and the line of each setting.
 
 A config may come from anyone, so what a YAML file can do beyond plain values is refused in one sentence: tags that name
 types, values that contain themselves, and aliases or nesting that would grow without bound.
@@ -16,8 +16,8 @@ from threefold.files import read_text, shown
 LARGEST_DOCUMENT: Final = 256 << 10
 """Bytes of the largest config that is read; one of every setting has less than 10 KiB."""
 MOST_VALUES: Final = 20_000
-"""Keys and values of a document, each alias counted as what it stands for."""
-_TOO_MANY: Final = f"it holds more than {MOST_VALUES:,} values, with those that aliases (*) stand for"
+"""Largest number of keys and values of a document, with aliases expanded."""
+_TOO_MANY: Final = f"it holds more than {MOST_VALUES:,} values, with aliases (*) expanded"
 _DEEPEST: Final = 20
 _LONGEST_NUMBER: Final = 400
 """Characters of a number; the largest double has 309 digits."""
@@ -99,7 +99,7 @@ def _parse(text: str, where: str) -> tuple[Any, list[tuple[tuple[str, ...], int]
         if node is None:
             return None, []
         _require_plain(loader, node, where)
-        keys = list(_keys(node, ()))  # before merge keys are replaced by what they stand for
+        keys = list(_keys(node, ()))  # before merge keys are expanded
         return loader.construct_document(node), keys
     except RecursionError:
         raise UserError(f"{where}: its values are nested too deeply; a setting needs at most two levels.") from None
@@ -117,7 +117,7 @@ def _require_plain(loader: _Loader, node: yaml.Node, where: str) -> None:
     sizes: dict[yaml.Node, int | None] = {}
 
     def size(node: yaml.Node) -> int:
-        """Values in `node`, which costs no more than to read what stands in the file."""
+        """Values in `node`, in time proportional to the size of the file."""
         at = f"{where}, line {node.start_mark.line + 1}"
         if node in sizes:
             known = sizes[node]

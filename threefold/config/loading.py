@@ -1,4 +1,4 @@
-"""Reading a config file with overrides, and saying in one sentence what is wrong with it."""
+"""Reading a config file with overrides, with one-sentence errors."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -2,8 +2,8 @@
 
 Each family declares its own settings in a class derived from `ModelConfig` (threefold/models/FAMILY/config.py), and
 `model.architecture` selects the class that a section is read with. Models are built on top of configs, so nothing here
-imports them: the class is looked up by name in `FAMILIES`, as the family of another package has to be anyway, and only
-when a config asks for it. So a config error never waits for torch, nor for families that it is not about.
+imports them: the class is looked up by name in `FAMILIES`, and imported only when a config names the family. So a
+config error never waits for the import of torch, or of other families.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,8 +54,8 @@ else:
     class unless_setting:
         """A property that a derived class may declare as a setting instead.
 
-        A field's value lies in the instance's own `__dict__`, which Python searches before a descriptor without
-        `__set__`; and as the class itself has no such attribute, pydantic does not see a field that shadows one.
+        A field's value is in the instance's own `__dict__`, which Python searches before a descriptor without
+        `__set__`; and as the class itself has no such attribute, pydantic finds no field that shadows one.
         """
 
         def __init__(self, value: Callable[[Any], Any]) -> None:
@@ -96,8 +96,8 @@ class ModelConfig(Section):
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an attention weight."""
     position_embedding: Literal["learned", "rope"] = derived()
-    """How the model knows the order of tokens: `learned`, a vector for each position, or `rope`, which turns queries
-    and keys by their position (rotary embedding); the width of a head is even for it. `llama` has `rope`. Default:
+    """How positions are encoded: `learned`, a vector for each position, or `rope` (rotary position embedding), which
+    rotates queries and keys; the width of a head is even for it. `llama` has `rope`. Default:
     `learned` for `gpt`."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the angles of `rope`; a larger one suits longer sequences."""
@@ -127,13 +127,12 @@ class ModelConfig(Section):
     """Whether the output head shares the token embedding's weight. Default: `true` for `gpt`, `false` for `llama`."""
 
     comes_after: ClassVar[dict[str, str]] = {}
-    """Own setting → the common one that it stands behind in a config, those declared below it following; at the end
-    where nothing is said."""
+    """Own setting → the common one after which a config lists it and those declared below it; else at the end."""
 
     _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
     """Given settings that other families have and this one lacks, each with a config that holds it."""
 
-    # What other rooms may ask of any model, as it is where a family does not have it as a setting.
+    # Properties of every model, with their values where a family does not have the setting.
 
     @unless_setting
     def num_key_value_heads(self) -> int:
@@ -147,7 +146,7 @@ class ModelConfig(Section):
 
     @unless_setting
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised (QK-norm)."""
+        """Whether there is QK-norm: a norm of each head's queries and keys."""
         return False
 
     @unless_setting
@@ -198,7 +197,7 @@ class ModelConfig(Section):
         """How many positions back the tokens of a layer attend; 0 for all."""
         return self.sliding_window if layer >= self.full_attention_layers else 0
 
-    # What a family may say otherwise.
+    # Defaults that a family may override.
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
         """Values of the settings that follow from others."""
@@ -217,7 +216,7 @@ class ModelConfig(Section):
         return 4 * self.hidden_size
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Settings that the model does not look at, for what others are; each with the rule against setting it."""
+        """Settings without effect, given the values of others; each with the rule against setting it."""
         if self.rope_scaling == "none":
             for name in FOR_SCALED_ROPE:
                 yield name, "model.rope_scaling is none; use rope_scaling linear or leave it out"
@@ -238,7 +237,7 @@ class ModelConfig(Section):
     # Parts of these rules, for a family to choose from.
 
     def broken_by_setting_unused(self) -> Iterator[tuple[str, str]]:
-        """A setting that the model would not look at is a mistake, unless it is as it were unset."""
+        """A setting without effect is an error, unless it has its default value."""
         for name in self.setting_names():
             if (other := self._of_others.get(name)) and not other.is_as_unset(name):
                 rule = f"model.architecture is {self.architecture}, which has no such thing"
@@ -297,7 +296,7 @@ class ModelConfig(Section):
         return getattr(self._of_others.get(name, self), name)
 
     def is_as_unset(self, name: str) -> bool:
-        """Whether a setting is what it is where nobody sets it."""
+        """Whether a setting has its default value."""
         unset = self.filled(self.max_position_embeddings or 0).get(name, type(self).model_fields[name].default)
         return bool(getattr(self, name) == unset)
 

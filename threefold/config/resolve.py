@@ -1,4 +1,4 @@
-"""From what the user gave to what the run is: every setting filled, every rule checked."""
+"""Resolving a config: every default filled, every rule checked."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The actions of a pipeline schedule: what each rank computes, in order, and CSV files that spell it out.
+"""The actions of a pipeline schedule: those of each rank, in order, and CSV files of them.
 
 A schedule file has the compute-only CSV format of `torch.distributed.pipelining` (what `_dump_csv` of its schedules
 writes and `_load_csv` reads): one line for each pipeline rank, its actions separated by commas, each a stage, a kind
@@ -46,9 +46,9 @@ class StuckError(ValueError):
     """Ranks wait for one another forever, or for an action that no rank has.
 
     Attributes:
-        rank: the first rank that cannot go on.
+        rank: the first rank that cannot continue.
         action: its next action.
-        missing: what that action needs and never gets.
+        missing: the result that the action waits for.
     """
 
     def __init__(self, rank: int, action: Action, missing: Action) -> None:
@@ -57,7 +57,7 @@ class StuckError(ValueError):
 
 
 def result_of(action: Action) -> Action:
-    """What an action gives: both kinds of backward pass (`B` and `I`) give the gradient that the stage before needs."""
+    """The result of an action: both kinds of backward pass (`B`, `I`) compute the gradient for the previous stage."""
     return action._replace(kind="I") if action.kind == "B" else action
 
 
@@ -85,7 +85,7 @@ def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action]]
     """Every action with its rank, after all that it needs, each rank's in its order.
 
     Raises:
-        StuckError: no rank can go on.
+        StuckError: no rank can continue.
     """
     stages, done = stage_count(orders), set[Action]()
     following = [0] * len(orders)
@@ -132,7 +132,7 @@ def read_schedule_file(path: str) -> Orders:
 
 
 class _File:
-    """What is known of a schedule file while it is read."""
+    """The state of reading a schedule file."""
 
     def __init__(self, name: str) -> None:
         self.name = name

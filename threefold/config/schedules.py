@@ -1,6 +1,6 @@
-"""The pipeline schedules, one row each: where stages lie, which numbers of micro-batches fit, what is deferred.
+"""The pipeline schedules, one row each: placement of stages, numbers of micro-batches, deferred weight gradients.
 
-Config checks, stage placement, the memory formulas and the runner read their facts of a schedule here. A schedule is a
+Config checks, stage placement, the memory formulas and the runner read a schedule's properties here. A schedule is a
 row of `SCHEDULES`, which runs as a class of `torch.distributed.pipelining`, or a CSV file of actions.
 """
 
@@ -22,7 +22,7 @@ class Schedule(ABC):
     Attributes:
         name: as in `parallel.schedule`.
         stages_per_rank: how many stages each rank has; None where `parallel.stage_chunks` says.
-        defers_weight_gradients: whether backward passes leave gradients of weights to be computed later.
+        defers_weight_gradients: whether backward passes defer weight gradients.
         ranks: how many pipeline ranks it is for; None for any.
         micro_batches: how many micro-batches it is for; None where `accepts` says.
     """
@@ -175,7 +175,7 @@ SCHEDULES: Final = {row.name: row for row in _ROWS}
 
 
 class FileSchedule(Schedule):
-    """A schedule that a CSV file spells out (`schedule_actions` has the format).
+    """A schedule of a CSV file (`schedule_actions` has the format).
 
     Args:
         path: of the file.

@@ -1,4 +1,4 @@
-"""What a run is: one section per idea, one docstring per setting.
+"""The config of a run: its sections, with a docstring for each setting.
 
 Settings that default to None are filled by `threefold.config.resolve`, so that their type is the one they have in a
 resolved config; everything after resolving may rely on it.
@@ -32,7 +32,7 @@ ScheduleName = Annotated[PathText, BeforeValidator(_schedule_name)]
 
 
 class ParallelConfig(Section):
-    """The layout of the ranks: a performance choice that leaves every result as it is."""
+    """The layout of the ranks: a performance choice that changes no result."""
 
     dp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel replicas; the batch is divided among them."""
@@ -46,8 +46,8 @@ class ParallelConfig(Section):
     cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel parts of each sequence; `data.sequence_length` is a multiple of 2 · `cp`."""
     cp_method: Literal["all-gather", "ring"] = "all-gather"
-    """How keys and values reach the queries of other context-parallel ranks: `all-gather` brings all of them to every
-    rank at once, `ring` one rank's after the other, so that none ever holds all."""
+    """Context-parallel attention: `all-gather` gathers all keys and values on every rank, `ring` passes them around the
+    ranks block by block (ring attention), so that no rank holds all."""
     schedule: ScheduleName = Field(default="1f1b", examples=[*SCHEDULES, "FILE.csv"])
     """Pipeline schedule, the order of the micro-batches: `1f1b` keeps the activations of at most `pp` of them alive,
     `gpipe` of all of them. `interleaved`, `looped-bfs` and `zero-bubble` give each rank `stage_chunks` stages; `zbv`
@@ -57,11 +57,11 @@ class ParallelConfig(Section):
     stage_chunks: int = derived(ge=1, le=MOST_LAYERS)
     """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, those of a CSV file, else 2."""
     partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
-    """How layers are shared among the pipeline stages: `cost` balances what they compute, `uniform` their number,
+    """How layers are partitioned into pipeline stages: `cost` balances what they compute, `uniform` their number,
     `class:NAME` those of one class, such as `class:Block`; or the stage split points, the first layers
     of the stages after the first, such as `[3, 6, 9]`."""
     sequence_parallel: bool = False
-    """Whether the tensor-parallel ranks also share the activations between the split layers, along the sequence."""
+    """Sequence parallelism: whether activations between the tensor-parallel layers are sharded along the sequence."""
     zero: int = Field(default=0, ge=0, le=3)
     """What the data-parallel ranks share instead of holding it whole: 1 the optimizer's state, 2 the gradients too, 3
     the weights too."""
@@ -74,7 +74,7 @@ class ParallelConfig(Section):
 
     @cached_property
     def pipeline_schedule(self) -> Schedule:
-        """The schedule that `schedule` names; a file is read when it is first asked for, once.
+        """The schedule that `schedule` names; a file is read once, when it is first used.
 
         Raises:
             UserError: the file cannot be read or its actions break a rule.
@@ -98,7 +98,7 @@ class TrainConfig(Section):
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Seed of the initial weights, the order of the samples and dropout."""
     init_from: PathText = ""
-    """Folder of a run whose newest checkpoint gives the first weights, such as one that `threefold checkpoint import`
+    """Folder of a run whose newest checkpoint has the initial weights, such as one that `threefold checkpoint import`
     made. Default: none, they are drawn from `seed`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; `auto` takes CUDA when this machine has a GPU for each of its ranks, else the CPU."""
@@ -107,8 +107,8 @@ class TrainConfig(Section):
     eval_batches: int = Field(default=10, ge=1, le=MOST_STEPS)
     """Global batches in an evaluation."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping it: `selective` the attention core, `full` whole blocks,
-    of which only the inputs are kept."""
+    """Activation checkpointing (recompute): the backward pass computes activations again, with `selective` those of the
+    attention core, with `full` those of whole blocks, of which only the inputs are kept."""
     recompute_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """With `recompute: full`, every so many-th block is computed again, from the first on; the others keep all."""
     loss_chunk_size: int = derived(ge=0, le=MOST_IDS)
@@ -124,7 +124,7 @@ class TrainConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """The numbers that are computed with."""
+    """Number formats of the computation."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision of the computation; `bf16` and `fp16` keep fp32 master weights and add gradients up in fp32, `fp64` is
@@ -191,7 +191,7 @@ class Config(Section):
         return to_yaml(self.sections())
 
     def to_yaml_as_given(self, resolved: Iterable[str] = ()) -> str:
-        """The same, but what `resolve` derived is told in comments, and follows again from what is read with it.
+        """The same, with derived settings in comments, so that they are derived again when the file is read.
 
         Args:
             resolved: sections that are stored with every setting filled.

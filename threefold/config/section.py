@@ -1,4 +1,4 @@
-"""What every section of a config has in common."""
+"""The base class of the sections of a config."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Final

@@ -26,7 +26,7 @@ class Content:
             is beside the tokens.
         tokens: checksum of the tokens, little endian in their type; None until all have been read where no file of the
             corpus keeps it.
-        loss_mask: checksum of what says which tokens count for the loss; None where it is not known, or all do.
+        loss_mask: checksum of the loss mask; None where it is not known, or there is none.
     """
 
     dtype: str
@@ -43,7 +43,7 @@ class ReadCorpus:
         files: that of the tokens first, then those that say where documents start.
         tokens: the token ids.
         content: what is known of them; its checksum of the tokens is what was written, not what is there now.
-        remedy: what mends a damaged file, as the end of a sentence.
+        remedy: how to replace a damaged file, as the end of a sentence.
     """
 
     files: tuple[Path, ...]

@@ -1,4 +1,4 @@
-"""What every format of token files is read into: tokens in a row, the bounds of their documents, their vocabulary."""
+"""A corpus, read from any token format: its tokens, the bounds of their documents, their vocabulary."""
 
 import hashlib
 from collections.abc import Mapping
@@ -33,11 +33,11 @@ class StoredTokens:
         path: what messages call it.
         format: the format's name.
         files: the files, that of the tokens first.
-        tokens: [N] integers, read only; in memory only where the format leaves no choice.
+        tokens: [N] integers, read only; in memory only where the format requires it.
         sequences: int64 [S + 1], where each sequence starts in `tokens`; the last is N. Sequences may be empty.
         document_sequences: int64 [D + 1], the first sequence of each document; the last is S. None where each sequence
             is a document.
-        modes: int8 [S], what Megatron-LM says of each sequence, if it does.
+        modes: int8 [S], the modes of Megatron-LM's sequences, if there are any.
         notes: a sentence for each thing that a user should know of how these files are read.
     """
 
@@ -68,9 +68,9 @@ class Corpus:
         vocab_size: number of token ids.
         eod: id of the token that ends a document; None if there is none.
         tokenizer_file: the tokenizer.json of the tokens, if it is known.
-        remedy: what mends a damaged file, as the end of a sentence.
+        remedy: how to replace a damaged file, as the end of a sentence.
         rule: how its text became tokens.
-        loss_mask: uint8 [N], 1 where predicting a token counts for the loss; None where the corpus is no conversations
+        loss_mask: uint8 [N], 1 where a token's label is not ignored; None where the corpus is no conversations
             and all count.
         template: of its conversations, if it is known.
         checksums: of its files as they were written, by name, as far as they are kept.
@@ -133,7 +133,7 @@ class Corpus:
         Args:
             token: its id.
             place: its number in the corpus.
-            sample: what says of which sample it is, with a comma and a space before it.
+            sample: names its sample, with a comma and a space before it.
         """
         return UserError(
             f"{shown(self.files[0])} holds token {token:,} at position {place:,} (document "

@@ -24,7 +24,7 @@ from threefold.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class NamedCorpus:
-    """One corpus of a run: its path as the config has it, its weight, and what lies there."""
+    """One corpus of a run: its path as the config has it, its weight, and its files."""
 
     name: str
     weight: float
@@ -80,7 +80,7 @@ class Dataset:
         return next((sha256 for source in self.sources if (sha256 := source.data.tokenizer_sha256)), None)
 
     def complete(self, config: Config) -> Config:
-        """The config, with what is not given in it and follows from the data: conversations do not see one another."""
+        """The config, with defaults that follow from the data: the attention mask separates conversations."""
         if not self.holds_chat or "separate_documents" in config.data.model_fields_set:
             return config
         return config.model_copy(update={"data": config.data.model_copy(update={"separate_documents": True})})
@@ -140,7 +140,7 @@ def open_dataset(config: Config) -> Dataset:
 
 
 def names_data(config: Config) -> bool:
-    """Whether anything lies where a config says; what is no data is for `open_dataset` to refuse."""
+    """Whether there are files at a config's paths; `open_dataset` raises where they are no data."""
     return any(Path(name).exists() or holds_tokens(Path(name)) for name in config.data.corpora)
 
 

@@ -72,14 +72,14 @@ class Share:
 
 
 class Loader:
-    """The batches of one data-parallel rank; any step can be asked for, and the next one is prefetched.
+    """The batches of one data-parallel rank; of any step; the next one is prefetched.
 
     Args:
         train: the samples to train on.
         heldout: the samples to evaluate on, or None if there is no evaluation.
         share: this rank's part of the global batch.
         seed: keys the order of the training samples.
-        separate_documents: whether batches tell the document of each token.
+        separate_documents: whether batches have the document of each token.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Loader:
 
         Of one part alone if `of` gives its samples.
 
-        Every rank sees the same number of batches: the last one is filled up with rows whose labels are all -100, so a
-        loss weighted by counted tokens is the mean over the split, and no rank waits for one that has finished.
+        Every rank has the same number of batches: the last one is filled up with rows whose labels are all -100, so a
+        loss weighted by valid tokens is the mean over the split, and no rank waits for one that has finished.
 
         Raises:
             UserError: the token files are damaged.

@@ -143,7 +143,7 @@ class MixedSamples:
         ]
 
     def _back(self, indices: Int64Array) -> Int64Array:
-        """Where each row lies once the rows are sorted by corpus."""
+        """The position of each row once the rows are sorted by corpus."""
         back = np.empty_like(indices)
         back[np.argsort(self._corpora(indices), kind="stable")] = np.arange(len(indices))
         return back

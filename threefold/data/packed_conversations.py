@@ -20,17 +20,17 @@ class PackedConversations:
 
     A sample has room for S + 1 tokens, the last of which is only a label. Documents are put into samples whole, the
     longest first, each into the fullest sample that has room for it (best-fit decreasing; Ding et al., arXiv
-    2404.10830). What is left of a sample is filled up, and counts for nothing. No label crosses from one document to
+    2404.10830). The rest of a sample is padding, with ignored labels. No label crosses from one document to
     the next.
 
     A document of more than S + 1 tokens is cut into pieces of S + 1, each of which begins with the last token of the
-    one before it, so that every token that counts is a label exactly once; a piece without any is left out.
+    one before it, so that every token of the loss mask is a label exactly once; a piece without any is left out.
 
     Attributes:
         corpus: where the tokens and their mask are.
         sequence_length: S, in tokens.
-        counts_all: whether all tokens count in place of those that the mask has.
-        starts, lengths: int64 [pieces], where each piece stands in the tokens; ordered by sample.
+        counts_all: whether all tokens have labels in place of those of the loss mask.
+        starts, lengths: int64 [pieces], the position of each piece in the tokens; ordered by sample.
         samples: int64 [samples + 1], the first piece of each sample.
         documents_read: documents of the split.
         longer: how many of them are longer than a sample.

@@ -107,7 +107,7 @@ class PackedSamples:
     def ends(self, indices: Int64Array) -> NDArray[np.bool_]:
         """Whether each input token of the samples at `indices` ends its document: bool [rows, S].
 
-        That is the end-of-document token wherever it stands; without one, the last token of each document.
+        That is the end-of-document token anywhere; without one, the last token of each document.
         """
         return self._ends(indices, self.read(indices)[:, :-1])
 
@@ -119,7 +119,7 @@ class PackedSamples:
         return self.files.documents[following] == places + 1
 
     def _places(self, indices: Int64Array, length: int) -> Int64Array:
-        """Where the first `length` tokens of the samples stand in `files.tokens`: int64 [rows, length]."""
+        """The positions of the first `length` tokens of the samples in `files.tokens`: int64 [rows, length]."""
         places = indices[:, None] * self.sequence_length + np.arange(length)
         runs = np.searchsorted(self.stream_starts, places, side="right") - 1
         return places + self.shifts[runs]
@@ -140,7 +140,7 @@ class PackedSamples:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """How much a split holds: documents, tokens, and samples of the sequence length asked for."""
+    """How much a split holds: documents, tokens, and samples of the given sequence length."""
 
     name: str
     documents: int

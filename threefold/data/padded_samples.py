@@ -19,7 +19,7 @@ class PaddedSamples:
     """The samples of one split: one for each of its lines, in file order.
 
     A sample is the line's tokens and the end-of-document token, cut to S + 1; what a shorter one lacks is filled up
-    with end-of-document tokens that no label asks for. Attention is causal, so they change nothing before them.
+    with end-of-document tokens whose labels are ignored. Attention is causal, so they change nothing before them.
 
     Attributes:
         encoded: where the tokens are.

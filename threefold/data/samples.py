@@ -31,7 +31,7 @@ class Samples(Protocol):
         along a row."""
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
-        """The position of each input token of samples where documents that do not see one another count theirs from 0:
+        """The position of each input token of samples where documents under a separating attention mask count from 0:
         int64 [rows, S]; None where positions count from the start of the sample."""
 
     def padding(self, indices: Int64Array) -> Int64Array:

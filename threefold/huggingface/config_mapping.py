@@ -10,7 +10,7 @@ from threefold.models.hf.model_type import HuggingFaceType
 from threefold.models.registry import huggingface_types
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What an imported config.json says of tokens, kept."""
+"""Keys of an imported config.json about tokens, which an export keeps."""
 
 
 def read_model(
@@ -21,7 +21,7 @@ def read_model(
     Args:
         values: what it holds.
         where: names it in sentences.
-        ignored: keys that the user takes to be harmless.
+        ignored: keys to ignore.
 
     Raises:
         UserError: another type, or anything unsupported.
@@ -36,7 +36,7 @@ def read_model(
     given = ConfigJson(values, kind.defaults, where)
     given.take("model_type")
     if given.take("quantization_config"):
-        raise given.problem("quantization_config says that the weights are quantised", "take a copy that is not")
+        raise given.problem("quantization_config means that the weights are quantised", "take a copy that is not")
     settings = kind.read(given)
     given.finish(ignored)
     return kind, {"architecture": kind.architecture, **settings}

@@ -68,7 +68,7 @@ class Exported:
         bytes: of the weights.
         files: names of the weights' files.
         texts: names of the files beside them.
-        left_out: settings of training that the files have no place for, with their values.
+        left_out: settings of training without a key in the files, with their values.
         warnings: a sentence that names the damaged checkpoints that were passed over, if any were.
     """
 
@@ -87,10 +87,10 @@ class Exported:
 def export_model(request: Export, progress: Progress) -> Exported:
     """Write the newest good checkpoint of a run as Hugging Face's transformers reads it, tensor by tensor.
 
-    One that turns out to be damaged while it is read is passed over as one that was seen to be.
+    One that is found damaged while it is read is skipped.
 
     Raises:
-        UserError: there is no checkpoint, no family has a place for the model, or `out` cannot be written. Nothing is
+        UserError: there is no checkpoint, no family fits the model, or `out` cannot be written. Nothing is
             left at `out` then.
     """
     return_freed_memory()
@@ -152,7 +152,7 @@ def _by_tensor(kind: HuggingFaceType, config: Config, stored: Stored) -> dict[st
 
 
 def _place(name: str) -> tuple[int, int, str]:
-    """Where a tensor comes in the files: the embedding, the layers by number, the head."""
+    """Order of a tensor in the files: the embedding, the layers by number, the head."""
     first, number, *_ = name.split(".")
     return ("embed", "blocks", "head").index(first), int(number) if number.isdigit() else 0, name
 

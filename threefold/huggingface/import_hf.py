@@ -51,7 +51,7 @@ class Import:
     Attributes:
         source: a folder with config.json and safetensors.
         out: the run to make.
-        ignored: keys of config.json that the user takes to be harmless.
+        ignored: keys of config.json to ignore.
         overwrite: whether a folder at `out` is replaced.
         allow_not_finite: whether weights may be NaN or infinite.
     """
@@ -73,7 +73,7 @@ class Imported:
         parameters: how many.
         dtypes: of the weights, the most common first.
         bytes: of the weights.
-        tokenizer: whether one came along.
+        tokenizer: whether there is one.
     """
 
     family: str
@@ -159,31 +159,31 @@ def _template(settings: Mapping[str, Any], precision: str, out: Path) -> dict[st
 
 
 def _of_checkpoint(template: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the checkpoint says: the same, for as long a sequence as the model reads, from nowhere."""
+    """The config in the checkpoint: the same with the longest sequence of the model, and without paths of data."""
     sections = {name: dict(values) for name, values in template.items() if name != "train"}
     sections["data"]["sequence_length"] = sections["model"]["max_position_embeddings"]
     return sections
 
 
 def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) -> list[WeightMap]:
-    """The weights of the model that a config asks for, each known to be in the files, in its shape."""
+    """The weights of a config's model, each checked to be in the files, with its shape."""
     named = f"{files.folder / THEIR_CONFIG}"
     if (config.model.num_layers or 0) > len(files.tensors):
         raise UserError(
-            f"{named} asks for {config.model.num_layers:,} layers and {files.folder} holds {len(files.tensors)} "
+            f"{named} has {config.model.num_layers:,} layers and {files.folder} holds {len(files.tensors)} "
             "tensors; fetch both again."
         )
     try:
         with torch.device("meta"):
             model = make_model(config.model)
     except (RuntimeError, OverflowError, TypeError, MemoryError):
-        raise UserError(f"{named} asks for weights that are larger than any can be; fetch it again.") from None
+        raise UserError(f"{named} describes weights that are too large; fetch it again.") from None
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     weights = kind.weights(config.model, shapes, files.tensors)
     expected = {name: shape for weight in weights for name, shape in weight.source_shapes().items()}
     stacks = {source.name for weight in weights for source in weight.sources if source.index is not None}
     if missing := expected.keys() - files.tensors.keys():
-        raise UserError(f"{files.folder} lacks {_named(missing)}, which its {THEIR_CONFIG} asks for; fetch it again.")
+        raise UserError(f"{files.folder} lacks {_named(missing)}, which its {THEIR_CONFIG} requires; fetch it again.")
     unknown = files.tensors.keys() - expected.keys()
     if config.model.tie_embeddings and "lm_head.weight" in unknown:
         _check_tie(files, weights)
@@ -198,7 +198,7 @@ def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) 
         found = found[1:] if name in stacks else found
         if found != shape:
             raise UserError(
-                f"{files.tensors[name].file}: {name} is {_shown(found)} and its {THEIR_CONFIG} asks for "
+                f"{files.tensors[name].file}: {name} is {_shown(found)} and its {THEIR_CONFIG} requires "
                 f"{_shown(shape)}; fetch both again."
             )
     return weights

@@ -1,7 +1,7 @@
 """Writing safetensors whose tensors come one after the other.
 
-The library writes a file from tensors that are all in memory; here the header is written first, and each tensor goes to
-its place when it comes. The layout of such a file is fixed in https://github.com/huggingface/safetensors#format.
+The library writes a file from tensors that are all in memory; here the header is written first, and each tensor at its
+position when it is ready. https://github.com/huggingface/safetensors#format specifies the format.
 """
 
 import json
@@ -23,7 +23,7 @@ _ALIGNMENT: Final = 8
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that will come."""
+    """A tensor that is to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Shards:
 
     Args:
         folder: to write to.
-        tensors: what will come, in the order of the files.
+        tensors: to be written, in the order of the files.
         limit: bytes.
     """
 
@@ -60,7 +60,7 @@ class Shards:
         self._open.close()
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put tensors to their places, rounded to the dtype planned."""
+        """Write tensors at their positions, rounded to the dtype planned."""
         for name, tensor in tensors.items():
             file, place, planned = self._places.pop(name)
             if tuple(tensor.shape) != planned.shape:
@@ -70,7 +70,7 @@ class Shards:
             file.write(flat.view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Check that all have come."""
+        """Check that all were written."""
         if self._places:
             raise ValueError(f"{len(self._places)} tensors were planned and did not come, such as {min(self._places)}")
 

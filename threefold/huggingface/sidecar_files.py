@@ -1,7 +1,6 @@
-"""Files that go with a model of Hugging Face and mean nothing to training: carried along from import to export.
+"""Sidecar files: those of a Hugging Face model that training does not use, kept from import to export.
 
-They lie in a checkpoint beside its tensors as `huggingface-NAME`, and each later checkpoint of a run that started from
-them has them too.
+A checkpoint has them as `huggingface-NAME`, and so has each later checkpoint of a run that started from it.
 """
 
 import os
@@ -24,7 +23,7 @@ WITH_TOKENIZER: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What says of a tokenizer how it is used, its chat template above all."""
+"""Files about the use of a tokenizer, above all its chat template."""
 CARRIED: Final = (
     CONFIG,
     GENERATION,
@@ -37,7 +36,7 @@ PREFIX: Final = "huggingface-"
 
 
 def texts_of(source: Path) -> dict[str, str]:
-    """What a checkpoint of the model in `source` has beside its tensors, by file name.
+    """The further files of a checkpoint of the model in `source`, by name.
 
     Raises:
         UserError: a file cannot be read, or the tokenizer is none.
@@ -108,7 +107,7 @@ def carried_by(checkpoint: Path) -> dict[str, str]:
 
 
 def write_texts(checkpoint: Path, folder: Path) -> list[str]:
-    """Write a checkpoint's tokenizer and what it carries, but for config.json, to a folder, and return the names."""
+    """Write a checkpoint's tokenizer and sidecar files, except config.json, to a folder, and return the names."""
     texts = {name.removeprefix(PREFIX): text for name, text in carried_by(checkpoint).items()}
     texts.pop(CONFIG, None)
     for name, text in texts.items():

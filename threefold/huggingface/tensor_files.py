@@ -16,19 +16,19 @@ from threefold.files import parse_json, read_text, require_file
 from threefold.models.hf.config_json import shortened
 
 _LOOKED_AT: Final = 1 << 20
-"""Values that are looked at together."""
+"""Values that are checked together."""
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FILE = re.compile(r"[\w@+=-][\w@+=., -]{0,240}\.safetensors")
 """Names of files, without a folder."""
 _BUFFERS = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)")
-"""What old files hold beside the weights: masks and frequencies, which follow from the config."""
+"""Tensors of old files that are no weights: masks and frequencies, which follow from the config."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies and what it is."""
+    """The file, shape and dtype of a tensor."""
 
     file: Path
     key: str

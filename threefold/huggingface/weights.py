@@ -28,7 +28,7 @@ class Box:
 
 
 def boxes(weight: WeightMap, itemsize: int, by_columns: bool) -> Iterator[Box]:
-    """What cuts a parameter into boxes of at most `BOX_BYTES` and, where it is not small, at least `BOXES` of them.
+    """Divides a parameter into boxes of at most `BOX_BYTES` and, where it is not small, at least `BOXES` of them.
 
     Args:
         weight: the parameter.

@@ -33,7 +33,7 @@ class Sampling:
         if self.top_k is not None and self.top_k < 0:
             raise UserError(f"--top-k is {self.top_k} but must be at least 0; 0 samples from all tokens.")
         if self.top_p is not None and not 0 <= self.top_p <= 1:
-            raise UserError(f"--top-p is {self.top_p:g} but must lie between 0 and 1; 1 samples from all tokens.")
+            raise UserError(f"--top-p is {self.top_p:g} but must be between 0 and 1; 1 samples from all tokens.")
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """Sample a token for each row.

@@ -9,7 +9,7 @@ from threefold.host import memory
 _SHARE = {"cpu": 0.5, "cuda": 0.7}
 """Fraction of the memory that a run may use; the rest is for fragmentation and, on a CPU, for other programs."""
 _OWN = {"cpu": 400 << 20, "cuda": 1 << 30}
-"""Bytes of a rank's process without a model: torch itself, and on a GPU the CUDA context and NCCL's buffers."""
+"""Bytes of a rank's process without a model: torch, and on a GPU the CUDA context and NCCL's buffers."""
 
 _DRIVERS: Final = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 """Device files of the drivers of NVIDIA (Linux, Tegra, WSL) and AMD GPUs, of which torch needs one."""

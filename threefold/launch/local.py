@@ -51,7 +51,7 @@ def run_local(job: Job, world_size: int, start_method: StartMethod, signals: Sto
 
     Args:
         start_method: "fork" is quick and for a parent that ran no parallel operation yet; CUDA needs "spawn".
-        signals: passed on to the ranks of a job that stops when it is asked to.
+        signals: forwarded to the ranks of a job that handles them (`Job.stops`).
 
     Returns:
         what the worker of rank 0 returned.

@@ -27,7 +27,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` and the like."""
+    """The name of a signal, such as `SIGKILL`."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -31,7 +31,7 @@ class RankInfo:
         rank: 0 to `world_size` - 1.
         local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the index of its GPU.
         device: CPU or CUDA.
-        asked: returns the number of the signal that asked this rank to stop, 0 for none.
+        asked: returns the number of the signal that stops this rank, 0 for none.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class Job:
     """What all ranks run, and where their output goes.
 
     Attributes:
-        stops: whether the worker stops when `RankInfo.asked` says so; otherwise a signal ends its process.
+        stops: whether the worker stops when `RankInfo.asked` returns a signal; otherwise a signal ends its process.
     """
 
     worker: Worker

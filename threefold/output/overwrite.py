@@ -11,7 +11,7 @@ from threefold.errors import UserError
 from threefold.files import read_json, shown
 
 MARKER: Final = ".threefold-output.json"
-"""Lists the files that were written beside it."""
+"""Name of the marker, a file that lists the files that were written to its folder."""
 _FORMAT: Final = "threefold-output"
 _LARGEST_MARKER: Final = 64 << 20
 
@@ -32,7 +32,7 @@ def list_marked(folder: Path) -> Collection[str] | None:
 
 
 def write_pair_marker(prefix: Path, files: Sequence[Path]) -> None:
-    """List the files of one output that stand in a folder among others, with their sizes."""
+    """List the files of one output in a folder that has others too, with their sizes."""
     sizes = {path.name: path.stat().st_size for path in files}
     marker_of(prefix).write_text(_marker(sizes), encoding="utf-8")
 
@@ -62,10 +62,10 @@ def _read_marker(path: Path) -> Any:
 def check_replaceable(
     out: Path, inputs: Sequence[Path], overwrite: bool, place: str = "--out", listing: Listing = list_marked
 ) -> None:
-    """Check that a folder may be made at `out`, where nothing stands, an empty folder, or an output of this program.
+    """Check that a folder may be made at `out`: there is nothing, an empty folder, or an output of this program.
 
     Raises:
-        UserError: something else stands there, or what stands there is, holds or lies in an input.
+        UserError: something else is there, or what is there is, contains or is in an input.
     """
     check_name(out, place)
     found = _status(out, place)
@@ -95,10 +95,10 @@ def check_replaceable(
 
 
 def check_files_replaceable(prefix: Path, files: Sequence[Path], inputs: Sequence[Path], overwrite: bool) -> None:
-    """Check that the files of one output, beside which others may stand, can be made.
+    """Check that the files of one output can be made, in a folder that may have others.
 
     Raises:
-        UserError: something stands there that is an input, or that this program did not write.
+        UserError: there is a file that is an input, or that this program did not write.
     """
     check_name(prefix, "--out")
     written = _read_marker(marker_of(prefix))
@@ -160,7 +160,7 @@ def _overlap(out: Path, source: Path) -> str:
         return "is what is read"
     if real in read.parents:
         return f"contains {shown(source)}, which is read"
-    return f"lies in {shown(source)}, which is read" if read in real.parents else ""
+    return f"is inside {shown(source)}, which is read" if read in real.parents else ""
 
 
 def _listed(folder: Path, place: str) -> list[str]:

@@ -1,13 +1,13 @@
 """Atomic output: a folder that appears complete or not at all, and overwrites nothing that this program did not write.
 
-While `NAME` is made, two entries stand beside it: `.NAME.threefold-lock`, locked by the process that writes, and
+While `NAME` is made, there are two entries beside it: `.NAME.threefold-lock`, locked by the process that writes, and
 `.NAME.threefold-` with 16 hexadecimal digits, a folder with the file `STAGING` and the new content under `NEW`. The
 commit exchanges `NEW` and `NAME` in one step where the file system can do that; where it cannot, `NAME` is moved to
 `OLD` in the same folder first. A process that is killed thus leaves the old output or the new one, and what else it
 left is completed or removed by the next call.
 
-Files of one prefix, which stand in a folder among others, are made in the same way; once `COMMIT` stands in the staging
-folder they are whole, and what is not yet in its place is moved there, by the next call if need be.
+Files of one prefix in a folder with others are made in the same way; once `COMMIT` is in the staging folder they are
+complete, and those not yet in their place are moved there, by the next call if need be.
 """
 
 import fcntl
@@ -55,7 +55,7 @@ def staged_directory(
     """Write a folder beside `final` and give it that name once it is complete and on the disk.
 
     Yields the folder to write into. If the body raises, that folder is removed and `final` is as it was; if the process
-    is killed, `final` is as it was or new, and the next call removes what was left. A folder that stood at `final` is
+    is killed, `final` is as it was or new, and the next call removes what was left. A folder at `final` is
     replaced at the end.
 
     Args:
@@ -67,7 +67,7 @@ def staged_directory(
         marked: whether the folder gets the marker that `list_marked` reads.
 
     Raises:
-        UserError: another process is writing the same folder, it cannot be written, or what stands there may not be
+        UserError: another process is writing the same folder, it cannot be written, or what is there may not be
             replaced.
     """
 
@@ -186,7 +186,7 @@ def _stage(final: Path) -> Path:
 
 
 def _recover(final: Path) -> None:
-    """Complete or remove what killed writers of `final` left; nobody writes now, as the lock is held."""
+    """Complete or remove what killed writers of `final` left; no process writes now, as the lock is held."""
     pattern = re.compile(re.escape(_beside(final, "").name) + "[0-9a-f]{16}")
     for entry in sorted(final.parent.iterdir()):
         if not pattern.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():

@@ -27,7 +27,7 @@ class KeyedPermutation:
 
     An unbalanced Feistel network over the smallest power of two that holds n (Luby and Rackoff, 1988), with the
     finaliser of SplitMix64 (Steele, Lea and Flood, 2014) as its round function, and cycle walking (Black and Rogaway,
-    2002) to stay inside n: fewer than two walks an item on average once n > 32.
+    2002) to stay inside n: fewer than two rounds per item on average once n > 32.
 
     Args:
         n: number of items, 1 to 2**62.

@@ -49,7 +49,7 @@ class SafeSaving:
     - when the run diverges, a checkpoint that no good step followed is renamed, and a resumed run starts from the one
       before it.
 
-    All ranks see the same losses, so all make the same decision.
+    The losses are the same on all ranks, so all make the same decision.
 
     Args:
         store: where the checkpoints go.

@@ -142,7 +142,7 @@ class Engine:
     def update(self, local_loss: Tensor, tokens: int, step: int) -> StepResult:
         """Clip the gradients by their global norm and update the weights.
 
-        Where there is a loss scale and loss or norm are not finite, which all ranks see alike, nothing is updated and
+        Where there is a loss scale and loss or norm are not finite, on all ranks alike, nothing is updated and
         the scale halves.
 
         Args:

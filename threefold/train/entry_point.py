@@ -38,9 +38,9 @@ def train(
 
     Args:
         config: resolved, `train.device` being the device.
-        run_dir: a folder that all ranks see; gets the metrics, logs, curves and checkpoints.
+        run_dir: a folder shared by all ranks; gets the metrics, logs, curves and checkpoints.
         resume: whether to resume from its newest checkpoint; "auto" does if there is one.
-        asked: the number of the signal that asked this rank to end the run, 0 for none.
+        asked: returns the number of the signal that ends the run, 0 for none.
         reads: whether this rank checks the token files of its host in the background.
 
     Returns:
@@ -84,7 +84,7 @@ def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
     """The batches of this rank's replica.
 
     Raises:
-        UserError: the training part, or the validation part if one is asked for, has no sample.
+        UserError: the training part, or the validation part where there are evaluations, has no sample.
     """
     heldout = dataset.samples("valid") if config.train.eval_every else None
     share = Share(config.train.global_batch_size, replicas.index, replicas.size)

@@ -114,7 +114,7 @@ def _draw_(parameter: nn.Parameter, initial: Initial, key: int) -> None:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:  # not used by the loss: what the engine's cleared buffers hold then
+    if parameter.grad is None:  # not used by the loss: zero, as in the engine's cleared buffers
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 

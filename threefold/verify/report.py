@@ -69,7 +69,7 @@ class LayoutResult:
     Attributes:
         spec: the layout.
         verdict: `equal`, `departs`, `error` (it did not run to the end) or `unsplit` (equal, but nothing of the model
-            is sharded over one of its axes, which proves nothing).
+            is sharded over one of its axes, so nothing is verified).
         seconds: wall-clock time.
         worst: the largest relative error of all comparisons; None if the run failed.
         first: the first departure: the earliest step, there the earliest of initial weights, gradients, loss, norm and

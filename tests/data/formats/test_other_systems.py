@@ -171,7 +171,7 @@ def test_a_folder_of_ours_needs_no_settings_and_refuses_other_ones(tmp_path: Pat
     assert open_corpus(files.path, tokenizer=files.path / "tokenizer.json", eod=0).tokens.tolist() == [1, 2, 0, 4, 0]
     with pytest.raises(UserError, match=r"data.eod is 4 but .* was made with 0; use 0 or leave it out"):
         open_corpus(files.path, eod=4)
-    with pytest.raises(UserError, match=r"data.tokenizer is .*t.json but .* made with the one that lies in it"):
+    with pytest.raises(UserError, match=r"data.tokenizer is .*t.json but .* made with the one in it"):
         open_corpus(files.path, tokenizer=word_tokenizer(tmp_path / "t.json", 10))
 
 

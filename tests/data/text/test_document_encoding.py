@@ -180,7 +180,9 @@ def test_a_template_that_refuses_is_told_with_the_line(files: dict[str, Path], t
         unstable.encode(Chat("c.jsonl:7", tuple(conversations("chatml")[1])))
     with pytest.raises(UserError, match=r"is no chat template that can be used \(unexpected 'end of template'"):
         encoder(files["chatml"], template=ChatTemplate("{% for"))
-    with pytest.raises(UserError, match=r"c.jsonl:7 is a conversation, which needs a chat template, and none lies"):
+    with pytest.raises(
+        UserError, match=r"c.jsonl:7 is a conversation, which needs a chat template, and the tokenizer has none"
+    ):
         DocumentEncoder(encoder(files["chatml"]).text, 0).encode(Chat("c.jsonl:7", (user, answer)))
 
 

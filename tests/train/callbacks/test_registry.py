@@ -98,7 +98,7 @@ def told(path: Path) -> list[list[Any]]:
 
 
 def test_a_callback_of_another_package_sees_the_run(small_run: Run, tmp_path: Path, package: Path) -> None:
-    """Once for the run, or once per rank where it asks for that."""
+    """Once for the run, or once per rank where `ranks` says so."""
     more: tuple[tuple[str, Any], ...] = (
         ("train.callbacks", ["diary", "everyrank", "unwanted"]),
         ("train.eval_every", 2),

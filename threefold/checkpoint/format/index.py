@@ -116,7 +116,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     try:
         tensors = {name: _tensor(entry) for name, entry in document["tensors"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedCheckpoint(folder, f"its {INDEX} does not say where each tensor lies") from None
+        raise DamagedCheckpoint(folder, f"its {INDEX} lacks the position of a tensor") from None
     check_index(folder, tensors)
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
@@ -138,7 +138,7 @@ def read_data_files(folder: Path) -> dict[str, DataFile]:
 
 
 def check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that the chunks of each tensor cover it once, and lie inside files of the folder.
+    """Check that the chunks of each tensor cover it once, and are inside files of the folder.
 
     Raises:
         DamagedCheckpoint: they do not.
@@ -169,7 +169,7 @@ def _document(folder: Path) -> dict[str, Any]:
 
 def _size(folder: Path, name: str) -> int:
     if not is_plain_name(name):
-        raise DamagedCheckpoint(folder, f"its tensors lie in {shown(repr(name))}, which is no file of its own folder")
+        raise DamagedCheckpoint(folder, f"its tensors are in {shown(repr(name))}, which is no file of its own folder")
     try:
         return require_file(folder / name)
     except UserError as error:

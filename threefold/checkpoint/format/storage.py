@@ -63,7 +63,7 @@ class Writer(StorageWriter):
     """Writes the tensors of a checkpoint, durably.
 
     Args:
-        folder: an empty folder that all ranks see.
+        folder: an empty folder shared by all ranks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -159,7 +159,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what this rank's plan asks for.
+        """Fill the tensors of this rank's plan.
 
         Raises:
             DamagedCheckpoint: a file is missing, or not as it was written.
@@ -220,7 +220,7 @@ class Reader(StorageReader):
 
 
 def _write_file(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[TensorChunk], DataFile]:
-    """Write parts one after the other, each let go before the next is asked for."""
+    """Write parts one after the other, each freed before the next is read."""
     chunks: list[TensorChunk] = []
     whole, position, begun = xxhash.xxh3_128(), 0, 0
     with path.open("wb") as file:
@@ -262,7 +262,7 @@ def _described(tensor: StoredTensor) -> dcp.TensorStorageMetadata:
 
 
 def _is_place_for(target: Tensor, tensor: StoredTensor, chunk: TensorChunk) -> bool:
-    """Whether a chunk may be read straight into the memory of what is asked for."""
+    """Whether a chunk may be read straight into the memory of the tensor to fill."""
     return (
         type(target) is Tensor
         and target.device.type == "cpu"

@@ -1,6 +1,6 @@
 """Checkpoints of version 1, as `torch.distributed.checkpoint` writes them: `.metadata`, a pickle, and `*.distcp`.
 
-A pickle is a program: it names the functions that it calls. The one here may name a handful, and each stands for
+A pickle is a program: it names the functions that it calls. This one may name a handful, each replaced by
 something inert; nothing else is looked up, let alone called. The payload of a `.distcp` is read with torch's own
 `weights_only`, which makes nothing but tensors, and after the checksums that torch wrote have been compared.
 """
@@ -57,7 +57,7 @@ def read_version1_index(folder: Path) -> dict[str, StoredTensor]:
         tensors = _tensors(state["state_dict_metadata"], state["storage_data"])
     except _Refused as error:
         raise DamagedCheckpoint(
-            folder, f"its {METADATA} asks for {error}, which no checkpoint needs and which was not looked up"
+            folder, f"its {METADATA} refers to {error}, which no checkpoint needs and which was not looked up"
         ) from None
     except Exception:  # a damaged pickle raises whatever its opcodes run into
         raise DamagedCheckpoint(folder, f"its {METADATA} is damaged") from None
@@ -88,11 +88,11 @@ def read_version1_chunk(file: io.RawIOBase, folder: Path, tensor: StoredTensor, 
 
 
 class _Refused(Exception):
-    """Names what a pickle asked for."""
+    """The name of a function or class that a pickle refers to."""
 
 
 class _Record:
-    """Stands for an object of a class or the result of a function that a pickle names: what it was made of."""
+    """Replaces an object of a class or the result of a function that a pickle names, by its arguments."""
 
     def __init__(self, *arguments: Any) -> None:
         self.state: Any = arguments

@@ -100,7 +100,7 @@ REASONS = {
     "LOG_PATH": "the folder of the run is an option of the command: threefold train … --run-dir",
     "logging*": "the folder of the run is an option of the command: threefold train … --run-dir",
     "cudnn_*": "kernels are chosen automatically",
-    "TOTAL_BATCH_SIZE": "its part in the other settings is what counts",
+    "TOTAL_BATCH_SIZE": "it takes effect where other settings use it",
 }
 
 

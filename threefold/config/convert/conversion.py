@@ -87,9 +87,7 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
     _SYSTEMS[kind].fill(mapping, world_size)
     if not {"data.path", "data.mixture"} & mapping.settings.keys():
         mapping.put("data.path", _PLACE_OF_DATA)
-        mapping.note(
-            "data", "not given", f"data.path {_PLACE_OF_DATA} stands for the folder or the token files of yours"
-        )
+        mapping.note("data", "not given", f"data.path {_PLACE_OF_DATA} is a placeholder for your folder or token files")
     config = _config(mapping)
     return Converted(kind, evidence, _differing(config, mapping.settings), mapping.notes, _why_invalid(config))
 

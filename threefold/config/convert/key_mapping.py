@@ -31,7 +31,7 @@ class Same(NamedTuple):
 
 
 class Unmapped(NamedTuple):
-    """A foreign setting without an exact counterpart, which the user is told about.
+    """A setting of the other system without an exact counterpart, which is reported to the user.
 
     Attributes:
         key: foreign key.

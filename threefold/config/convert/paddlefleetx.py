@@ -71,7 +71,7 @@ REASONS = {
     "Engine.num_train_epochs": "train.max_steps ends the run; further epochs follow automatically",
     "Engine.run_mode": "train.max_steps ends the run",
     "Engine.accumulate_steps": "follows from the batch sizes",
-    "Engine.test_iters": "`threefold eval` measures the test part when asked to",
+    "Engine.test_iters": "`threefold eval` evaluates the test part",
     "Engine.save_load.output_dir": "the folder of the run is an option of the command: threefold train … --run-dir",
     "Engine.save_load.ckpt_dir": "threefold train … --resume resumes a run; Paddle's checkpoints are unsupported",
     "Engine.save_load.save_epoch": "checkpoints are made every checkpoint.every steps",

@@ -1,6 +1,6 @@
-"""Which features go together, as data: the checks of a config and the table in the docs are made of the same rules.
+"""Compatibility of features, as data: the checks of a config and the table in the docs are made of the same rules.
 
-A pair of features that no rule names works, and the test suite proves that it does.
+A pair of features that no rule names is supported, and the test suite runs it.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from threefold.config.schema import Config
 
 @dataclass(frozen=True)
 class Rule:
-    """Two features that do not go together.
+    """Two features that cannot be combined.
 
     Attributes:
         first, second: their names in the table (`features.py` has them all).
@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
         "parallel.zero",
         lambda config: config.parallel.zero > 0 and config.parallel.pipeline_schedule.defers_weight_gradients,
         "parallel.schedule {config.parallel.schedule} defers weight gradients until after their layer's backward pass, "
-        "at whose end fully_shard reduces and scatters them; use 0 or schedule interleaved",
+        "at whose end fully_shard reduce-scatters them; use 0 or schedule interleaved",
     ),
     Rule(
         "zero",
@@ -95,8 +95,8 @@ RULES: tuple[Rule, ...] = (
         "zero-bubble",
         "train.compile",
         lambda config: config.train.compile and config.parallel.pipeline_schedule.defers_weight_gradients,
-        "compiled layers cannot defer their weight gradients, which is what parallel.schedule "
-        "{config.parallel.schedule} is for; use false or schedule interleaved",
+        "compiled layers cannot defer their weight gradients, which is the purpose of parallel.schedule "
+        "{config.parallel.schedule}; use false or schedule interleaved",
     ),
     Rule(
         "compression",
@@ -117,7 +117,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_together(config: Config) -> None:
-    """Check that the features that a resolved config asks for go together.
+    """Check that the features of a resolved config can be combined.
 
     Raises:
         UserError: the first rule that is broken.

@@ -1,4 +1,4 @@
-"""Every feature that may be combined with others, how a config asks for it, and what goes with what.
+"""Every feature that may be combined with others, its settings, and which combinations are supported.
 
 The table in docs/compatibility.md is made from here and from the checks of a config; the test suite runs every pair.
 """
@@ -27,7 +27,7 @@ class Feature:
         name: short, as in the table.
         title: what it is.
         settings: what switches it on.
-        needs: what it takes beside, at least; another feature may ask for more of it.
+        needs: the settings that it requires, at least; another feature may require larger ones.
         part_of: names that rules may call it by too: what it is a kind of, and what it needs.
     """
 
@@ -164,7 +164,7 @@ def config_with(features: Iterable[Feature]) -> Config:
     """A small config with these features on, resolved.
 
     Raises:
-        UserError: they do not go together.
+        UserError: they cannot be combined.
     """
     chosen = tuple(features)
     settings: Settings = {}
@@ -187,7 +187,7 @@ class Cell:
     """Two features side by side.
 
     Attributes:
-        reason: why they do not go together, the sentence of the error; empty where they do.
+        reason: why they cannot be combined, the sentence of the error; empty where they can.
     """
 
     first: Feature
@@ -221,11 +221,11 @@ def cells() -> Iterator[Cell]:
 
 
 _INTRODUCTION = """\
-# What goes with what
+# Compatibility of features
 
 <!-- Written by `make docs` from threefold/config/rules/features.py and compatibility.py. -->
 
-✓: the two together train what one process trains, up to rounding; the test suite runs every such pair. A number: the
+✓: the two together give the results of one process, up to rounding; the test suite runs every such pair. A number: the
 config is refused before any worker starts, with a sentence such as the one below. –: two values of one setting.
 """
 

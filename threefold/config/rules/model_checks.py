@@ -1,4 +1,4 @@
-"""Rules of the `model` section, and of what the layout asks of it."""
+"""Rules of the `model` section, and which sizes the layout has to divide."""
 
 from math import gcd
 

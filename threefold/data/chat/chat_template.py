@@ -49,7 +49,7 @@ class ChatTemplate:
 
     @classmethod
     def beside(cls, tokenizer_file: Path) -> Self | None:
-        """The template that lies beside a tokenizer.json, as transformers looks for it; None if there is none.
+        """The template in the folder of a tokenizer.json, as transformers finds it; None if there is none.
 
         That is chat_template.jinja, else the `chat_template` of tokenizer_config.json or of chat_template.json; in a
         checkpoint the same files under their names as sidecar files.
@@ -202,7 +202,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Answers(jinja2.ext.Extension):
-    """`{% generation %}` … `{% endgeneration %}`: what stands between is what the assistant generates."""
+    """`{% generation %}` … `{% endgeneration %}`: around what the assistant generates."""
 
     tags = {"generation"}  # noqa: RUF012
 

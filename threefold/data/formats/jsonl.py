@@ -70,7 +70,7 @@ class JsonLines:
         """The template of conversations.
 
         Raises:
-            UserError: the one that is named, or that lies beside the tokenizer, is none.
+            UserError: the one that is named, or that is beside the tokenizer, is none.
         """
         if not self.holds_chat:
             return None

@@ -74,7 +74,7 @@ def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, StoredColumn]:
 
 def _member(archive: zipfile.ZipFile, file: IO[bytes], path: Path, member: zipfile.ZipInfo) -> StoredColumn:
     if member.compress_type == zipfile.ZIP_STORED:
-        # The directory at the end of a zip file does not tell how long the header before the data is.
+        # The directory at the end of a zip file does not have the length of the header before the data.
         file.seek(member.header_offset)
         magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
         if magic != b"PK\x03\x04" or file.read(name) != member.orig_filename.encode():

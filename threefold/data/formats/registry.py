@@ -31,7 +31,7 @@ class TokenFormat:
     Attributes:
         endings: of the files, all of which are needed; that of the tokens first.
         read: from the prefix to the tokens; raises UserError where a file is missing, truncated or contradictory.
-        write: writes all files of a prefix and tells the progress of the bytes of tokens; raises UserError where the
+        write: writes all files of a prefix and reports the progress in bytes of tokens; raises UserError where the
             format cannot hold the tokens. None if `threefold data convert` cannot write the format.
     """
 

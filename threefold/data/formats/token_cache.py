@@ -48,8 +48,8 @@ def entry_name(facts: dict[str, Any]) -> str:
 def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
     """The whole folder `name` in one of `roots`, made by `write` if there is none.
 
-    Of several processes that ask for it at once one writes and the others wait. If it is killed, what it had written
-    counts for nothing and the next one begins anew.
+    Of several processes that need it at once one writes and the others wait. If it is killed, what it had written
+    is discarded and the next one starts again.
 
     Args:
         roots: where to look; the first that can be written to gets a new folder.

@@ -41,7 +41,7 @@ def open_corpus(
         path: a folder, the prefix of the files' names, or one of the files.
         tokenizer: the tokenizer.json of files that have none of their own.
         eod: the token that ends their documents; None is the tokenizer's usual one, if their documents end with it.
-        vocab_size: number of token ids, where no tokenizer tells it.
+        vocab_size: number of token ids, where there is no tokenizer.
         special_tokens: how text that spells special tokens became tokens; None is what a folder says of itself, and
             `parse` for files of other systems.
 
@@ -110,7 +110,7 @@ def read_stored(path: Path) -> StoredTokens:
 
 
 def is_own(path: Path) -> bool:
-    """Whether `path` is to be read as a folder of `threefold data prepare`, which has the words for finding nothing."""
+    """Whether `path` is to be read as a folder of `threefold data prepare`, whose reader reports what is missing."""
     return os.path.lexists(path / META_FILE) or not _find(path)
 
 
@@ -148,7 +148,7 @@ def _check_own(
         load_tokenizer(tokenizer, "data.tokenizer")
         if tokenizer.read_bytes() != files.tokenizer_file.read_bytes():
             raise UserError(
-                f"data.tokenizer is {tokenizer} but {files.path} was made with the one that lies in it; leave it out."
+                f"data.tokenizer is {tokenizer} but {files.path} was made with the one in it; leave it out."
             )
     if eod is not None and eod != files.eod:
         raise UserError(

@@ -113,7 +113,7 @@ def _audit_entry(folder: Path, progress: Progress) -> Iterator[Audit]:
     known, remedy = entry_checksums(folder), "delete that folder, which is a cache"
     facts = folder / FACTS
     if known is None:
-        yield Audit(facts, None, "", f"{shown(facts)} or a size that it tells is damaged; {remedy}")
+        yield Audit(facts, None, "", f"{shown(facts)} or a size in it is wrong; {remedy}")
         return
     yield Audit(facts, require_file(facts), "as written" if known else "no checksums; the sizes are right")
     yield from _compare(folder, known, remedy, progress)
@@ -137,7 +137,7 @@ def _compare(folder: Path, known: dict[str, str], remedy: str, progress: Progres
 
 def _audit_foreign(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]:
     if not holds_tokens(path):
-        read_stored(path)  # it has the words for finding nothing
+        read_stored(path)  # it reports what is missing
     rows = id_count(load_tokenizer(tokenizer)) if tokenizer is not None else None
     try:
         stored = read_stored(path)

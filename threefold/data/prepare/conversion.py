@@ -44,7 +44,7 @@ class ConvertedTokens:
     Attributes:
         tokens, documents: how many were written.
         left_out: empty documents, which the new format cannot hold.
-        ended: documents that got an end-of-document token, which the new format asks for.
+        ended: documents that got an end-of-document token, which the new format requires.
     """
 
     tokens: int
@@ -119,7 +119,7 @@ def to_threefold(
 ) -> ConvertedTokens:
     """Write a folder such as `threefold data prepare` makes, whole or not at all.
 
-    That format wants a tokenizer, and documents that are not empty and end with its end-of-document token: empty ones
+    That format needs a tokenizer, and documents that are not empty and end with its end-of-document token: empty ones
     are left out, and those without the token get it.
 
     Args:

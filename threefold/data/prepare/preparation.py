@@ -100,7 +100,7 @@ def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
 
 
 def _template(request: PrepareRequest, chats: list[Path]) -> ChatTemplate | None:
-    """The template for conversations; a pair of texts needs none, which is for the encoder to see."""
+    """The template for conversations; a pair of texts needs none, which the encoder checks."""
     if not chats:
         return None
     if request.tokenizer is None:

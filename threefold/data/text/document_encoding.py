@@ -22,7 +22,7 @@ class EncodedDocument(NamedTuple):
 
     Attributes:
         ids: the tokens.
-        counted: for each, whether predicting it counts for the loss.
+        counted: for each, whether its label is not ignored.
     """
 
     ids: list[int]
@@ -115,7 +115,7 @@ class DocumentEncoder:
         return EncodedDocument(ids, counted)
 
     def _differences(self, chat: Chat, rendered: str) -> Iterator[Span]:
-        """Where each answer stands, by the conversation before and after it."""
+        """The position of each answer, by the conversation before and after it."""
         for number, message in enumerate(chat.messages):
             if number < chat.first or message["role"] != ASSISTANT:
                 continue
@@ -164,14 +164,14 @@ class DocumentEncoder:
     def _required(self, where: str) -> ChatRenderer:
         if self._renderer is None:
             raise UserError(
-                f"{where} is a conversation, which needs a chat template, and none lies beside the tokenizer; put its "
+                f"{where} is a conversation, which needs a chat template, and the tokenizer has none; put its "
                 "tokenizer_config.json or chat_template.jinja there, or name one with data.chat_template "
                 "(--chat-template)."
             )
         return self._renderer
 
     def _marked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages in which special tokens stand between marks, if they are to be text."""
+        """Messages in which special tokens are between marks, if they are to be text."""
         if self.text.rule.special_tokens == "parse" or not self._specials:
             return [dict(message) for message in messages]
         return [_map_texts(message, self._mark) for message in messages]
@@ -181,7 +181,7 @@ class DocumentEncoder:
         return self._spelled.sub(lambda found: f"{_OPEN}{found.group()}{_CLOSE}", bare)
 
     def _tokens(self, rendered: str) -> tuple[list[int], list[Span]]:
-        """Tokens of rendered text, and where each stands in it, the marks among its characters."""
+        """Tokens of rendered text, and the position of each in it, the marks among its characters."""
         ids: list[int] = []
         spans: list[Span] = []
         for piece, start, is_text in _pieces(rendered):
@@ -206,7 +206,7 @@ def _pieces(rendered: str) -> Iterator[tuple[str, int, bool]]:
 
 
 def _within(spans: list[Span], wanted: list[Span]) -> list[bool]:
-    """For each token whether it has a character of one of the wanted spans, or stands between two that have."""
+    """For each token whether it has a character of one of the given spans, or is between two that have."""
     counted = [False] * len(spans)
     for start, end in wanted:
         inside = [place for place, (first, last) in enumerate(spans) if first < end and start < last]

@@ -59,7 +59,7 @@ class EncodedBatch:
     Attributes:
         tokens: [sum of lengths], the documents back to back, each text ended by the end-of-document token.
         lengths: int64 [documents], tokens of each, its end included.
-        counted: uint8 [sum of lengths], 1 where predicting the token counts for the loss.
+        counted: uint8 [sum of lengths], 1 where the token's label is not ignored.
         text_bytes: bytes of the text as UTF-8; of conversations, of the messages.
     """
 

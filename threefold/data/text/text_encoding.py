@@ -67,7 +67,7 @@ class TextEncoder:
         return self._begun(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The same tokens, and where each stands in `text`: first character and the one after the last.
+        """The same tokens, and the position of each in `text`: first character and the one after the last.
 
         The beginning has the span (0, 0).
         """

@@ -58,7 +58,7 @@ def load_tokenizer(path: Path, named: str = "--tokenizer") -> Tokenizer:
 
 
 def end_of_document(tokenizer: Tokenizer, name: str | None) -> int:
-    """Id of the token that ends a document: `name`, or the first usual name that the tokenizer knows.
+    """Id of the token that ends a document: `name`, or the first usual name in the tokenizer's vocabulary.
 
     Raises:
         UserError: the tokenizer does not have it.
@@ -73,7 +73,7 @@ def end_of_document(tokenizer: Tokenizer, name: str | None) -> int:
 
 
 def find_end(tokenizer: Tokenizer) -> int | None:
-    """Id of the token that ends a document, by the usual names; None if the tokenizer knows none of them."""
+    """Id of the token that ends a document, by the usual names; None if its vocabulary has none of them."""
     ids = (tokenizer.token_to_id(name) for name in _END_NAMES)
     return next((token for token in ids if token is not None), None)
 

@@ -97,7 +97,7 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
             linewidth=1.5,
             marker="o",
             markersize=4,
-            clip_on=False,  # the last point lies on the frame
+            clip_on=False,  # the last point is on the frame
             label=f"validation, {last['valid_loss']:.3f} at the end",
         )
     guess = log(vocab_size)

@@ -1,4 +1,4 @@
-"""What an optimizer is here: the parameters as it sees them, and the interface of its update rule."""
+"""The interface of an optimizer: its parameters, its optimizer state, and its update rule."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from threefold.parallel.weights import Weight
 
 @dataclass(frozen=True)
 class Entry(Weight):
-    """One weight as the optimizer sees it.
+    """One weight of an optimizer.
 
     Attributes:
         gradients: where its gradient is.

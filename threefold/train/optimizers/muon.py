@@ -71,7 +71,7 @@ class Muon(UpdateRule):
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Each matrix with its singular values brought near 1, by Newton–Schulz iterations.
+    """Each matrix with its singular values replaced by values near 1, by Newton–Schulz iterations.
 
     Args:
         matrices: [..., m, n].

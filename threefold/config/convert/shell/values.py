@@ -108,12 +108,12 @@ class Expander:
         return done if current is None else [*done, current]
 
     def text(self, raw: str) -> str:
-        """What a word stands for as one text, as in an assignment."""
+        """The expansion of a word as one text, as in an assignment."""
         parts = (" ".join(text) if isinstance(text, list) else text for text, _ in self._parts(raw))
         return "".join(parts)
 
     def _parts(self, raw: str) -> Iterator[tuple[Value, str]]:
-        """Pieces of a word: as they stand ("kept"), or to be split into words ("split")."""
+        """Pieces of a word: literal ("kept"), or to be split into words ("split")."""
         place = 0
         lexer = Lexer(raw, self._scope.where)
         while place < len(raw):
