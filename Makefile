@@ -39,7 +39,7 @@ lint: .venv/ready
 	$(BIN)/lint-imports
 	$(BIN)/python docs/house.py --check
 
-# Ratios against what a user would pick instead; wants an idle machine, takes about ten minutes.
+# Ratios against what a user would pick instead; needs an idle machine, takes about ten minutes.
 benchmark: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[benchmark]'
 	$(BIN)/python benchmarks/collectives.py

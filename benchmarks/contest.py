@@ -23,7 +23,7 @@ class Contestant:
     Attributes:
         name: shown in the table.
         make_step: an importable function that sets the training up, as `make_step(*args)` on each rank.
-        ranks: processes; the cores are shared out among them.
+        ranks: processes; the cores are divided among them.
         launched: each process is made a rank the way Threefold's launcher does it; otherwise it is a plain one.
     """
 
@@ -98,7 +98,7 @@ def _serve(contestant: Contestant, rank: int, store: str, connection: Connection
 
 
 def _answer(_: Any, contestant: Contestant, connection: Connection) -> None:
-    """Make as many steps as asked for and tell how long they took, until nobody asks."""
+    """Make as many steps as requested and report how long they took, until there are no more requests."""
     step = contestant.make_step(*contestant.args)
     connection.send("ready")
     made = 0

@@ -26,7 +26,7 @@ from threefold.train.callbacks.metrics import FILE, read_metrics
 
 PICTURE = Path(__file__).parents[1] / "docs" / "models" / "llama-and-gpt.png"
 FOLDER = Path("families")
-VOCAB, STEPS, SEEDS, SPAN = 4096, 200, (1,), 9  # further seeds tell differences from those between two runs
+VOCAB, STEPS, SEEDS, SPAN = 4096, 200, (1,), 9  # further seeds show the differences between two runs
 SHAPE = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "tie_embeddings": True}
 COMMON: dict[str, dict[str, Any]] = {
     "data": {"sequence_length": 64, "split": "90,10"},

@@ -108,5 +108,5 @@ def plan(config: ModelConfig) -> ModelPlan:
 
 
 def plan_without_tie(config: ModelConfig) -> ModelPlan:
-    """A mistake that trains without an error: nobody is told that the head shares the embedding's weight."""
+    """A mistake that trains without an error: the plan does not say that the head shares the embedding's weight."""
     return replace(plan(config), ties={})

@@ -72,7 +72,7 @@ class Share:
 
 
 class Loader:
-    """The batches of one data-parallel rank; of any step; the next one is prefetched.
+    """The batches of one data-parallel rank, of any step; the next one is prefetched.
 
     Args:
         train: the samples to train on.

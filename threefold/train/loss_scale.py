@@ -1,4 +1,4 @@
-"""The dynamic loss scale of fp16 training.
+"""Dynamic loss scaling of fp16 training.
 
 Small gradients vanish below fp16's smallest number, 6e-8. So the loss is multiplied by a large number before the
 backward pass, and the gradients divided by it after (Micikevicius et al., "Mixed precision training", arXiv
@@ -30,7 +30,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "LossScale | None":
-        """That of a run; None where nothing is scaled, as no precision but fp16 needs it."""
+        """That of a run; None without loss scaling, which no precision but fp16 needs."""
         return cls(config.loss_scale, config.loss_scale_window) if config.dtype == "fp16" else None
 
     @property

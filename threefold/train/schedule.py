@@ -7,15 +7,15 @@ from threefold.config import OptimizerConfig
 from threefold.config.optimizer import LR_SCHEDULES
 
 AfterWarmup = Callable[[int, OptimizerConfig], float]
-"""A learning-rate schedule: the rate of an update (1 for the first) that is not in the warm-up, from the resolved
+"""A learning-rate schedule: the learning rate of an update (1 for the first) after the warm-up, from the resolved
 config."""
 
 
 def learning_rate(update: int, config: OptimizerConfig) -> float:
-    """The rate of an update: linear warm-up from 0 to `lr`, then what `decay` names.
+    """The learning rate of an update: linear warm-up from 0 to `lr`, then the schedule that `decay` names.
 
     Args:
-        update: 1 for the first update; at 0 the rate is where the warm-up starts from.
+        update: 1 for the first update; at 0 the learning rate from which the warm-up starts.
         config: resolved, so no field is None.
 
     Raises:

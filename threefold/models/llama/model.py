@@ -43,6 +43,7 @@ class Attention(nn.Module):
         self.served = config.num_attention_heads // groups
         rows = (self.served + 2) * groups * self.head_dim
         self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias)
+        # QK-norm, before the rotary positions.
         self.q_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.rotary = Rotary(config.head_dim, config.rope_theta, rope_scaling(config))

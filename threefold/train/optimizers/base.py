@@ -82,7 +82,7 @@ class UpdateRule(ABC):
     @classmethod
     @abstractmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
-        """How many tensors of a weight's shape are kept for it, for estimates of memory."""
+        """How many tensors of optimizer state, of a weight's shape, it needs, for estimates of memory."""
 
     def weight_decay(self, entry: Entry) -> float:
         """That of an entry: the setting, or 0."""
@@ -108,7 +108,7 @@ class TorchRule(UpdateRule):
 
     @abstractmethod
     def initial_state(self, master: Tensor) -> dict[str, Tensor]:
-        """The state that torch's optimizer would make for a parameter at its first step."""
+        """The optimizer state that torch's optimizer would make for a parameter at its first step."""
 
     def step(self, lr: float) -> None:
         for group in self._torch.param_groups:
@@ -123,5 +123,5 @@ class TorchRule(UpdateRule):
 
 
 def zeros(master: Tensor) -> Tensor:
-    """A state tensor of a master's shape."""
+    """A tensor of optimizer state, of a master's shape."""
     return torch.zeros_like(master, requires_grad=False)
