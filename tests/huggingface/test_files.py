@@ -51,7 +51,7 @@ def refused(source: Path, out: Path, **options: Any) -> str:
             "Threefold has one kind of rotary positions for all layers",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"quantization_config": {"bits": 4}}, "says that the weights are quantised; take a copy that is not"),
+        ({"quantization_config": {"bits": 4}}, "means that the weights are quantised; take a copy that is not"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
             "layer_types is ['sliding_attention', 'full_attention']; Threefold has full attention in the first",
