@@ -109,6 +109,11 @@ def stored(parameter: nn.Parameter) -> nn.Parameter:
     return getattr(parameter, "_stored", parameter)
 
 
+def keep_stored(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Have `stored` answer for a parameter that ZeRO shards: `whole` is it with all its shardings."""
+    parameter._stored = nn.Parameter(whole)  # type: ignore[attr-defined]
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The unsharded tensor, on every rank (all-gather). Collective over the axes that it is sharded over."""
     if not isinstance(tensor, DTensor):

@@ -27,7 +27,7 @@ from threefold.comm.mesh import Mesh
 from threefold.models.sharding import OverExperts
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.expert.experts import ParallelExperts
-from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters, stored
+from threefold.parallel.parameter import is_of_experts, keep_stored, like, local, replace_parameters, stored
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
 from threefold.torch_private.distributed import (
@@ -149,7 +149,7 @@ def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None
         shape=before.shape,
         stride=before.stride(),
     )
-    parameter._stored = nn.Parameter(whole)  # type: ignore[attr-defined]
+    keep_stored(parameter, whole)
 
 
 class ShardedGradients(Gradients):
