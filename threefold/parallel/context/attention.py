@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from threefold.comm.axis import Axis
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.parallel.context.sequence import SequenceCut, ShardingContext
+from threefold.parallel.context.sequence import SequenceCut, ShardingContext, chunk_length
 from threefold.random.positions import Slice
 
 
@@ -61,10 +61,8 @@ class ContextParallelAttention(nn.Module):
         Raises:
             ValueError: the two chunks are not of one length.
         """
-        if q.shape[1] % 2:
-            raise ValueError(f"{q.shape[1]} positions of a rank are not two chunks of one length")
+        size = chunk_length(q.shape[1])
         k, v = gather_sequence(torch.stack([k, v]), self.axis, dim=2).unbind()
-        size = q.shape[1] // 2
         out = []
         for number, attend, queries in zip(self.numbers, self.chunks, q.split(size, 1), strict=True):
             end = (number + 1) * size

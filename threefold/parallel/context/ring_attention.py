@@ -18,7 +18,7 @@ from threefold.models.layers.attention import CausalAttention, out_of_window
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.kernels import later, serve_heads
 from threefold.parallel.context.attention import SequenceChunk
-from threefold.parallel.context.sequence import SequenceCut
+from threefold.parallel.context.sequence import SequenceCut, chunk_length
 from threefold.random.dropout import drop
 from threefold.random.positions import Positions, Slice
 
@@ -48,8 +48,7 @@ class RingAttention(nn.Module):
         Raises:
             ValueError: the two chunks are not of one length.
         """
-        if q.shape[1] % 2:
-            raise ValueError(f"{q.shape[1]} positions of a rank are not two chunks of one length")
+        chunk_length(q.shape[1])  # refuses what cannot be halved
         p = self.dropout.p if self.dropout.draws(samples.keys) else 0.0
         ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples, self.window)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))

@@ -62,6 +62,17 @@ class SequenceCut:
         return torch.where(held < chunk, held + first, held - chunk + last)
 
 
+def chunk_length(positions: int) -> int:
+    """Positions of each of a rank's two chunks.
+
+    Raises:
+        ValueError: the two chunks are not of one length.
+    """
+    if positions % 2:
+        raise ValueError(f"{positions} positions of a rank are not two chunks of one length")
+    return positions // 2
+
+
 @dataclass(frozen=True)
 class ShardingContext:
     """The axes of the mesh that parallel layers are made for, and this rank's place on them.
