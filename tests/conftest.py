@@ -17,20 +17,20 @@ from threefold.launch.worker_pool import WorkerPool
 settings.register_profile("house", database=None, deadline=None, derandomize=True)
 settings.load_profile("house")
 
-_FLEET = pytest.StashKey[WorkerPool]()
+_POOL = pytest.StashKey[WorkerPool]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Make the pool before the first test: afterwards this process has run torch operations and cannot be forked."""
     if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
-        session.config.stash[_FLEET] = WorkerPool(8)
+        session.config.stash[_POOL] = WorkerPool(8)
 
 
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
     """Eight workers on which `pool.run(world_size, fn, *args)` calls `fn` as the ranks of a fresh process group."""
-    with pytestconfig.stash[_FLEET] as fleet:
-        yield fleet
+    with pytestconfig.stash[_POOL] as workers:
+        yield workers
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The rules of the house that no linter knows."""
+"""Rules of the package that no linter checks."""
 
 import ast
 import re

@@ -124,7 +124,7 @@ def test_epochs_go_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
 
 
 def test_the_metrics_file_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
-    """What lies behind the step that is resumed from is made anew, and no step appears twice."""
+    """The steps after the one that is resumed from are made again, and no step appears twice."""
     run = small_run.but(set=(("checkpoint.every", 2), ("train.eval_every", 1)))
     pool.run(1, train_rank, run.but(steps=5), tmp_path)
     (tmp_path / "checkpoints" / "step_00000005" / "checkpoint.json").unlink()

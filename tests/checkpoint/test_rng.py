@@ -1,4 +1,4 @@
-"""Streams for models that draw in sequence: who agrees with whom, and that they go on from a checkpoint."""
+"""Streams for models that draw in sequence: who agrees with whom, and that they resume from a checkpoint."""
 
 from pathlib import Path
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""What may change between a checkpoint and the run that goes on from it."""
+"""What may change between a checkpoint and the run that resumes from it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Errors in a config: told before torch is imported, whatever command is given it."""
+"""Errors in a config are reported before torch is imported, by every command."""
 
 import json
 import os

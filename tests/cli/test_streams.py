@@ -1,4 +1,4 @@
-"""Commands whose output nobody reads, or that has no place to go: a sentence or silence, and no run is lost."""
+"""Commands whose output is closed or full: one sentence or none, and no run is lost."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Reading configs: what is right comes back, what is wrong is told in one sentence with its line."""
+"""Reading configs: valid ones round-trip, and errors are one sentence with the line."""
 
 from pathlib import Path
 

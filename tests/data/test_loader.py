@@ -92,7 +92,7 @@ def test_an_epoch_reads_every_sample_once(make_loader) -> None:
 
 
 def test_documents_are_those_of_the_token_files(make_loader) -> None:
-    """Every token is told the document that holds it, in both parts, across the gaps between the runs of a part."""
+    """Every token has the number of its document, in both parts, across the gaps between the runs of a part."""
     loader = make_loader()
     assert loader.batch(0).documents is None
     told = Loader(loader.train, loader.heldout, loader.share, 1, separate_documents=True)

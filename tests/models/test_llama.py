@@ -1,4 +1,4 @@
-"""Llama and its kin against one process, in layouts that cut heads, positions and layers."""
+"""Llama and models like it against one process, in layouts that cut heads, positions and layers."""
 
 from collections.abc import Callable
 from dataclasses import replace

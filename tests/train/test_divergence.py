@@ -25,7 +25,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def diverged(pool: WorkerPool, run: Run, run_dir: Path) -> str:
-    """Train a few good steps, go on with a learning rate that spoils the weights, and return how that ended."""
+    """Train a few good steps, continue with a learning rate that spoils the weights, and return how that ended."""
     well = run.but(steps=GOOD, set=tuple(setting for setting in run.set if not setting[0].startswith("optimizer.")))
     pool.run(run.world_size, train_rank, well, run_dir)
     with pytest.raises(WorkerError) as caught:

@@ -99,7 +99,7 @@ class PackedConversations:
         return (
             packed,
             f"{self.longer:,} of them are longer than a sample of {self.sequence_length:,} tokens: they are cut into "
-            "pieces, whose answers all count but see their own piece alone.",
+            "pieces, all of whose answers have labels; the attention mask separates pieces.",
         )
 
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:

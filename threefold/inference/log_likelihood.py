@@ -133,14 +133,14 @@ def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor,
     at_once = max(1, _LOGITS_AT_ONCE // max(1, model.trained.config.model.vocab_size))
     losses, hits = [], []
     with torch.no_grad():
-        for some, told in zip(hidden.split(at_once), labels.split(at_once), strict=True):
+        for some, given in zip(hidden.split(at_once), labels.split(at_once), strict=True):
             logits = model.logits(some)
-            losses.append(loss(logits, told).double())
-            hits.append(_likeliest(model, logits) == told)
+            losses.append(loss(logits, given).double())
+            hits.append(_most_likely(model, logits) == given)
     return torch.cat(losses), torch.cat(hits)
 
 
-def _likeliest(model: Model, logits: Tensor) -> Tensor:
+def _most_likely(model: Model, logits: Tensor) -> Tensor:
     """The most likely token, int64 [N], from this tp rank's columns of the logits [N, columns]."""
     tp = model.mesh.tp
     start, _ = shard_bounds(model.trained.config.model.vocab_size, tp.size, tp.index)

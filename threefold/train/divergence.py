@@ -107,20 +107,20 @@ class SafeSaving:
 
     def explained(self, error: DivergenceError) -> DivergenceError:
         """The error with the checkpoint to resume from; one that no good step followed is set aside."""
-        told = str(error).removesuffix(".")
+        message = str(error).removesuffix(".")
         if self._unproved is not None and (moved := self._store.set_aside(self._unproved)):
             aside, older = moved
             return DivergenceError(
-                f"{told}; no good step followed the newest checkpoint, which is {aside} now, so --resume starts from "
-                f"{older}."
+                f"{message}; no good step followed the newest checkpoint, which is {aside} now, so --resume starts "
+                f"from {older}."
             )
         whole = self._store.whole()
         if not whole:
-            return DivergenceError(f"{told}; there is no checkpoint to resume from.")
+            return DivergenceError(f"{message}; there is no checkpoint to resume from.")
         if self._steps and self._unproved is None:
-            return DivergenceError(f"{told}; --resume starts from {whole[-1]}.")
+            return DivergenceError(f"{message}; --resume starts from {whole[-1]}.")
         ways = f"remove it to resume from {whole[-2]}" if len(whole) > 1 else "start a new run in another folder"
-        return DivergenceError(f"{told}; no good step followed {whole[-1]}: {ways}.")
+        return DivergenceError(f"{message}; no good step followed {whole[-1]}: {ways}.")
 
     def _save(self, step: int) -> Path:
         if not self._store.is_finite():

@@ -142,7 +142,7 @@ def trained_and_evaluated(case: Case) -> tuple[float, float, float]:
 
 
 def test_the_held_out_loss_passes_nobody_by(pool: WorkerPool) -> None:
-    """As `threefold eval` of the checkpoint; training goes on with its capacity afterwards."""
+    """As `threefold eval` of the checkpoint; training continues with its capacity afterwards."""
     scarce = over(2, 1, 1, ep=2, dropout=0.0, model=(*over(1, 1, 1).model, ("expert_capacity_factor", 0.3)))
     ample = replace(scarce, model=(*scarce.model, ("expert_capacity_factor", 0.0)))
     (loss, *evaluations), *_ = pool.run(2, trained_and_evaluated, scarce)

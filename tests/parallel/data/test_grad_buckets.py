@@ -1,4 +1,4 @@
-"""Gradients in buckets, one sum per step, begun while the backward pass goes on."""
+"""Gradients in buckets, one all-reduce per step, started while the backward pass is running."""
 
 import torch
 from torch import Tensor, nn

@@ -3,7 +3,7 @@
 tokens.bin      every document's tokens back to back, each text ended by the end-of-document token;
                 uint16 for a vocabulary below 65,500, else int32, little endian
 documents.bin   int64 little endian [documents + 1]: where each document starts in tokens.bin; the last is the end
-loss_mask.bin   uint8 [tokens], only where there are conversations or prompts: 1 where predicting the token counts for
+loss_mask.bin   uint8 [tokens], only where there are conversations or prompts: 1 where the token has a label in
                 the loss; the documents then end as their chat template ends them
 tokenizer.json  the tokenizer, as the `tokenizers` library stores it
 meta.json       `Meta`, below, and a checksum of itself

@@ -138,7 +138,7 @@ class DocumentEncoder:
         origin = self._required(chat.where).template.origin
         return UserError(
             f"{chat.where}: message {number + 1} is rendered differently by {origin} when the conversation continues, "
-            "so its answer cannot be told from the rest; mark what the assistant writes with {% generation %} and "
+            "so its answer cannot be located in it; mark what the assistant writes with {% generation %} and "
             "{% endgeneration %} in the template."
         )
 

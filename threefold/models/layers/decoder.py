@@ -130,7 +130,7 @@ class LinearCrossEntropy(nn.Module):
         if self.chunk_size == 0:
             return self.cross_entropy(output(x), labels)
         if output.bias is not None:
-            raise ValueError(f"chunk_size is {self.chunk_size} but the output layer has a bias; use 0 or bias=False")
+            raise ValueError(f"chunk_size is {self.chunk_size} but the output layer has a bias; use 0 or no bias")
         return output.with_weight(lambda x, weight: self.cross_entropy.chunked(x, weight, labels, self.chunk_size), x)
 
 

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum (Sutskever et al., ICML 2013) where the config asks for it."""
+"""Stochastic gradient descent, optionally with momentum (Sutskever et al., ICML 2013)."""
 
 from typing import Any
 
