@@ -82,7 +82,7 @@ def many_pieces() -> Iterator[None]:
     """Cut also small weights into pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "SMALL", 0)
-        patch.setattr(weights, "PARTS", 3)
+        patch.setattr(weights, "BOXES", 3)
         yield
 
 

@@ -74,7 +74,7 @@ def test_eval_prints_a_table_and_writes_json(threefold, run: Path, tmp_path: Pat
         (["generate", "--prompts-file", "nowhere"], "--prompts-file is nowhere, which is not a file"),
         (["eval", "--data", "nowhere"], "--data is nowhere, which is not a file"),
         (["eval", "--data", __file__, "--stride", "99"], "--stride is 99 but must be between 1 and the context, 16"),
-        (["eval", "--data", __file__, "--context", "99"], "--context is 99 but the model knows 16 positions"),
+        (["eval", "--data", __file__, "--context", "99"], "--context is 99 but the model has 16 positions"),
         (["eval", "--data", __file__], "is of an unknown kind"),
     ],
 )

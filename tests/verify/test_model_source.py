@@ -42,7 +42,7 @@ def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:
         (("def make_model", "def build"), "model.py has no function make_model; it needs make_model(config), which"),
         (
             ("return Model(config)", "return config"),
-            "make_model(config) returns a ModelConfig but must return a Module.",
+            "make_model(config) returns a GPTConfig but must return a Module.",
         ),
         (
             ("import replace", "import reverse"),
