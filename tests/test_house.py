@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LONGEST_FILE = 400
+LARGEST_FOLDER = 15
 SLOW_TO_IMPORT = ("torch", "numpy", "tokenizers", "matplotlib", "yaml")
 
 
@@ -21,6 +22,25 @@ def test_files_are_short(folder: str) -> None:
     }
     assert lengths, f"no files under {folder}"
     assert {path: length for path, length in lengths.items() if length >= LONGEST_FILE} == {}
+
+
+def test_folders_are_small() -> None:
+    modules = {
+        str(folder.relative_to(ROOT)): len([path for path in folder.glob("*.py") if path.name != "__init__.py"])
+        for folder in [ROOT / "threefold", *(init.parent for init in (ROOT / "threefold").rglob("__init__.py"))]
+    }
+    assert len(modules) > 30
+    assert {folder: count for folder, count in modules.items() if count > LARGEST_FOLDER} == {}
+
+
+def test_a_class_has_one_meaning() -> None:
+    """No two rooms have a class of one name; the parts that each family of models has are named alike."""
+    places: dict[str, list[str]] = {}
+    for path in (ROOT / "threefold").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and path.name != "model.py":
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"], ["--version"]])

@@ -13,7 +13,7 @@ from threefold.config.section import MOST_STEPS, NameIn, Section, derived
 from threefold.plugins import Registry
 
 
-class Row(NamedTuple):
+class OptimizerRow(NamedTuple):
     """An optimizer of the package.
 
     Attributes:
@@ -28,11 +28,11 @@ class Row(NamedTuple):
 _ADAM: Final = {"betas": None, "eps": None}
 
 BUILT_IN: Final = {
-    "adamw": Row("threefold.train.optimizers.adamw:AdamW", _ADAM),
-    "adam": Row("threefold.train.optimizers.adam:Adam", _ADAM),
-    "sgd": Row("threefold.train.optimizers.sgd:SGD", {"momentum": 0.0, "nesterov": False}),
-    "lion": Row("threefold.train.optimizers.lion:Lion", {"betas": None}),
-    "muon": Row(
+    "adamw": OptimizerRow("threefold.train.optimizers.adamw:AdamW", _ADAM),
+    "adam": OptimizerRow("threefold.train.optimizers.adam:Adam", _ADAM),
+    "sgd": OptimizerRow("threefold.train.optimizers.sgd:SGD", {"momentum": 0.0, "nesterov": False}),
+    "lion": OptimizerRow("threefold.train.optimizers.lion:Lion", {"betas": None}),
+    "muon": OptimizerRow(
         "threefold.train.optimizers.muon:Muon",
         {**_ADAM, "momentum": 0.95, "nesterov": True, "newton_schulz_steps": 5, "lr_scaling": "match_rms_adamw"},
     ),

@@ -22,7 +22,7 @@ from threefold.train.optimizers.base import UpdateRule
 _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 
 
-class Weight(NamedTuple):
+class WeightShape(NamedTuple):
     """A parameter of the whole model.
 
     Attributes:
@@ -111,7 +111,7 @@ class ModelSize:
 
     def stages(self) -> list[StageSize]:
         """The stages of the pipeline, in order."""
-        found, counted = [], set[Weight]()
+        found, counted = [], set[WeightShape]()
         for number, pp_rank in enumerate(self._map.ranks):
             names = self._names(number)
             new = {weight for name in names for weight in self._layers[name]} - counted
@@ -152,7 +152,7 @@ class ModelSize:
         """Of the ranks at a place of the pp axis, the one that holds the most: the first, as none has longer parts."""
         return self.rank(pp_rank, place_of(self._config.parallel, Coordinates(0, pp_rank, 0, 0)))
 
-    def _states(self, weight: Weight) -> int:
+    def _states(self, weight: WeightShape) -> int:
         """Tensors of its shape that the optimizer keeps for a weight."""
         hidden = is_hidden_matrix(weight.name, len(weight.shape), self._plan)
         return self._rule.states_per_element(self._config.optimizer, hidden)
@@ -161,15 +161,15 @@ class ModelSize:
         first, end = self._map.layers(stage)
         return tuple(self._layers)[first:end]
 
-    def _whole(self) -> set[Weight]:
+    def _whole(self) -> set[WeightShape]:
         return {weight for weights in self._layers.values() for weight in weights}
 
-    def _of_rank(self, pp_rank: int) -> set[Weight]:
+    def _of_rank(self, pp_rank: int) -> set[WeightShape]:
         """Distinct weights, those among them that another rank holds as well."""
         stages = self._map.held_by(pp_rank)
         return {weight for stage in stages for name in self._names(stage) for weight in self._layers[name]}
 
-    def _gathered_together(self, pp_rank: int) -> Iterator[set[Weight]]:
+    def _gathered_together(self, pp_rank: int) -> Iterator[set[WeightShape]]:
         """With ZeRO: the weights of each layer, and those of the layers of a stage that share any; experts that the
         replicas share by themselves."""
         for stage in self._map.held_by(pp_rank):
@@ -184,17 +184,17 @@ class ModelSize:
             yield set().union(*sharing)
 
 
-def weights_by_layer(config: ModelConfig, plan: ModelPlan) -> dict[str, tuple[Weight, ...]]:
+def weights_by_layer(config: ModelConfig, plan: ModelPlan) -> dict[str, tuple[WeightShape, ...]]:
     """The parameters of each layer of a model, in order; counted on the meta device."""
     with torch.device("meta"):
         model = make_model(config)
     return {name: _weights(model, name, plan) for name in plan.layers}
 
 
-def _weights(model: nn.Module, layer: str, plan: ModelPlan) -> tuple[Weight, ...]:
+def _weights(model: nn.Module, layer: str, plan: ModelPlan) -> tuple[WeightShape, ...]:
     """The parameters of a layer."""
     named = model.get_submodule(layer).named_parameters(layer)
-    return tuple(Weight(plan.whole_name(name), _split(name, plan), tuple(weight.shape)) for name, weight in named)
+    return tuple(WeightShape(plan.whole_name(name), _split(name, plan), tuple(weight.shape)) for name, weight in named)
 
 
 def _split(name: str, plan: ModelPlan) -> Split:
@@ -205,5 +205,5 @@ def _split(name: str, plan: ModelPlan) -> Split:
     return found
 
 
-def _count(weights: Iterable[Weight]) -> int:
+def _count(weights: Iterable[WeightShape]) -> int:
     return sum(prod(weight.shape) for weight in weights)

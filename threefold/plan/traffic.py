@@ -15,7 +15,7 @@ from threefold.models.registry import model_plan
 from threefold.parallel.data.grad_buckets import in_buckets
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.shard_shapes import Place, Shard
-from threefold.plan.model_size import Weight, weights_by_layer
+from threefold.plan.model_size import WeightShape, weights_by_layer
 
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _COUNT = 2 * 8  # bytes of the number of valid tokens, and of padding tokens
@@ -239,9 +239,9 @@ class _Step:
                     rows, columns = _matrix(weight.shape)
                     yield share(rows) * columns
 
-    def _weights(self) -> Iterator[tuple[Weight, ...]]:
+    def _weights(self) -> Iterator[tuple[WeightShape, ...]]:
         """The parameters of each layer of this rank, in the order of the model; tied ones where they are first used."""
-        seen: set[Weight] = set()
+        seen: set[WeightShape] = set()
         for layer in self.layers:
             yield tuple(weight for weight in layer if weight not in seen)
             seen |= set(layer)
