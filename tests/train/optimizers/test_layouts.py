@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.parity import Case, departures, in_layout
+from tests.support.sweep import sweep
 
 ZERO1, ZERO2, ZERO3 = ((("parallel.zero", stage),) for stage in (1, 2, 3))
 EXPERTS = (("num_experts", 4), ("experts_per_token", 2), ("expert_ffn_hidden_size", 12), ("router_aux_loss", 0.01))
@@ -21,7 +22,7 @@ def muon(**changes: Any) -> Case:
     return Case(**{"optimizer": "muon", "dtype": "fp64", "steps": 10, **changes})
 
 
-@pytest.mark.parametrize(
+@sweep(
     "changes",
     [
         {"dp": 2},
@@ -38,6 +39,7 @@ def muon(**changes: Any) -> Case:
         {"cp": 2, "dp": 2, "sequence": 16, "settings": ZERO3},
         {"dp": 2, "tp": 2, "sequence": 12, "settings": (("parallel.sequence_parallel", True),)},
     ],
+    quick=(4, 5, 9),
     ids=str,
 )
 def test_muon(pool, expected, changes: dict[str, Any]) -> None:
@@ -45,7 +47,7 @@ def test_muon(pool, expected, changes: dict[str, Any]) -> None:
     check(pool, expected, muon(**changes))
 
 
-@pytest.mark.parametrize(
+@sweep(
     "changes",
     [
         {"tp": 2},
@@ -57,6 +59,7 @@ def test_muon(pool, expected, changes: dict[str, Any]) -> None:
         {"dp": 2, "pp": 2, "settings": (("parallel.ep", 2),)},
         {"dp": 2, "cp": 2, "sequence": 12, "settings": (("parallel.ep", 2), *ZERO3)},
     ],
+    quick=(3,),
     ids=str,
 )
 def test_muon_of_a_mixture(pool, expected, changes: dict[str, Any]) -> None:
@@ -64,6 +67,7 @@ def test_muon_of_a_mixture(pool, expected, changes: dict[str, Any]) -> None:
     check(pool, expected, muon(**{**LLAMA, "model": (*LLAMA["model"], *EXPERTS), **changes}))
 
 
+@pytest.mark.slow
 def test_muon_in_single_precision(pool, expected) -> None:
     case = muon(dtype="fp32", steps=20).with_layout(2, 2, 2)
     traces = pool.run(8, in_layout, case)
@@ -78,7 +82,7 @@ def test_muon_in_single_precision(pool, expected) -> None:
     [{"dp": 2, "tp": 2, "pp": 2}, {"dp": 3, "settings": ZERO1}, {"dp": 2, "tp": 2, "settings": ZERO3}],
     ids=str,
 )
-@pytest.mark.parametrize(
+@sweep(
     ("optimizer", "update"),
     [
         ("adam", ()),
@@ -86,6 +90,7 @@ def test_muon_in_single_precision(pool, expected) -> None:
         ("sgd", (("optimizer.momentum", 0.8), ("optimizer.nesterov", True))),
         ("lion", ()),
     ],
+    quick=(1, 3),
     ids=str,
 )
 def test_elementwise(pool, expected, optimizer: str, update: tuple, changes: dict[str, Any]) -> None:
