@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +33,13 @@ def test_folders_are_small() -> None:
     }
     assert len(modules) > 30
     assert {folder: count for folder, count in modules.items() if count > LARGEST_FOLDER} == {}
+
+
+def test_modules_import_in_no_circle() -> None:
+    graph = grimp.build_graph("threefold", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imports) > 200
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names one
 
 
 def test_a_class_has_one_meaning() -> None:
