@@ -1,0 +1,1 @@
+"""The Python library: what `threefold` names for scripts and notebooks, on the parts that the command line uses."""
