@@ -15,7 +15,7 @@ from threefold.comm.mesh import Axis
 from threefold.data.loader import Batch
 from threefold.labels import IGNORE_INDEX
 from threefold.models.sharding import AttentionCore, Split
-from threefold.parallel import parallelize, shard_modules, weights
+from threefold.parallel import gradient_step, parallelize, shard_modules, weights
 from threefold.parallel.data import grad_buckets as data
 from threefold.parallel.pipeline import runner, stage, tied
 from threefold.parallel.tensor import layers as tensor
@@ -143,8 +143,8 @@ def logged_loss_of_one_replica() -> list[Patch]:
 
 
 def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
-    keys = engine.sample_keys
-    return [replace(engine, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
+    keys = gradient_step.sample_keys
+    return [replace(gradient_step, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
 
 
 def same_mask_on_every_head_shard() -> list[Patch]:
@@ -152,9 +152,9 @@ def same_mask_on_every_head_shard() -> list[Patch]:
 
 
 def different_masks_in_the_replicated_region() -> list[Patch]:
-    keys = engine.sample_keys
+    keys = gradient_step.sample_keys
     return [
-        replace(engine, "sample_keys", lambda seed, *rest: keys(seed + torch.distributed.get_rank(), *rest)),
+        replace(gradient_step, "sample_keys", lambda seed, *rest: keys(seed + torch.distributed.get_rank(), *rest)),
     ]
 
 

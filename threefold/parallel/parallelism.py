@@ -1,5 +1,6 @@
-"""How a run's model is spread over a mesh: what `parallelize` and the pipeline need of the config."""
+"""How a run's model is spread over a mesh: what `parallelize` and the pipeline need of the settings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.dtypes import DTYPES
+from threefold.config.schedules import Schedule
 from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.context.sequence import ShardingContext
@@ -16,6 +17,7 @@ from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.tied import between_stages_of_a_rank
+from threefold.parallel.settings import TrainingSettings
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,35 @@ class Parallelism:
         Raises:
             UserError: as `stage_map`.
         """
-        parallel = config.parallel
+        return cls.make(plan, mesh, TrainingSettings.of(config))
+
+    @classmethod
+    def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
+        """That of a model that is trained. Collective over the world.
+
+        Args:
+            plan: the model's layers.
+            mesh: of this rank.
+            settings: how it is spread over the mesh.
+
+        Raises:
+            UserError: as `stage_map`.
+        """
+        pp, chunks = mesh.pp.size, settings.stage_chunks
+        stages = StageMap((0, len(plan.layers)), (0,))
+        if pp > 1:
+            schedule = settings.pipeline_schedule
+            chunks = chunks or schedule.default_stages_per_rank
+            stages = _partitioned(plan, pp, schedule, chunks, settings.partition, settings.zero)
         return cls(
             mesh,
-            stage_map(plan, config),
-            parallel.sequence_parallel,
-            DTYPES[config.precision.dtype],
-            make_zero_sharding(mesh, parallel.zero, parallel.zero_shards),
-            parallel.cp_method,
-            config.precision.master_weights,
-            DeferredGradients() if parallel.pp > 1 and parallel.pipeline_schedule.defers_weight_gradients else None,
+            stages,
+            settings.sequence_parallel,
+            settings.dtype,
+            make_zero_sharding(mesh, settings.zero, settings.zero_shards or mesh.dp.size),
+            settings.cp_method,
+            settings.master_weights,
+            DeferredGradients() if pp > 1 and settings.pipeline_schedule.defers_weight_gradients else None,
         )
 
     @property
@@ -87,12 +108,20 @@ def stage_map(plan: ModelPlan, config: Config) -> StageMap:
     parallel = config.parallel
     if parallel.pp == 1:
         return StageMap((0, len(plan.layers)), (0,))
-    ranks = parallel.pipeline_schedule.stage_ranks(parallel.pp, parallel.stage_chunks)
-    stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), parallel.partition)), ranks)
-    if parallel.zero and (found := between_stages_of_a_rank(plan, stages)):
+    return _partitioned(
+        plan, parallel.pp, parallel.pipeline_schedule, parallel.stage_chunks, parallel.partition, parallel.zero
+    )
+
+
+def _partitioned(
+    plan: ModelPlan, pp: int, schedule: Schedule, chunks: int, partition: str | Sequence[int], zero: int
+) -> StageMap:
+    ranks = schedule.stage_ranks(pp, chunks)
+    stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), partition)), ranks)
+    if zero and (found := between_stages_of_a_rank(plan, stages)):
         one, other, place = found
         raise UserError(
-            f"parallel.zero is {parallel.zero} but {one} and {other} share weights and are on two stages of pp rank "
+            f"parallel.zero is {zero} but {one} and {other} share weights and are on two stages of pp rank "
             f"{place}; use 0 or a parallel.schedule of one stage a rank, such as 1f1b."
         )
     return stages

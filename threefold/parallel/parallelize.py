@@ -10,7 +10,6 @@ from typing import overload
 import torch
 from torch import nn
 
-from threefold.config import Config
 from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
@@ -24,6 +23,7 @@ from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
 from threefold.parallel.plan_check import check_plan
 from threefold.parallel.recompute import apply_recompute, unwrapped
+from threefold.parallel.settings import TrainingSettings
 from threefold.parallel.shard_modules import shard_modules
 from threefold.parallel.weights import Weight, initialise_, make_weights
 from threefold.random.rng import RandomStreams, give_streams
@@ -71,12 +71,12 @@ def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, how: Paral
 
 @overload
 def parallelize(
-    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: Config
+    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: TrainingSettings
 ) -> TrainableModel: ...
 
 
 def parallelize(
-    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: Config | None = None
+    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: TrainingSettings | None = None
 ) -> ParallelModel:
     """This rank's part of a model. Collective over the world.
 
@@ -84,10 +84,10 @@ def parallelize(
         make_model: makes the whole, single-device model.
         plan: the model's layers and how each weight is cut.
         how: which shards this rank has.
-        training: the resolved config of a model that is trained; None for one whose weights are only used.
+        training: the settings of a model that is trained; None for one whose weights are only used.
 
     Raises:
-        UserError: the plan does not fit the model.
+        UserError: the plan does not fit the model, or has no such `recompute`.
     """
     with torch.device("meta"):
         model = make_model()
@@ -102,22 +102,21 @@ def parallelize(
     if training is None:
         _allocate(stages, how)
         return ParallelModel(stages, plan, how)
-    train = training.train
     tied = TiedWeights(plan, how.stages, how.mesh)
     # Activation checkpointing (recompute), of modules that draw in sequence with their random streams; chunked losses.
-    streams = RandomStreams(train.seed, how.mesh.coordinates, how.mesh.device)
+    streams = RandomStreams(training.seed, how.mesh.coordinates, how.mesh.device)
     give_streams(streams, nn.ModuleList(stages))
-    _chunk_losses(stages, train.loss_chunk_size)
-    apply_recompute(stages, train.recompute, train.recompute_every, streams)
+    _chunk_losses(stages, training.loss_chunk_size)
+    apply_recompute(stages, training.recompute, training.recompute_every, streams)
     # torch.compile.
-    if train.compile:
+    if training.compile:
         _compile(stages)
     # Data parallelism, or ZeRO.
     _allocate(stages, how)
-    gradients = _make_gradients(stages, how, training.parallel.gradient_compression)
+    gradients = _make_gradients(stages, how, training.gradient_compression)
     # Initial weights.
     weights = make_weights(whole_parameters(stages), how.master_dtype)
-    initialise_(weights, plan, train.seed, gradients)
+    initialise_(weights, plan, training.seed, gradients)
     return TrainableModel(stages, plan, how, tied, streams, gradients, weights)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from threefold.errors import UserError
 from threefold.models.name_pattern import matches
 from threefold.parallel.pipeline.stage import Stage
 from threefold.random.rng import RandomStreams, draws_in_sequence
@@ -84,9 +85,15 @@ def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams:
         every: of the model's layers that have such modules, every so many-th (from the first) is treated. They are
             counted over the whole model, so the choice does not depend on the stages.
         streams: the random streams of modules that draw in sequence.
+
+    Raises:
+        UserError: the plan has no such mode.
     """
     if mode == "none":
         return
+    if mode not in stages[0].model_plan.recompute:
+        modes = ["none", *stages[0].model_plan.recompute]
+        raise UserError(f"recompute is {mode} but the model's plan has no such mode; use {' or '.join(modes)}.")
     made: dict[nn.Module, Recomputed] = {}  # a module that appears in several places is one
     for stage in stages:
         plan = stage.model_plan

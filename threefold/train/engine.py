@@ -1,28 +1,19 @@
 """One training step, the same for every layout: micro-batches, gradient sync, clip, update."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.data.loader import Batch
-from threefold.errors import UserError
-from threefold.labels import IGNORE_INDEX
-from threefold.models.layers.decoder import SampleInfo
-from threefold.models.layers.router import Routing
+from threefold.models.loss_terms import LOSS, LossFunction
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.context.sequence import sum_over_shares_
-from threefold.parallel.parallelism import Parallelism
-from threefold.parallel.parallelize import parallelize
-from threefold.parallel.parameter import is_split
-from threefold.parallel.pipeline.runner import LocalBatch, LoopRunner, PipelineRunner, Runner
-from threefold.parallel.pipeline.stage import Stage
-from threefold.random.dropout import Dropout, sample_keys
+from threefold.parallel.gradient_step import GradientStep
+from threefold.parallel.settings import TrainingSettings
 from threefold.train.divergence import DivergenceError
 from threefold.train.gradient_norm import local_squared_norm, overflow
 from threefold.train.loss_scale import LossScale
@@ -38,13 +29,14 @@ class StepResult:
     """What a step gave, the same on every rank.
 
     Attributes:
-        loss: mean over the valid tokens of the global batch.
+        loss: mean over the valid tokens of the global batch, or as an own loss says.
         grad_norm: global norm of the gradient, before it was clipped.
         lr: the learning rate of this update.
-        tokens: valid tokens of the global batch, those without ignored labels.
+        tokens: valid tokens of the global batch, those without ignored labels; with an own loss its samples.
         skipped: whether the gradient was not finite, so that no update was made.
         loss_scale: what the loss was multiplied by for the backward pass; None where it never is.
         padding: tokens that fill the global batch's samples up to their length.
+        terms: the mean of each term of an own loss, not weighted.
     """
 
     loss: float
@@ -54,9 +46,10 @@ class StepResult:
     skipped: bool = False
     loss_scale: float | None = None
     padding: int = 0
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
-class Engine:
+class Engine(GradientStep):
     """A model, its gradients and its optimizer, spread over a mesh.
 
     Collective over the world.
@@ -67,6 +60,7 @@ class Engine:
         mesh: its axes, and this rank's place on them.
         config: resolved.
         stop: sums over the ranks, in each step and evaluation, which of them ask to end the run.
+        loss: of the last layer's output and the batch, for a model that does not compute it in its last layer.
     """
 
     def __init__(
@@ -76,34 +70,21 @@ class Engine:
         mesh: Mesh,
         config: Config,
         stop: Stop | None = None,
+        loss: LossFunction | None = None,
     ) -> None:
-        self.mesh, self.config, self.plan = mesh, config, plan
-        self.stop = stop or Stop()
-        self.parallelism = Parallelism.of(config, plan, mesh)
-        self.model = parallelize(make_model, plan, self.parallelism, config)
-        self.stages, self.gradients, self.streams = self.model.stages, self.model.gradients, self.model.streams
+        positions = config.data.sequence_length // config.parallel.cp
+        if config.parallel.sequence_parallel:
+            positions //= config.parallel.tp
+        activation = (config.train.micro_batch_size, positions, config.model.hidden_size)
+        super().__init__(make_model, plan, mesh, TrainingSettings.of(config), None if loss else activation)
+        self.config, self.loss, self.stop = config, loss, stop or Stop()
+        self._terms: dict[str, float] = {}
         self.optimizer = Optimizer(
             self.model.weights, self.gradients, config.optimizer, plan, self.parallelism.sharding_axes
         )
         self.loss_scale = LossScale.of(config.precision)
-        self.runner = self._make_runner()
-        modules = self.model.modules()
-        self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
-        self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
-        self._padding = 0
 
-    def _make_runner(self) -> Runner:
-        train, how = self.config.train, self.parallelism
-        if self.mesh.pp.size == 1:
-            return LoopRunner(self.stages[0], train.gradient_accumulation_steps)
-        positions = self.config.data.sequence_length // how.context.cut.shares
-        activation = (train.micro_batch_size, positions, self.config.model.hidden_size)
-        schedule = self.config.parallel.pipeline_schedule
-        return PipelineRunner(
-            self.stages, how, schedule, train.gradient_accumulation_steps, activation, self.gradients.add_
-        )
-
-    def train_step(self, batch: Batch, step: int) -> StepResult:
+    def train_step(self, batch: Any, step: int) -> StepResult:
         """One update from a global batch.
 
         Args:
@@ -117,27 +98,18 @@ class Engine:
         loss, tokens = self.compute_gradients(batch, step)
         return self.update(loss, tokens, step)
 
-    def compute_gradients(self, batch: Batch, step: int) -> tuple[Tensor, int]:
-        """Fill the gradients with those of the global batch's mean loss (gradient accumulation over its micro-batches).
-
-        Returns:
-            this replica's term of the mean loss (on the last stage, zero elsewhere), and how many valid tokens the
-            global batch has.
-        """
-        tokens, self._padding = self._count(batch)
-        if tokens == 0:
-            raise UserError(f"All labels of the batch of step {step + 1} are masked; check data.path.")
-        keys = sample_keys(self.config.train.seed, step, batch.rows) if self._has_dropout else None
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        weights = (batch.labels != IGNORE_INDEX).double() * (scale / tokens) if self._adds_losses else None
-        self.gradients.begin(self.runner.arrivals)
-        loss = self.runner.forward_backward(self._local_batch(batch, keys, weights), scale / tokens)
-        self.gradients.finish()
-        self._sum_over_tensor_ranks()
-        self.model.tied.sum_({entry.name: entry.gradient for entry in self.optimizer.entries})
-        if scale != 1:
-            self.gradients.scale_(1 / scale)
-        return loss / scale, tokens
+    def compute_gradients(
+        self,
+        batch: Any,
+        step: int,
+        loss: LossFunction | None = None,
+        rows: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, int]:
+        """As `GradientStep.compute_gradients`, with the loss and the loss scale of the run where none are given."""
+        if scale is None:
+            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        return super().compute_gradients(batch, step, loss or self.loss, rows, scale)
 
     def update(self, local_loss: Tensor, tokens: int, step: int) -> StepResult:
         """Clip the gradients by their global norm and update the weights.
@@ -168,82 +140,36 @@ class Engine:
             if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
                 self.gradients.scale_(coefficient)
             self.optimizer.step(lr)
-        return StepResult(loss, norm, lr, tokens, not finite, used, self._padding)
+        return StepResult(loss, norm, lr, tokens, not finite, used, self._padding, self._terms)
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Summed loss and number of valid tokens of a global batch; gradients and randomness stay as they are.
+    def evaluate(self, batch: Any) -> tuple[float, int]:
+        """Summed loss and number of valid tokens of a global batch (with an own loss, the mean times its samples, and
+        their number); gradients and randomness stay as they are.
 
         As a trained model is used: experts drop no token, whatever their capacity.
         """
-        local = self._local_batch(batch)
-        with self.streams.preserved(), _in_evaluation_mode(self.stages):
-            loss = self.runner.evaluate(local).double()
-        totals = torch.stack([loss, (local.labels != IGNORE_INDEX).sum().to(loss), torch.zeros_like(loss)])
-        if not (self.runner.has_loss and self.mesh.tp.is_first):
-            totals.zero_()
-        summed, count = self._sum_over_world(totals)
-        return summed, int(count)
+        found = self.eval_batch(batch, self.loss)
+        if self.loss is not None:
+            return found.loss * found.samples, found.samples
+        return found.sums[LOSS], int(found.counts[LOSS])
 
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
         """The mean loss and the norm of the gradient."""
-        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        terms = None if self._sums is None else self._own_summands(self._sums.values(self.mesh.device))
+        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
             totals[0] = loss
         totals[1] = local_squared_norm(self.model, self.optimizer.entries)
         if self.loss_scale is not None:
             totals[1] += overflow(self.optimizer.entries)
-        mean, squared = self._sum_over_world(totals)
+        mean, squared, *summed = self._sum_over_ranks(totals if terms is None else torch.cat([totals, terms]))
+        self._terms = {} if self._sums is None else self._sums.over_all(summed, 0).terms
         return mean, squared**0.5
 
-    def _sum_over_world(self, totals: Tensor) -> tuple[float, float]:
-        """Two numbers, each summed over all ranks; in the third place of the one small collective go the requests to
-        end the run."""
-        totals[2] = self.stop.request()
-        first, second, requests = self.mesh.world.all_reduce_(totals).tolist()
+    def _sum_over_ranks(self, totals: Tensor) -> list[float]:
+        """Numbers, each summed over all ranks; with them, in the one small collective, go the requests to end the
+        run."""
+        request = torch.tensor([self.stop.request()], dtype=totals.dtype, device=totals.device)
+        *summed, requests = super()._sum_over_ranks(torch.cat([totals, request]))
         self.stop.receive(requests)
-        return first, second
-
-    def _sum_over_tensor_ranks(self) -> None:
-        """Complete the gradients of weights that every tensor rank holds whole, but used on its own positions or heads
-        alone."""
-        if self.mesh.tp.size == 1:
-            return
-        partial = [
-            entry.gradient
-            for entry in self.optimizer.entries
-            if not is_split(entry.parameter)
-            and (self.parallelism.sequence_parallel or self.plan.has_partial_gradient(entry.name))
-        ]
-        if partial:
-            sum_over_shares_(partial, self.mesh.tp)
-
-    def _count(self, batch: Batch) -> tuple[int, int]:
-        """Valid tokens of the global batch, and its padding, from this replica's rows."""
-        valid = (batch.labels != IGNORE_INDEX).sum()
-        counts = torch.stack([valid, torch.zeros_like(valid) if batch.padding is None else batch.padding.sum()])
-        valid, padding = self.mesh.dp.all_reduce_(counts).tolist()
-        return valid, padding
-
-    def _local_batch(self, batch: Batch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:
-        """This rank's positions of every sequence, on its device."""
-        device = self.mesh.device
-        tokens, labels = batch.tokens.to(device), batch.labels.to(device)
-        cut = self.parallelism.context.cut.across_context
-        if cut.shares > 1:
-            held = cut.indices(tokens.shape[1] // cut.shares, device)
-            tokens, labels = tokens[:, held], labels[:, held]
-        facts = (
-            None if fact is None else fact.to(device) for fact in (keys, batch.documents, weights, batch.positions)
-        )
-        return LocalBatch(tokens, labels, SampleInfo(*facts))
-
-
-@contextmanager
-def _in_evaluation_mode(stages: Sequence[Stage]) -> Iterator[None]:
-    for stage in stages:
-        stage.eval()
-    try:
-        yield
-    finally:
-        for stage in stages:
-            stage.train()
+        return summed

@@ -10,11 +10,13 @@ from torch import Tensor
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
+from threefold.models.loss_terms import LossFunction
 from threefold.parallel.parameter import axes_of, offset
 from threefold.train.engine import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import Comparison, Error, Held
 from threefold.verify.model_source import ModelSource
+from threefold.verify.own_batches import OwnBatches
 from threefold.verify.reference import Trace
 
 
@@ -35,11 +37,18 @@ class RankReport:
     cut: frozenset[str] = frozenset()
 
 
-def run_rank(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str) -> RankReport:
+def run_rank(
+    source: ModelSource,
+    config: Config,
+    rows: BatchSource | OwnBatches,
+    steps: int,
+    folder: str,
+    loss: LossFunction | None = None,
+) -> RankReport:
     """Train for `steps` steps as a rank of the config's layout, and compare with the trace in `folder`."""
     mesh = Mesh(Layout.of(config.parallel))
     make_model, plan = source.load(config)
-    engine = Engine(make_model, plan, mesh, config)
+    engine = Engine(make_model, plan, mesh, config, loss=loss)
     held = held_parts(engine)
     comparison = Comparison(Trace.load(Path(folder)), held, dist.get_rank())
     comparison.initial(_parts(engine, "master"))
@@ -47,9 +56,9 @@ def run_rank(source: ModelSource, config: Config, rows: BatchSource, steps: int,
     for step in range(steps):
         batch = rows.batch(config, step, mesh.dp.index, mesh.dp.size)
         with mesh.recorder.recording() as events:
-            loss, tokens = engine.compute_gradients(batch, step)
+            term, tokens = engine.compute_gradients(batch, step)
             gradients = {name: gradient.clone() for name, gradient in _parts(engine, "gradient").items()}
-            result = engine.update(loss, tokens, step)
+            result = engine.update(term, tokens, step)
         sent = _bytes(events)
         comparison.gradients(step, gradients)
         comparison.scalars(step, result.loss, result.grad_norm)

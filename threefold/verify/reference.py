@@ -9,14 +9,18 @@ learning-rate schedule, and the update rule of an optimizer of another package (
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from threefold.config import Config
+from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
 from threefold.labels import IGNORE_INDEX
 from threefold.models.layers.decoder import SampleInfo
+from threefold.models.loss_terms import LossFunction, TermSums, count_terms
+from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, inputs_from
 from threefold.models.sharding import Initial, ModelPlan, Normal
 from threefold.random.dropout import sample_keys
 from threefold.random.keys import stream_key
@@ -24,6 +28,7 @@ from threefold.random.philox import fill_normal_
 from threefold.train.schedule import learning_rate
 from threefold.verify.batches import BatchSource
 from threefold.verify.model_source import ModelSource
+from threefold.verify.own_batches import OwnBatches
 from threefold.verify.reference_optimizers import reference_optimizer
 
 FILE = "one-process.pt"
@@ -59,14 +64,22 @@ class Trace:
 
 
 def one_process(
-    make_model: Callable[[], nn.Module], plan: ModelPlan, config: Config, rows: BatchSource, steps: int
+    make_model: Callable[[], nn.Module],
+    plan: ModelPlan,
+    config: Config,
+    rows: BatchSource | OwnBatches,
+    steps: int,
+    loss: LossFunction | None = None,
 ) -> Trace:
     """Train for `steps` steps on one device.
 
     Args:
-        make_model: the model's `forward(tokens, labels, samples)` returns the summed loss of the valid labels.
-        plan: for the initial values alone.
+        make_model: the model's `forward(tokens, labels, samples)` returns the summed loss of the valid labels; with
+            `loss`, its `forward` takes the inputs of a batch, or it has none and its layers are called one by one.
+        plan: for the initial values, and the layers of a model without a `forward`.
         config: resolved; its layout is not read.
+        rows: the global batches.
+        loss: of the model's output and the batch.
     """
     model = make_model().to(DTYPES[config.precision.dtype])
     parameters = dict(model.named_parameters())
@@ -77,14 +90,15 @@ def one_process(
     trace.leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     for step in range(steps):
         batch = rows.batch(config, step)
-        keys = sample_keys(config.train.seed, step, batch.rows)
         model.zero_grad()
-        counted = batch.labels != IGNORE_INDEX
-        samples = SampleInfo(keys, batch.documents, counted.double() / counted.sum())
-        loss = model(batch.tokens, batch.labels, samples) / counted.sum()
-        loss.backward()
+        mean = (
+            _token_loss(model, batch, step, config)
+            if loss is None
+            else _own_loss(model, plan, batch, step, config, loss)
+        )
+        mean.backward()
         gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
-        trace.losses.append(loss.item())
+        trace.losses.append(mean.item())
         trace.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         trace.norms.append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
         torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad_norm or float("inf"))
@@ -96,12 +110,46 @@ def one_process(
     return trace
 
 
-def write_trace(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str) -> list[float]:
+def write_trace(
+    source: ModelSource,
+    config: Config,
+    rows: BatchSource | OwnBatches,
+    steps: int,
+    folder: str,
+    loss: LossFunction | None = None,
+) -> list[float]:
     """Run one process and write its trace to `folder`; returns the losses."""
     make_model, plan = source.load(config)
-    trace = one_process(make_model, plan, config, rows, steps)
+    trace = one_process(make_model, plan, config, rows, steps, loss)
     trace.save(Path(folder))
     return trace.losses
+
+
+def _token_loss(model: nn.Module, batch: Any, step: int, config: Config) -> Tensor:
+    """The mean loss of a batch of tokens, which the model computes."""
+    keys = sample_keys(config.train.seed, step, batch.rows)
+    counted = batch.labels != IGNORE_INDEX
+    samples = SampleInfo(keys, batch.documents, counted.double() / counted.sum())
+    mean: Tensor = model(batch.tokens, batch.labels, samples) / counted.sum()
+    return mean
+
+
+def _own_loss(model: nn.Module, plan: ModelPlan, batch: Any, step: int, config: Config, loss: LossFunction) -> Tensor:
+    """The mean loss of a batch of the user's own model: forward once through the model, or through its layers."""
+    if isinstance(batch, Batch):
+        batch = (batch.tokens, batch.labels)
+    size = batch_size(batch)
+    samples = SampleInfo(sample_keys(config.train.seed, step, torch.arange(size)))
+    if type(model).forward is not nn.Module.forward:
+        whole = LayerSignature.of("the model", model)
+        output = forward_layer(model, whole, whole.inputs_of(batch), samples)
+    else:
+        output = None
+        for place, name in enumerate(plan.layers):
+            signature = LayerSignature.of(name, model.get_submodule(name))
+            inputs = inputs_from(output, plan.layers[place - 1]) if place else signature.inputs_of(batch)
+            output = forward_layer(model.get_submodule(name), signature, inputs, samples)
+    return TermSums(loss, count_terms(loss, batch, size))(output, batch, size)
 
 
 @torch.no_grad()

@@ -261,7 +261,8 @@ def declared_wrongly(case: Case) -> None:
 
     def wrong(self: ScheduledStage, *args: Any) -> None:
         *others, shapes, deferred = args
-        make(self, *others, shapes._replace(activation=shapes.activation[:, 1:]), deferred)
+        outputs = tuple(each[:, 1:] if each.dim() else each for each in shapes.outputs)
+        make(self, *others, shapes._replace(outputs=outputs), deferred)
 
     with patch.object(runner.ScheduledStage, "__init__", wrong):
         in_layout(case)

@@ -13,6 +13,7 @@ from threefold.comm.axis import Axis
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.sharding import OverSequence
 from threefold.ops.kernels import linear
+from threefold.parallel import gradient_step
 from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.parameter import local
 from threefold.parallel.shard_modules import SHARDINGS
@@ -31,9 +32,9 @@ def _summed_only(matches: Callable[[str], bool]) -> list[Patch]:
         shared = [
             entry.gradient
             for entry in self.optimizer.entries
-            if not engine.is_split(entry.parameter) and matches(entry.name)
+            if not gradient_step.is_split(entry.parameter) and matches(entry.name)
         ]
-        engine.sum_over_shares_(shared, self.mesh.tp)
+        gradient_step.sum_over_shares_(shared, self.mesh.tp)
 
     return [replace(engine.Engine, "_sum_over_tensor_ranks", some)]
 
@@ -56,7 +57,7 @@ def split_gradients_summed_too() -> list[Patch]:
     def and_more(self: engine.Engine) -> None:
         complete(self)
         split = [entry.gradient for entry in self.optimizer.entries if entry.name.endswith("up.bias")]
-        engine.sum_over_shares_(split, self.mesh.tp)
+        gradient_step.sum_over_shares_(split, self.mesh.tp)
 
     return [replace(engine.Engine, "_sum_over_tensor_ranks", and_more)]
 
@@ -103,7 +104,7 @@ def shares_joined_in_another_order() -> list[Patch]:
 
 
 def pipeline_expects_whole_activations() -> list[Patch]:
-    return [replace(engine, "PipelineRunner", _whole_activation)]
+    return [replace(gradient_step, "PipelineRunner", _whole_activation)]
 
 
 def _whole_activation(stages, parallelism, schedule, micro_batches, activation, *others):
@@ -112,7 +113,7 @@ def _whole_activation(stages, parallelism, schedule, micro_batches, activation, 
     return _RUNNER(stages, parallelism, schedule, micro_batches, whole, *others)
 
 
-_RUNNER = engine.PipelineRunner
+_RUNNER = gradient_step.PipelineRunner
 
 TP, TP_PP = {"tp": 2}, {"tp": 2, "pp": 2}
 MISTAKES = [

@@ -1,49 +1,25 @@
 """Runs the micro-batches of a step: gradient accumulation on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from threefold.config.schedule_actions import Action
 from threefold.config.schedules import Schedule
-from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.pipeline.deferred import DeferredGradients
-from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, Shapes, TimedAction
+from threefold.parallel.pipeline.found_shapes import find_activations
+from threefold.parallel.pipeline.micro_batches import LocalBatch, StepSamples
+from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, StageShapes, TimedAction
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.pipeline.torch_schedules import actions, evaluation_schedule, training_schedule
+from threefold.torch_private.pipelining import PipelineSchedule
 
-
-@dataclass(frozen=True)
-class LocalBatch:
-    """The samples of one step on a rank: its replica's, each restricted to the rank's positions.
-
-    Attributes:
-        tokens, labels: int64 [B, S], this rank's positions of each sequence.
-        samples: dropout keys and documents.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    samples: SampleInfo = NOTHING
-
-    def split(self, parts: int) -> list["LocalBatch"]:
-        """The batch divided into micro-batches of equal size.
-
-        Raises:
-            ValueError: the samples do not divide by `parts`.
-        """
-        if len(self.tokens) % parts:
-            raise ValueError(f"{len(self.tokens)} samples do not divide into {parts} micro-batches")
-        facts = [[None] * parts if fact is None else fact.chunk(parts) for fact in self.samples]
-        samples = [SampleInfo(*each) for each in zip(*facts, strict=True)]
-        micro_batches = zip(self.tokens.chunk(parts), self.labels.chunk(parts), samples, strict=True)
-        return [LocalBatch(*each) for each in micro_batches]
+__all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
 
 
 class Runner(ABC):
@@ -58,19 +34,28 @@ class Runner(ABC):
     arrivals: int | None
 
     @abstractmethod
-    def forward_backward(self, batch: LocalBatch, scale: float) -> Tensor:
+    def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         """Forward and backward passes of all micro-batches; gradients are accumulated in the parameters' leaves.
 
         Args:
             batch: the replica's samples, the same on all its stages.
-            scale: what each summed loss is multiplied by (the loss scale over the number of tokens with labels).
+            scale: what each loss is multiplied by: the loss scale, over the number of tokens with labels where a
+                micro-batch's loss is the sum over its tokens.
 
         Returns:
             the scaled loss of all micro-batches together where `has_loss`, zero elsewhere (fp32 or fp64 scalar).
         """
 
     @abstractmethod
-    def evaluate(self, batch: LocalBatch) -> Tensor:
+    def knows(self, shapes: Hashable) -> bool:
+        """Whether it can run samples of these `shapes`; else `prepare` is to be called with such."""
+
+    @abstractmethod
+    def prepare(self, batch: StepSamples) -> None:
+        """Find the shapes of the activations that a batch makes. Collective over the ranks of the stages."""
+
+    @abstractmethod
+    def evaluate(self, batch: StepSamples) -> Tensor:
         """The summed loss of all micro-batches, without gradients, where `has_loss`; zero elsewhere."""
 
 
@@ -87,31 +72,51 @@ class LoopRunner(Runner):
     def __init__(self, stage: Stage, micro_batches: int) -> None:
         self.stage, self.micro_batches, self.arrivals = stage, micro_batches, micro_batches
 
-    def forward_backward(self, batch: LocalBatch, scale: float) -> Tensor:
+    def knows(self, shapes: Hashable) -> bool:
+        return True
+
+    def prepare(self, batch: StepSamples) -> None:
+        """Nothing is sent, so nothing has to be known."""
+
+    def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         losses = []
         for micro in batch.split(self.micro_batches):
-            loss = self.stage(micro.tokens, micro.labels, micro.samples) * scale
+            loss = micro.through(self.stage) * scale
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     @torch.no_grad()
-    def evaluate(self, batch: LocalBatch) -> Tensor:
-        losses = [self.stage(micro.tokens, micro.labels, micro.samples) for micro in batch.split(self.micro_batches)]
+    def evaluate(self, batch: StepSamples) -> Tensor:
+        losses = [micro.through(self.stage) for micro in batch.split(self.micro_batches)]
         return torch.stack(losses).sum()
+
+
+class _Passes(NamedTuple):
+    """Torch's objects for the passes of batches of one shape.
+
+    Attributes:
+        stages: of `train`.
+        train, evaluate: schedules.
+    """
+
+    stages: list[ScheduledStage]
+    train: PipelineSchedule
+    evaluate: PipelineSchedule
 
 
 class PipelineRunner(Runner):
     """Several stages, run in the order of a pipeline schedule by `torch.distributed.pipelining`.
 
-    The shape of the activations is declared, so that stages never exchange metadata.
+    The shape of the activations is declared, or found once for each shape of a batch, so that steps exchange no
+    metadata.
 
     Args:
         stages: this rank's, in the pipeline's order.
         parallelism: which ranks hold the other stages.
         schedule: of the config.
         micro_batches: how many the samples are split into.
-        activation: shape [b, S, H] of one micro-batch's activations between stages.
+        activation: shape [b, S, H] of one micro-batch's activations between stages; None where `prepare` finds them.
         add_gradient: adds a deferred gradient to that of a leaf.
     """
 
@@ -121,34 +126,60 @@ class PipelineRunner(Runner):
         parallelism: Parallelism,
         schedule: Schedule,
         micro_batches: int,
-        activation: tuple[int, int, int],
+        activation: tuple[int, int, int] | None,
         add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
-        self._stages, self._parallelism = stages, parallelism
+        self._stages, self._parallelism, self._schedule = stages, parallelism, schedule
         self.has_loss = any(stage.gives_loss for stage in stages)
         # With several stages on a rank, a tied weight may get a gradient from each, or one that was deferred.
         self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
         loss_dtype = torch.promote_types(parallelism.dtype, torch.float32)
         self._zero = torch.zeros((), dtype=loss_dtype, device=parallelism.mesh.device)
-        self._shapes = Shapes(
-            torch.empty(activation[:2], dtype=torch.int64, device="meta"),
-            torch.empty(activation, dtype=parallelism.dtype, device="meta", requires_grad=True),
-            torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True),
-        )
+        self._loss_shape = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
         self._deferred, self._add_gradient = parallelism.deferred, add_gradient
-        self.scheduled_stages = self._make_stages(self._deferred)
-        self._train = training_schedule(schedule, self.scheduled_stages, micro_batches, _scaled)
-        # Stages of its own: torch's keep buffers and shapes of the last pass, with or without gradients.
-        self._eval = evaluation_schedule(self._make_stages(), parallelism.stages, micro_batches, _scaled)
+        self._numbers = torch.arange(micro_batches)
+        self._micro_batches: list[StepSamples] = []
+        self._log: list[TimedAction] | None = None
+        self._found: dict[Hashable, _Passes] = {}
+        self._declared = activation is not None
+        self.scheduled_stages: list[ScheduledStage] = []
+        if activation is not None:
+            shape = torch.empty(activation, dtype=parallelism.dtype, device="meta", requires_grad=True)
+            numbers = parallelism.stages.held_by(parallelism.mesh.pp.index)
+            self._use(self._make_passes({place: (shape,) for stage in numbers for place in (stage - 1, stage)}))
 
-    def _make_stages(self, deferred: DeferredGradients | None = None) -> list[ScheduledStage]:
+    def knows(self, shapes: Hashable) -> bool:
+        return self._declared or shapes in self._found
+
+    def prepare(self, batch: StepSamples) -> None:
+        first = batch.split(len(self._numbers))[0]
+        mesh, placement = self._parallelism.mesh, self._parallelism.stages
+        self._found[batch.shapes] = self._make_passes(find_activations(self._stages, placement, mesh, first))
+
+    def _use(self, passes: _Passes) -> None:
+        self.scheduled_stages, self._train, self._eval = passes
+
+    def _make_passes(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _Passes:
+        """Those for activations that each stage of this rank and each before one of them gives the next."""
+        count, placement = len(self._numbers), self._parallelism.stages
+        stages = self._make_stages(activations, self._deferred)
+        train = training_schedule(self._schedule, stages, count, _scaled)
+        # Stages of its own: torch's keep buffers and shapes of the last pass, with or without gradients.
+        evaluate = evaluation_schedule(self._make_stages(activations), placement, count, _scaled)
+        return _Passes(stages, train, evaluate)
+
+    def _make_stages(
+        self, activations: Mapping[int, tuple[Tensor, ...]], deferred: DeferredGradients | None = None
+    ) -> list[ScheduledStage]:
         mesh, placement = self._parallelism.mesh, self._parallelism.stages
         later = None if deferred is None else deferred.take
-        numbers = placement.held_by(mesh.pp.index)
-        return [
-            ScheduledStage(stage, number, placement, mesh, self._shapes, later)
-            for stage, number in zip(self._stages, numbers, strict=True)
-        ]
+        number_of_one = torch.empty(1, dtype=self._numbers.dtype, device="meta")
+        made = []
+        for stage, number in zip(self._stages, placement.held_by(mesh.pp.index), strict=True):
+            inputs = activations[number - 1] if number else (number_of_one,)
+            shapes = StageShapes(inputs, (self._loss_shape,) if stage.gives_loss else activations[number])
+            made.append(ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later))
+        return made
 
     def actions(self) -> list[Action]:
         """The actions of this rank in a step, in order."""
@@ -158,37 +189,48 @@ class PipelineRunner(Runner):
     def timing(self) -> Iterator[list[TimedAction]]:
         """Log when each action of the block's steps ran; on a GPU this synchronizes after every action."""
         log: list[TimedAction] = []
-        for stage in self.scheduled_stages:
-            stage.log = log
+        self._log = log
         try:
             yield log
         finally:
-            for stage in self.scheduled_stages:
-                stage.log = None
+            self._log = None
 
-    def forward_backward(self, batch: LocalBatch, scale: float) -> Tensor:
+    def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         with nullcontext() if self._deferred is None else self._deferred.collecting(self._add_gradient):
-            return self._loss(self._train.step, batch, scale)
+            return self._loss(self._step, batch, scale)
 
     @torch.no_grad()
-    def evaluate(self, batch: LocalBatch) -> Tensor:
-        return self._loss(self._eval.eval, batch, 1.0)
+    def evaluate(self, batch: StepSamples) -> Tensor:
+        return self._loss(self._evaluate, batch, 1.0)
 
-    def _loss(self, run: Callable[..., Any], batch: LocalBatch, scale: float) -> Tensor:
+    def _step(self, *args: Any, **options: Any) -> None:
+        for stage in self.scheduled_stages:
+            stage.log = self._log
+        self._train.step(*args, **options)
+
+    def _evaluate(self, *args: Any, **options: Any) -> None:
+        self._eval.eval(*args, **options)
+
+    def _loss(self, run: Callable[..., Any], batch: StepSamples, scale: float) -> Tensor:
+        if not self._declared:
+            self._use(self._found[batch.shapes])
+        self._micro_batches[:] = batch.split(len(self._numbers))
         losses: list[Tensor] = []
-        has_tokens = any(stage.is_first for stage in self.scheduled_stages)
-        run(
-            *([batch.tokens] if has_tokens else []),
-            target=batch.labels if self.has_loss else None,
-            losses=losses,
-            return_outputs=False,
-            loss_kwargs={"scale": scale},
-            labels=batch.labels,
-            **{name: fact for name, fact in batch.samples._asdict().items() if fact is not None},
-        )
+        is_first = any(stage.is_first for stage in self.scheduled_stages)
+        try:
+            run(
+                *([self._numbers] if is_first else []),
+                target=self._numbers if self.has_loss else None,
+                losses=losses,
+                return_outputs=False,
+                loss_kwargs={"scale": scale},
+                number=self._numbers,
+            )
+        finally:
+            self._micro_batches.clear()
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_loss else self._zero
 
 
-def _scaled(loss: Tensor, _labels: Tensor, *, scale: float) -> Tensor:
-    """The last stage has computed the summed loss already; its labels came as a keyword."""
+def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
+    """The last stage has computed the loss already."""
     return loss * scale

@@ -1,6 +1,6 @@
 """A pipeline stage as torch's schedules run it: its receive buffers, what it sends, and when it computes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from threefold.comm.mesh import Mesh
 from threefold.config.schedule_actions import Action
-from threefold.models.layers.decoder import SampleInfo
+from threefold.errors import UserError
+from threefold.parallel.pipeline.micro_batches import StepSamples
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
 from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
@@ -27,44 +28,49 @@ class TimedAction(NamedTuple):
     end: float
 
 
-class _StageWithKeywords(nn.Module):
-    """A stage as torch's schedules call it: they split tensors into micro-batches, so samples are keywords."""
+class _StageOfMicroBatches(nn.Module):
+    """A stage as torch's schedules call it: with the number of a micro-batch, whose samples it knows.
 
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, **facts: Tensor) -> Tensor:
-        out: Tensor = self.stage(x, labels, SampleInfo(**facts))
-        return out
-
-
-class Shapes(NamedTuple):
-    """Shapes of what stages receive and send, declared on the meta device so that stages exchange no metadata.
-
-    Attributes:
-        tokens: input of the first stage.
-        activation: input of every other stage, and output of every stage but the last.
-        loss: output of the last stage.
+    Args:
+        stage: the layers.
+        micro_batches: those of the pass that runs.
+        is_first: whether it receives nothing.
     """
 
-    tokens: Tensor
-    activation: Tensor
-    loss: Tensor
+    def __init__(self, stage: Stage, micro_batches: Sequence[StepSamples], is_first: bool) -> None:
+        super().__init__()
+        self.stage, self.micro_batches, self.is_first = stage, micro_batches, is_first
+
+    def forward(self, *received: Tensor, number: Tensor) -> Any:
+        return self.micro_batches[int(number)].through(self.stage, None if self.is_first else received)
+
+
+class StageShapes(NamedTuple):
+    """Shapes of what a stage receives and gives, on the meta device: known before, so that no metadata is exchanged.
+
+    Attributes:
+        inputs: the first stage's is the number of the micro-batch.
+        outputs: the last stage's is the loss.
+    """
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
 class ScheduledStage(BufferedPipelineStage):
     """One stage of a rank, as a `PipelineStage` of torch.
 
     In addition to torch's class, it has receive buffers for the micro-batches in flight only, counts its sends in the
-    mesh's recorder, refuses activations of another shape than declared, and can log when it computed.
+    mesh's recorder, refuses activations of another shape than declared, and can log when it computed. Activations are
+    one tensor or several; those without gradients, such as masks, get none.
 
     Args:
         stage: the layers.
         number: its index in the pipeline.
         stages: which ranks hold the other stages.
         mesh: of this rank.
-        shapes: of what stages receive and send.
+        micro_batches: a list that holds those of the pass that runs.
+        shapes: of what the stage receives and gives.
         deferred: called after each backward pass; returns the function that computes its deferred weight gradients.
     """
 
@@ -74,16 +80,17 @@ class ScheduledStage(BufferedPipelineStage):
         number: int,
         stages: StageMap,
         mesh: Mesh,
-        shapes: Shapes,
+        micro_batches: Sequence[StepSamples],
+        shapes: StageShapes,
         deferred: DeferredWeights | None = None,
     ) -> None:
         super().__init__(
-            _StageWithKeywords(stage),
+            _StageOfMicroBatches(stage, micro_batches, number == 0),
             number,
             len(stages.ranks),
             mesh.device,
-            input_args=shapes.tokens if number == 0 else shapes.activation,
-            output_args=shapes.loss if stage.gives_loss else shapes.activation,
+            input_args=shapes.inputs,
+            output_args=shapes.outputs,
             group=mesh.pp.group,
             dw_builder=deferred,
         )
@@ -92,7 +99,12 @@ class ScheduledStage(BufferedPipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._timed("F", fwd_chunk_id):
-            out = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+            try:
+                out = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+            except RuntimeError as error:  # torch's, with the tensors of the call
+                if isinstance(error.__cause__, UserError):
+                    raise error.__cause__ from None
+                raise
         if not self.is_last:
             self._check(out)
         if not self.has_backward:
@@ -107,9 +119,30 @@ class ScheduledStage(BufferedPipelineStage):
         if not self.has_backward:
             return
         with self._timed("B" if full_backward else "I", bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            if self.is_last or any(each.requires_grad for each in self.fwd_cache[bwd_chunk_id][0]):
+                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            else:
+                self._skip_backward(bwd_chunk_id, full_backward)
         _drop(self.args_recv_info[bwd_chunk_id])
         _drop(self.grad_recv_info[bwd_chunk_id])
+
+    def _skip_backward(self, micro_batch: int, full_backward: bool) -> None:
+        """In place of a backward pass through outputs of which none has a gradient."""
+        del self.fwd_cache[micro_batch]
+        self.bwd_cache[micro_batch] = (None,) * len(self.args_recv_info[micro_batch])
+        if not full_backward and self.dw_builder is not None:
+            self.dw_runner[micro_batch] = self.dw_builder()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        infos = self.grad_recv_info[mb_index]
+        # What the next stage did not use has a gradient of zero, which torch would leave out.
+        grads = tuple(
+            torch.zeros(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+            if grad is None and info.tensor_meta is not None
+            else grad
+            for grad, info in zip(next_stage_bwd_outputs, infos, strict=True)
+        )
+        super().set_local_bwd_input(grads, mb_index)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -143,18 +176,29 @@ class ScheduledStage(BufferedPipelineStage):
             self._recorder.add("pp", "send", op.tensor)
         return ops
 
-    def _check(self, out: Tensor) -> None:
-        declared = self._declared.activation
-        if (out.shape, out.dtype) != (declared.shape, declared.dtype):
+    def _check(self, out: Tensor | Sequence[Tensor]) -> None:
+        given, declared = (out,) if isinstance(out, Tensor) else tuple(out), self._declared.outputs
+        if len(given) != len(declared):
             raise ValueError(
-                f"stage {self.stage_index} gave activations {list(out.shape)} of {out.dtype}, "
-                f"but {list(declared.shape)} of {declared.dtype} were declared"
+                f"stage {self.stage_index} gave {len(given)} tensors of activations, but {len(declared)} were declared"
             )
+        for place, (tensor, known) in enumerate(zip(given, declared, strict=True)):
+            which = "activations" if len(declared) == 1 else f"activations {place}"
+            if (tensor.shape, tensor.dtype) != (known.shape, known.dtype):
+                raise ValueError(
+                    f"stage {self.stage_index} gave {which} {list(tensor.shape)} of {tensor.dtype}, "
+                    f"but {list(known.shape)} of {known.dtype} were declared"
+                )
+            if self.has_backward and tensor.requires_grad and not known.requires_grad:
+                raise ValueError(
+                    f"stage {self.stage_index} gave {which} {list(tensor.shape)} of {tensor.dtype} that need a "
+                    "gradient, but were declared without one"
+                )
 
     def _make_buffers(self, infos: tuple[RecvInfo, ...]) -> None:
         for info in infos:
-            if not info.is_root_arg:
-                info.buffer = torch.empty_like(self._declared.activation, device=self.device, requires_grad=False)
+            if not info.is_root_arg and info.tensor_meta is not None:
+                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
 
     def receive_buffers_made(self, buffers: Iterable[tuple[RecvInfo, ...]]) -> None:
         for infos in buffers:

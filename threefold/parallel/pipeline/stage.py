@@ -1,10 +1,12 @@
 """A pipeline stage: consecutive layers of the model, under their names in the whole model."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.own_batch import LayerInputs, LayerSignature, forward_layer, inputs_from
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.parameter import stored
 
@@ -27,25 +29,49 @@ class Stage(nn.Module):
         self.model_plan = plan
         self.layer_names: tuple[str, ...] = plan.layers[first:end]
         self.gives_loss = end == len(plan.layers)
+        # Of the single-device layers: the parallel ones in their place are called alike.
+        self.layer_signatures = {
+            name: LayerSignature.of(name, model.get_submodule(name)) for name in plan.layers[first:end]
+        }
         for name in plan.layers[first:end]:
             _place(self, name, model.get_submodule(name))
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
+    def forward(self, x: Tensor | LayerInputs, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Any:
         """Run the stage's layers.
 
         Args:
-            x: tokens int64 [B, S] on the first stage, activations [B, S, H] on the others.
+            x: tokens int64 [B, S] on the first stage, activations [B, S, H] on the others; or what the first of the
+                layers takes, for a model whose loss is not in its last layer.
             labels: int64 [B, S], used by the last stage.
             samples: their dropout keys and documents.
 
         Returns:
             activations [B, S, H]; on the last stage the summed loss, or where `labels` is None this tensor rank's
-            columns of the logits.
+            columns of the logits. For `LayerInputs`, what the last of the layers returns.
         """
+        if isinstance(x, LayerInputs):
+            return self._through(x, samples)
         layers = [self.get_submodule(name) for name in self.layer_names]
-        for layer in layers[:-1]:
-            x = layer(x, samples)
-        return layers[-1](x, labels) if self.gives_loss else layers[-1](x, samples)
+        for name, layer in zip(self.layer_names[:-1], layers, strict=False):
+            x = self._activations(name, layer, x, samples)
+        if self.gives_loss:
+            return layers[-1](x, labels)
+        return self._activations(self.layer_names[-1], layers[-1], x, samples)
+
+    def _activations(self, name: str, layer: nn.Module, x: Any, samples: SampleInfo) -> Any:
+        return layer(x) if self.layer_signatures[name].takes_one_tensor else layer(x, samples)
+
+    def _through(self, inputs: LayerInputs, samples: SampleInfo) -> Any:
+        output: Any = None
+        for place, name in enumerate(self.layer_names):
+            if place:
+                inputs = inputs_from(output, self.layer_names[place - 1])
+            output = self.call(name, inputs, samples)
+        return output
+
+    def call(self, layer: str, inputs: LayerInputs, samples: SampleInfo = NOTHING) -> Any:
+        """Run one layer, which gets `samples` if its `forward` has a parameter of that name."""
+        return forward_layer(self.get_submodule(layer), self.layer_signatures[layer], inputs, samples)
 
 
 def whole_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,0 +1,227 @@
+"""A user's own loss: one mean over the samples, or several named terms, each a sum over what it counts.
+
+So that a loss is the same in every layout, it is given to the step as sums over a micro-batch, which are added up over
+micro-batches and replicas, and as counts, by which the sums of the global batch are divided. A count has to be known
+before the first backward pass, so it is computed from the batch alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from threefold.errors import UserError
+
+LOSS = "loss"
+"""The name of the one term of a loss that is a scalar."""
+
+
+class LossTerm(NamedTuple):
+    """A term of a loss on a micro-batch.
+
+    Attributes:
+        sum: scalar tensor, the sum over what the term counts.
+        weight: of the term's mean in the loss that is minimised.
+    """
+
+    sum: Tensor
+    weight: float = 1.0
+
+
+LossValue = Tensor | Mapping[str, Tensor | LossTerm]
+LossFunction = Callable[[Any, Any], LossValue]
+"""`loss(output, batch)` of the model's output for a micro-batch.
+
+It returns a scalar, the mean over the micro-batch's samples; or terms by name, each a `LossTerm` or its sum. Then it
+also has a method `counts(batch)` that returns, for each term, the number that the sum over the global batch is divided
+by: the loss is the weighted sum of these means.
+"""
+
+
+@dataclass(frozen=True)
+class CountedLoss:
+    """A loss of terms whose counts depend on the data.
+
+    Example:
+        >>> def terms(output, batch):
+        ...     return {"tokens": F.cross_entropy(output, batch["labels"], ignore_index=-100, reduction="sum")}
+        >>> loss = CountedLoss(terms, lambda batch: {"tokens": (batch["labels"] != -100).sum()})
+
+    Attributes:
+        terms: (output, batch) → term by name.
+        counts: batch → count by name, the same names.
+    """
+
+    terms: Callable[[Any, Any], Mapping[str, Tensor | LossTerm]]
+    counts: Callable[[Any], Mapping[str, Tensor | float]]
+
+    def __call__(self, output: Any, batch: Any) -> Mapping[str, Tensor | LossTerm]:
+        return self.terms(output, batch)
+
+
+def count_terms(loss: LossFunction, batch: Any, samples: int) -> dict[str, float]:
+    """What each term of a loss counts in a batch, by name.
+
+    Args:
+        loss: of the user.
+        batch: the samples of one replica.
+        samples: how many these are.
+
+    Raises:
+        UserError: `counts(batch)` of the loss does not return numbers by name.
+    """
+    counts = getattr(loss, "counts", None)
+    if counts is None:
+        return {LOSS: float(samples)}
+    found = counts(batch)
+    if not isinstance(found, Mapping) or not found:
+        raise UserError(
+            f"counts(batch) of the loss returns a {type(found).__name__} but must return a dict from the name of each "
+            "term to what it counts in the batch."
+        )
+    return {str(name): _number(name, count) for name, count in found.items()}
+
+
+def _number(name: Any, count: Any) -> float:
+    scalar = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float)
+    if not scalar:
+        raise UserError(f"counts(batch) of the loss returns {count!r} for {name!r} but must return a number.")
+    return float(count)
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """The terms of a loss over one global batch or, added up, over several; the same on every rank.
+
+    Attributes:
+        sums: by term.
+        weighted: the same, times the term's weight.
+        counts: what each term counts.
+        samples: of the batches.
+    """
+
+    sums: Mapping[str, float] = field(default_factory=dict)
+    weighted: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 0
+
+    @property
+    def loss(self) -> float:
+        """The mean loss: the weighted sum of the terms' means."""
+        return sum(weighted / self.counts[name] for name, weighted in self.weighted.items() if self.counts[name])
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The mean of each term, not weighted; not a number where it counts nothing."""
+        return {name: self.sums[name] / count if count else float("nan") for name, count in self.counts.items()}
+
+    def __add__(self, other: "LossSums") -> "LossSums":
+        return LossSums(
+            _added(self.sums, other.sums),
+            _added(self.weighted, other.weighted),
+            _added(self.counts, other.counts),
+            self.samples + other.samples,
+        )
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+
+
+class TermSums:
+    """Sums of the terms of a loss over the micro-batches of one pass, and what a micro-batch adds to the mean loss.
+
+    Args:
+        loss: of the user.
+        counts: by term, of the global batch.
+
+    Attributes:
+        sums: by term.
+        weighted: the same, times the term's weight.
+    """
+
+    def __init__(self, loss: LossFunction, counts: Mapping[str, float]) -> None:
+        self.loss, self.counts = loss, counts
+        self.sums: dict[str, Tensor] = {}
+        self.weighted: dict[str, Tensor] = {}
+
+    def __call__(self, output: Any, batch: Any, samples: int) -> Tensor:
+        """This micro-batch's part of the mean loss of the global batch: a scalar of fp32 at least.
+
+        Args:
+            output: of the model's last layer.
+            batch: the micro-batch.
+            samples: how many it has.
+
+        Raises:
+            UserError: the loss is not a scalar or terms of the names that it counts.
+        """
+        parts = []
+        for name, term in self._terms(self.loss(output, batch), samples).items():
+            weighted, count = term.sum * term.weight, self.counts[name]
+            # A term without anything to count, such as a label that no sample has, adds nothing.
+            parts.append(weighted * (1 / count if count else 0.0))
+            for into, value in ((self.sums, term.sum), (self.weighted, weighted)):
+                value = value.detach().double()
+                into[name] = into[name] + value if name in into else value
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+    def values(self, device: torch.device) -> Tensor:
+        """fp64 [2 · terms]: the sums and the weighted sums in the order of `counts`; zero for none."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([sums.get(name, zero) for sums in (self.sums, self.weighted) for name in self.counts])
+
+    def over_all(self, values: Sequence[float], samples: int) -> LossSums:
+        """The terms of all ranks together.
+
+        Args:
+            values: what `values` gave, summed over the ranks.
+            samples: of the global batch.
+        """
+        names, count = list(self.counts), len(self.counts)
+        sums, weighted = (dict(zip(names, part, strict=True)) for part in (values[:count], values[count:]))
+        return LossSums(sums, weighted, dict(self.counts), samples)
+
+    def _terms(self, value: LossValue, samples: int) -> dict[str, LossTerm]:
+        if isinstance(value, Tensor):
+            if value.dim() or not value.is_floating_point():
+                raise UserError(
+                    f"The loss returns a tensor {list(value.shape)} of {value.dtype} but must return a scalar, the "
+                    "mean over the samples of the micro-batch, or a dict of terms."
+                )
+            value = {LOSS: value * samples}
+        if not isinstance(value, Mapping):
+            raise UserError(f"The loss returns a {type(value).__name__} but must return a scalar or a dict of terms.")
+        terms = {
+            str(name): term
+            if isinstance(term, LossTerm)
+            else LossTerm(*term)
+            if isinstance(term, tuple)
+            else LossTerm(term)
+            for name, term in value.items()
+        }
+        if terms.keys() != self.counts.keys():
+            self._refuse(terms)
+        return {name: LossTerm(_wide(name, term.sum), term.weight) for name, term in terms.items()}
+
+    def _refuse(self, terms: Mapping[str, LossTerm]) -> None:
+        given = ", ".join(map(repr, terms))
+        if getattr(self.loss, "counts", None) is None:
+            raise UserError(
+                f"The loss returns the terms {given} but has no counts(batch): what a term is divided by must be known "
+                "before the backward pass, so give it a method counts(batch) that computes it from the batch alone, or "
+                "use CountedLoss(terms, counts)."
+            )
+        raise UserError(
+            f"The loss returns {given} but its counts(batch) has {', '.join(map(repr, self.counts))}; use the same "
+            "names for both."
+        )
+
+
+def _wide(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.dim():
+        kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise UserError(f"The loss returns {kind} for the term {name!r} but must return a scalar tensor, its sum.")
+    return value if value.itemsize >= 4 else value.float()

@@ -1,0 +1,220 @@
+"""Batches of a user's own model: any nesting of tensors whose dim 0 counts the samples, and what of it a layer takes.
+
+A batch is a tensor, or a tuple, list, mapping or `NamedTuple` of batches. The model's first layer takes
+
+* a batch that is one tensor,
+* of a tuple or list all elements but the last, in order; the last is the target, which only the loss needs,
+* of a mapping or `NamedTuple` the entries that the parameters of its `forward` name.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from threefold.errors import UserError
+
+_SAMPLES = "samples"
+
+
+class LayerInputs(NamedTuple):
+    """What a layer is called with.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerSignature:
+    """The parameters of a layer's `forward`.
+
+    Attributes:
+        layer: its name in the model.
+        names: those that may be given by name, without `self` and `samples`.
+        required: those without a default.
+        takes_samples: whether there is one called `samples`, for dropout keys (`SampleInfo`).
+    """
+
+    layer: str
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_samples: bool
+
+    @classmethod
+    def of(cls, layer: str, module: nn.Module) -> "LayerSignature":
+        """That of a single-device module."""
+        found = [
+            parameter
+            for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        others = [parameter for parameter in found if parameter.name != _SAMPLES]
+        required = tuple(parameter.name for parameter in others if parameter.default is parameter.empty)
+        return cls(layer, tuple(each.name for each in others), required, len(others) < len(found))
+
+    @property
+    def takes_one_tensor(self) -> bool:
+        """Whether there is one parameter alone, so that nothing else can be passed."""
+        return len(self.names) == 1 and not self.takes_samples
+
+    def inputs_of(self, batch: Any) -> LayerInputs:
+        """What the model's first layer takes of a batch.
+
+        Raises:
+            UserError: the batch has not what its parameters name.
+        """
+        if isinstance(batch, Tensor):
+            return LayerInputs((batch,), {})
+        fields = _fields(batch)
+        if fields is not None:
+            missing = [name for name in self.required if name not in fields]
+            if missing:
+                raise UserError(
+                    f"The layer {self.layer!r} takes {missing[0]!r} but the batch has {_list(fields)}; call the entry "
+                    "as the parameter of its forward is called."
+                )
+            return LayerInputs((), {name: fields[name] for name in self.names if name in fields})
+        inputs = tuple(batch[:-1]) or tuple(batch)
+        if len(inputs) == 1 and not isinstance(inputs[0], Tensor):
+            nested = inputs[0]
+            return self.inputs_of(nested) if _fields(nested) is not None else LayerInputs(tuple(nested), {})
+        return LayerInputs(inputs, {})
+
+
+def forward_layer(layer: nn.Module, signature: LayerSignature, inputs: LayerInputs, samples: Any) -> Any:
+    """Call a layer with its inputs, and with `samples` if it takes them."""
+    more = {_SAMPLES: samples} if signature.takes_samples else {}
+    return layer(*inputs.args, **inputs.kwargs, **more)
+
+
+def inputs_from(output: Any, layer: str) -> LayerInputs:
+    """What a layer takes of the output of the one before it.
+
+    Args:
+        output: a tensor, or tensors that are its positional arguments.
+        layer: the name of the one before it.
+
+    Raises:
+        UserError: the output is something else.
+    """
+    tensors = (output,) if isinstance(output, Tensor) else output
+    if not isinstance(tensors, tuple | list) or not all(isinstance(each, Tensor) for each in tensors):
+        held = "" if not isinstance(tensors, tuple | list) else f" with {_other(tensors)}"
+        raise UserError(
+            f"The layer {layer!r} returns a {type(output).__name__}{held} but must return a tensor or a tuple of "
+            "tensors, which the next layer takes as its positional arguments."
+        )
+    return LayerInputs(tuple(tensors), {})
+
+
+def map_tensors(batch: Any, compute: Callable[[Tensor], Any]) -> Any:
+    """The same nesting with `compute(tensor)` in the place of each tensor.
+
+    Raises:
+        UserError: the batch holds something else.
+    """
+    return _map(batch, compute, "batch")
+
+
+def batch_size(batch: Any) -> int:
+    """How many samples a batch has.
+
+    Raises:
+        UserError: it holds something else than tensors, or they differ in their number of samples.
+    """
+    sizes: dict[str, int] = {}
+    for path, tensor in _leaves(batch, "batch"):
+        if tensor.dim() == 0:
+            raise UserError(f"{path} has no dims but dim 0 of each tensor of a batch must count its samples.")
+        sizes[path] = len(tensor)
+    if not sizes:
+        raise UserError("The batch has no tensors; give it one at least, with the samples along dim 0.")
+    (first, size), *others = sizes.items()
+    for path, other in others:
+        if other != size:
+            raise UserError(
+                f"{path} has {other} samples but {first} has {size}; dim 0 of each tensor of a batch must count its "
+                "samples."
+            )
+    return size
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """A batch divided into micro-batches of equal size, in order.
+
+    Raises:
+        UserError: its samples do not divide by `parts`.
+    """
+    size = batch_size(batch)
+    if size % parts:
+        below = size // parts * parts
+        raise UserError(
+            f"A replica's batch has {size} samples but micro_batches is {parts}, which must divide them; use "
+            f"{below or parts} samples."
+        )
+    return [map_tensors(batch, partial(_part, size=size // parts, number=number)) for number in range(parts)]
+
+
+def batch_shapes(batch: Any) -> tuple[Any, ...]:
+    """What decides the shapes that the model computes: path, shape and dtype of each tensor."""
+    return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _leaves(batch, "batch"))
+
+
+def _part(tensor: Tensor, size: int, number: int) -> Tensor:
+    return tensor[number * size : (number + 1) * size]
+
+
+def _fields(batch: Any) -> dict[str, Any] | None:
+    """The entries of a mapping or a `NamedTuple`; None for anything else."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return dict(zip(batch._fields, batch, strict=True))
+    return None
+
+
+def _map(batch: Any, compute: Callable[[Tensor], Any], path: str) -> Any:
+    if isinstance(batch, Tensor):
+        return compute(batch)
+    if isinstance(batch, Mapping):
+        return {name: _map(each, compute, f"{path}[{name!r}]") for name, each in batch.items()}
+    if isinstance(batch, tuple | list):
+        named = getattr(batch, "_fields", None)
+        paths = [f"{path}.{name}" for name in named] if named else [f"{path}[{n}]" for n in range(len(batch))]
+        made = [_map(each, compute, place) for each, place in zip(batch, paths, strict=True)]
+        return type(batch)(*made) if named else type(batch)(made)
+    raise UserError(
+        f"{path} is a {type(batch).__name__} but must be a tensor, or a tuple, list, dict or NamedTuple of tensors."
+    )
+
+
+def _leaves(batch: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    found: list[tuple[str, Tensor]] = []
+    fields = _fields(batch)
+    if isinstance(batch, Tensor):
+        found.append((path, batch))
+    elif isinstance(batch, Mapping):
+        found += [leaf for name, each in batch.items() for leaf in _leaves(each, f"{path}[{name!r}]")]
+    elif fields is not None:
+        found += [leaf for name, each in fields.items() for leaf in _leaves(each, f"{path}.{name}")]
+    elif isinstance(batch, tuple | list):
+        found += [leaf for place, each in enumerate(batch) for leaf in _leaves(each, f"{path}[{place}]")]
+    else:
+        _map(batch, lambda tensor: tensor, path)
+    yield from found
+
+
+def _list(names: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, names)) or "no entries"
+
+
+def _other(values: tuple[Any, ...] | list[Any]) -> str:
+    return "a " + next(type(each).__name__ for each in values if not isinstance(each, Tensor)) + " in it"

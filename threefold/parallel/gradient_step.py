@@ -1,0 +1,328 @@
+"""The gradients of a global batch's mean loss, the same in every layout: what every training loop is built on."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+from threefold.labels import IGNORE_INDEX
+from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.layers.router import Routing
+from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums, count_terms
+from threefold.models.own_batch import batch_shapes, batch_size, map_tensors
+from threefold.models.sharding import ModelPlan
+from threefold.parallel.context.sequence import sum_over_shares_
+from threefold.parallel.parallelism import Parallelism
+from threefold.parallel.parallelize import parallelize
+from threefold.parallel.parameter import is_split
+from threefold.parallel.pipeline.micro_batches import LocalBatch, OwnBatch, StepSamples
+from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
+from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.settings import TrainingSettings
+from threefold.random.dropout import Dropout, sample_keys
+
+
+class TokenBatch(Protocol):
+    """A replica's rows of a global batch of tokens, as `threefold.data.loader.Batch` has them."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def labels(self) -> Tensor: ...
+    @property
+    def rows(self) -> Tensor: ...
+    @property
+    def documents(self) -> Tensor | None: ...
+    @property
+    def positions(self) -> Tensor | None: ...
+    @property
+    def padding(self) -> Tensor | None: ...
+
+
+def tokens_and_labels(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """A batch of tokens as one of a user's own model, with a loss of the user's.
+
+    Raises:
+        UserError: its documents are to be kept apart, which only layers that get them can do.
+    """
+    if batch.documents is not None:
+        raise UserError(
+            "data.separate_documents is true but a loss function of the user's comes with tokens and labels alone; use "
+            "false."
+        )
+    return batch.tokens, batch.labels
+
+
+class GradientStep:
+    """A model spread over a mesh, and the gradients of the mean loss of a global batch.
+
+    The loss is that of the model's last layer, for a batch of tokens and labels; or it is a function of the last
+    layer's output and of the batch, which is then any nesting of tensors (`threefold.models.own_batch`,
+    `threefold.models.loss_terms`).
+
+    Collective over the world, as all its methods.
+
+    Args:
+        make_model: makes the whole, single-device model.
+        plan: its layers and how each is cut.
+        mesh: its axes, and this rank's place on them.
+        settings: how it is stored and computed with.
+        activation: shape [b, S, H] of a micro-batch's activations between pipeline stages, where all have one; None
+            where they are found at the first step.
+
+    Attributes:
+        model: this rank's part of the model, with its weights and gradients.
+        stages, gradients, streams: of `model`.
+        parallelism: how it is spread.
+        runner: runs micro-batches through the stages.
+
+    Raises:
+        UserError: the plan does not fit the model, or the settings not the layout.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        plan: ModelPlan,
+        mesh: Mesh,
+        settings: TrainingSettings,
+        activation: tuple[int, int, int] | None = None,
+    ) -> None:
+        self.mesh, self.plan, self.settings = mesh, plan, settings
+        self.parallelism = Parallelism.make(plan, mesh, settings)
+        self.model = parallelize(make_model, plan, self.parallelism, settings)
+        self.stages, self.gradients, self.streams = self.model.stages, self.model.gradients, self.model.streams
+        modules = self.model.modules()
+        self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
+        self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
+        self._padding = 0
+        self._sums: TermSums | None = None
+        self.runner = self._make_runner(activation)
+
+    def _make_runner(self, activation: tuple[int, int, int] | None) -> Runner:
+        count, pp = self.settings.micro_batches, self.mesh.pp.size
+        if pp == 1:
+            return LoopRunner(self.stages[0], count)
+        schedule = self.settings.pipeline_schedule
+        if not schedule.accepts(pp, count):
+            raise UserError(
+                f"micro_batches is {count} but the schedule {schedule.name} {schedule.micro_batch_rule(pp, count)}; "
+                f"use {next(larger for larger in range(count, 4 * pp * count + 1) if schedule.accepts(pp, larger))}."
+            )
+        return PipelineRunner(self.stages, self.parallelism, schedule, count, activation, self.gradients.add_)
+
+    def compute_gradients(
+        self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, int]:
+        """Fill the gradients with those of the global batch's mean loss (gradient accumulation over its micro-batches).
+
+        Args:
+            batch: this replica's samples of it, the same on all ranks of the replica.
+            step: 0 for the first; decides the dropout masks.
+            loss: of the last layer's output; None for a `TokenBatch`, whose loss the last layer computes. With a loss,
+                a `TokenBatch` is the tuple (tokens, labels).
+            rows: int64 [samples], the index of each sample in the global batch; None where the replicas have contiguous
+                blocks of it, in the order of dp. A `TokenBatch` has its own.
+            scale: what the loss is multiplied by for the backward pass (loss scaling), and gradients divided by.
+
+        Returns:
+            this replica's term of the mean loss (on the last stage, zero elsewhere), and how many valid tokens, or
+            with `loss` samples, the global batch has.
+
+        Raises:
+            UserError: batch and model or loss do not fit together, or there is nothing to compute a loss of.
+        """
+        local, counted, factor = self._samples_of(batch, step, loss, rows, scale)
+        self.gradients.begin(self.runner.arrivals)
+        term = self.runner.forward_backward(local, factor)
+        self.gradients.finish()
+        self._sum_over_tensor_ranks()
+        self.model.tied.sum_({weight.name: self.gradients[weight.leaf] for weight in self.model.weights})
+        if scale != 1:
+            self.gradients.scale_(1 / scale)
+        return term / scale, counted
+
+    def train_batch(
+        self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
+    ) -> LossSums:
+        """Fill the gradients as `compute_gradients` does.
+
+        Returns:
+            the loss and its terms, the same on every rank.
+
+        Raises:
+            UserError: as `compute_gradients`.
+        """
+        term, counted = self.compute_gradients(batch, step, loss, rows)
+        if self._sums is not None:
+            return self._summed(self._sums, counted)
+        (total,) = self._sum_over_ranks(self._own_summands(term.double().view(1) * counted))
+        return _of_tokens(total, counted, len(batch.labels) * self.mesh.dp.size)
+
+    def eval_batch(self, batch: Any, loss: LossFunction | None = None) -> LossSums:
+        """The loss of a global batch; gradients and randomness stay as they are.
+
+        As a trained model is used: nothing is dropped, and experts drop no token, whatever their capacity.
+
+        Args:
+            batch, loss: as for `compute_gradients`.
+
+        Returns:
+            the loss and its terms, the same on every rank; those of several batches can be added up.
+
+        Raises:
+            UserError: batch and model or loss do not fit together.
+        """
+        with self.streams.preserved(), _in_evaluation_mode(self.stages):
+            if loss is not None:
+                local, counted, _ = self._own_samples(batch, loss, None, None)
+                self.runner.evaluate(local)
+                return self._summed(local.loss, counted)
+            tokens = self._local_batch(batch)
+            self._prepare(tokens)
+            total = self.runner.evaluate(tokens).double()
+        totals = torch.stack([total, (tokens.labels != IGNORE_INDEX).sum().to(total)])
+        summed, count = self._sum_over_ranks(self._own_summands(totals))
+        return _of_tokens(summed, int(count), len(batch.labels) * self.mesh.dp.size)
+
+    def _samples_of(
+        self, batch: Any, step: int, loss: LossFunction | None, rows: Tensor | None, scale: float
+    ) -> tuple[StepSamples, int, float]:
+        """This rank's samples, what the global batch counts, and what each micro-batch's loss is multiplied by."""
+        if loss is not None:
+            local, counted, self._sums = self._own_samples(batch, loss, rows, step)
+            return local, counted, scale
+        self._sums = None
+        if not isinstance(getattr(batch, "tokens", None), Tensor):
+            raise UserError(
+                f"The batch is a {type(batch).__name__} without tokens and labels, and there is no loss; give the loss "
+                "as a function of the last layer's output and the batch."
+            )
+        tokens, self._padding = self._count(batch)
+        if tokens == 0:
+            raise UserError(f"All labels of the batch of step {step + 1} are masked; check data.path.")
+        keys = sample_keys(self.settings.seed, step, batch.rows) if self._has_dropout else None
+        weights = (batch.labels != IGNORE_INDEX).double() * (scale / tokens) if self._adds_losses else None
+        of_tokens = self._local_batch(batch, keys, weights)
+        self._prepare(of_tokens)
+        return of_tokens, tokens, scale / tokens
+
+    def _prepare(self, local: StepSamples) -> None:
+        if not self.runner.knows(local.shapes):
+            with self.streams.preserved(), _torch_generators_preserved(self.mesh.device):
+                self.runner.prepare(local)
+
+    def _own_samples(
+        self, batch: Any, loss: LossFunction, rows: Tensor | None, step: int | None
+    ) -> tuple[OwnBatch, int, TermSums]:
+        """The same for a batch of the user's own model."""
+        if self.mesh.cp.size > 1 or self.settings.sequence_parallel:
+            setting = f"cp is {self.mesh.cp.size}" if self.mesh.cp.size > 1 else "sequence_parallel is true"
+            raise UserError(
+                f"{setting} but a loss function of the user's needs whole sequences; use "
+                f"{'cp 1' if self.mesh.cp.size > 1 else 'sequence_parallel false'}."
+            )
+        if isinstance(getattr(batch, "tokens", None), Tensor) and not isinstance(batch, tuple):
+            rows, batch = batch.rows, tokens_and_labels(batch)
+        size = batch_size(batch)
+        data = map_tensors(batch, lambda tensor: tensor.to(self.mesh.device))
+        mine = count_terms(loss, data, size)
+        unknown, sizes, counts = self._exchange_counts(not self.runner.knows(batch_shapes(data)), size, mine)
+        if not any(counts.values()):
+            raise UserError(
+                f"The loss counts nothing in the global batch ({', '.join(counts)}); give it other samples."
+            )
+        keys = None
+        if step is not None and self._has_dropout:
+            if rows is None:
+                rows = torch.arange(size) + sum(sizes[: self.mesh.dp.index])
+            keys = sample_keys(self.settings.seed, step, rows).to(self.mesh.device)
+        local = OwnBatch(data, TermSums(loss, counts), NOTHING if keys is None else SampleInfo(keys))
+        if unknown:
+            # On all replicas at once, as layers may communicate with those of other replicas.
+            with self.streams.preserved(), _torch_generators_preserved(self.mesh.device):
+                self.runner.prepare(local)
+        return local, sum(sizes), local.loss
+
+    def _exchange_counts(
+        self, unknown: bool, size: int, counts: Mapping[str, float]
+    ) -> tuple[bool, list[int], dict[str, float]]:
+        """Whether any replica has samples of unknown shapes, the samples of each, and counts over all of them."""
+        dp = self.mesh.dp
+        sizes = [size if index == dp.index else 0 for index in range(dp.size)]
+        summands = [float(unknown), *sizes, *counts.values()]
+        totals = dp.all_reduce_(torch.tensor(summands, dtype=torch.float64, device=self.mesh.device)).tolist()
+        summed = totals[1 + dp.size :]
+        return totals[0] > 0, [int(each) for each in totals[1 : 1 + dp.size]], dict(zip(counts, summed, strict=True))
+
+    def _summed(self, sums: TermSums, samples: int) -> LossSums:
+        """The terms over all ranks."""
+        return sums.over_all(self._sum_over_ranks(self._own_summands(sums.values(self.mesh.device))), samples)
+
+    def _own_summands(self, totals: Tensor) -> Tensor:
+        """Of what each rank that computes the loss has: this rank's summands, as one tensor rank counts it."""
+        return totals if self.runner.has_loss and self.mesh.tp.is_first else torch.zeros_like(totals)
+
+    def _sum_over_ranks(self, totals: Tensor) -> list[float]:
+        """Numbers, each summed over all ranks."""
+        summed: list[float] = self.mesh.world.all_reduce_(totals).tolist()
+        return summed
+
+    def _sum_over_tensor_ranks(self) -> None:
+        """Complete the gradients of weights that every tensor rank holds whole, but used on its own positions or heads
+        alone."""
+        if self.mesh.tp.size == 1:
+            return
+        partial = [
+            self.gradients[weight.leaf]
+            for weight in self.model.weights
+            if not is_split(weight.parameter)
+            and (self.parallelism.sequence_parallel or self.plan.has_partial_gradient(weight.name))
+        ]
+        if partial:
+            sum_over_shares_(partial, self.mesh.tp)
+
+    def _count(self, batch: TokenBatch) -> tuple[int, int]:
+        """Valid tokens of the global batch, and its padding, from this replica's rows."""
+        valid = (batch.labels != IGNORE_INDEX).sum()
+        counts = torch.stack([valid, torch.zeros_like(valid) if batch.padding is None else batch.padding.sum()])
+        valid, padding = self.mesh.dp.all_reduce_(counts).tolist()
+        return valid, padding
+
+    def _local_batch(self, batch: TokenBatch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:
+        """This rank's positions of every sequence, on its device."""
+        device = self.mesh.device
+        tokens, labels = batch.tokens.to(device), batch.labels.to(device)
+        cut = self.parallelism.context.cut.across_context
+        if cut.shares > 1:
+            held = cut.indices(tokens.shape[1] // cut.shares, device)
+            tokens, labels = tokens[:, held], labels[:, held]
+        facts = (
+            None if fact is None else fact.to(device) for fact in (keys, batch.documents, weights, batch.positions)
+        )
+        return LocalBatch(tokens, labels, SampleInfo(*facts))
+
+
+def _of_tokens(total: float, count: int, samples: int) -> LossSums:
+    return LossSums({LOSS: total}, {LOSS: total}, {LOSS: count}, samples)
+
+
+@contextmanager
+def _in_evaluation_mode(stages: Sequence[Stage]) -> Iterator[None]:
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.train()
+
+
+@contextmanager
+def _torch_generators_preserved(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield

@@ -1,0 +1,108 @@
+"""The samples of one step on a rank, and how a stage computes with a micro-batch of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.loss_terms import TermSums
+from threefold.models.own_batch import LayerInputs, batch_shapes, batch_size, split_batch
+from threefold.parallel.pipeline.stage import Stage
+
+
+class StepSamples(ABC):
+    """The samples of one step on a rank, or a micro-batch of them."""
+
+    @abstractmethod
+    def split(self, parts: int) -> "Sequence[StepSamples]":
+        """Micro-batches of equal size.
+
+        Raises:
+            ValueError, UserError: the samples do not divide by `parts`.
+        """
+
+    @abstractmethod
+    def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
+        """What a stage computes for a micro-batch: its activations, or the loss on the last one.
+
+        Args:
+            stage: the layers.
+            received: the activations of the stage before it; None on the first stage.
+        """
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Hashable:
+        """What decides the shapes of the activations."""
+
+
+@dataclass(frozen=True)
+class LocalBatch(StepSamples):
+    """Tokens and labels: those of a rank's replica, each sequence restricted to the rank's positions.
+
+    Attributes:
+        tokens, labels: int64 [B, S], this rank's positions of each sequence.
+        samples: dropout keys and documents.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    samples: SampleInfo = NOTHING
+
+    def split(self, parts: int) -> list["LocalBatch"]:
+        """The batch divided into micro-batches of equal size.
+
+        Raises:
+            ValueError: the samples do not divide by `parts`.
+        """
+        if len(self.tokens) % parts:
+            raise ValueError(f"{len(self.tokens)} samples do not divide into {parts} micro-batches")
+        facts = [[None] * parts if fact is None else fact.chunk(parts) for fact in self.samples]
+        samples = [SampleInfo(*each) for each in zip(*facts, strict=True)]
+        micro_batches = zip(self.tokens.chunk(parts), self.labels.chunk(parts), samples, strict=True)
+        return [LocalBatch(*each) for each in micro_batches]
+
+    def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
+        return stage(self.tokens if received is None else received[0], self.labels, self.samples)
+
+    @property
+    def shapes(self) -> Hashable:
+        return tuple(self.tokens.shape)
+
+
+@dataclass(frozen=True)
+class OwnBatch(StepSamples):
+    """A batch of a user's own model, whose loss is computed of what its last layer returns.
+
+    Attributes:
+        data: tensors in any nesting, on this rank's device.
+        loss: of the last layer's output, and sums of its terms.
+        samples: dropout keys.
+    """
+
+    data: Any
+    loss: TermSums
+    samples: SampleInfo = NOTHING
+
+    def split(self, parts: int) -> list["OwnBatch"]:
+        """The batch divided into micro-batches of equal size.
+
+        Raises:
+            UserError: the samples do not divide by `parts`.
+        """
+        data, keys = split_batch(self.data, parts), self.samples.keys
+        samples = [NOTHING] * parts if keys is None else [SampleInfo(each) for each in keys.chunk(parts)]
+        return [OwnBatch(part, self.loss, of_part) for part, of_part in zip(data, samples, strict=True)]
+
+    def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
+        first = stage.layer_signatures[stage.layer_names[0]]
+        inputs = first.inputs_of(self.data) if received is None else LayerInputs(received, {})
+        output = stage(inputs, None, self.samples)
+        return self.loss(output, self.data, batch_size(self.data)) if stage.gives_loss else output
+
+    @property
+    def shapes(self) -> Hashable:
+        return batch_shapes(self.data)
