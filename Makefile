@@ -23,10 +23,10 @@ demo: .venv/ready
 	@echo "  source .venv/bin/activate       # then \`threefold\` alone is enough"
 
 test: .venv/ready
-	$(BIN)/pytest -m "not slow and not sweep"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not sweep"
 
 test-slow: .venv/ready
-	$(BIN)/pytest -m "slow and not sweep"
+	$(BIN)/pytest -n 2 --dist loadfile -m "slow and not sweep"
 
 # What takes too long for CI: many kills, long fuzzing.
 test-sweep: .venv/ready

@@ -17,6 +17,7 @@ def run_to_its_end(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, text=True, capture_output=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_starts_continues_and_has_nothing_left_to_do(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = command(config_file, run, "--resume=auto")

@@ -34,6 +34,7 @@ def test_table_of_layouts_that_are_equal(config_file: Path) -> None:
     assert "the rows of " in ended.stdout
 
 
+@pytest.mark.slow
 def test_the_table_has_the_parameters_of_the_largest_rank(config_file: Path) -> None:
     """As counted from the shapes alone; a replica without ZeRO holds the whole model."""
     layouts = ("dp2", "tp2", "pp2", "dp2 zero3")

@@ -193,6 +193,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_family_of_another_package_trains(small_run: Run, tmp_path: Path, package: Path) -> None:
     """In dp 2 · tp 2 · pp 2 with the losses of one process."""
     config = write_config(tmp_path, small_run.but(steps=2, dropout=0.0))
@@ -213,6 +214,7 @@ def test_a_family_of_another_package_is_verified(small_run: Run, tmp_path: Path,
     assert "Toy" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_family_of_another_package_is_imported_and_exported(tmp_path: Path, package: Path) -> None:
     source = tmp_path / "hf"
     source.mkdir()

@@ -112,6 +112,7 @@ def spawned(_: RankInfo, run: Run, run_dir: Path) -> None:
     train(run.config, run_dir, False)
 
 
+@pytest.mark.slow
 def test_workers_started_from_python_have_the_same_losses(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     run = small_run.but(dp=2)
     pool.run(2, train_rank, run, tmp_path / "pool")

@@ -135,6 +135,7 @@ MIXTRAL = {
 }
 
 
+@pytest.mark.slow
 def test_experts_are_shared_in_every_way() -> None:
     base = shrink(prepare(config(model=MIXTRAL), "fp64", 50257), possible(8, experts=8))
     assert {spec.layout.ep for spec in every(base, 8).specs} == {1, 2, 4, 8}

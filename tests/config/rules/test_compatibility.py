@@ -40,12 +40,12 @@ def pair_of(first: Feature, second: Feature) -> Pair:
     return frozenset((first.name, second.name))
 
 
+TOGETHER = {pair_of(cell.first, cell.second) for cell in WORKING}
+
+
 def fits(features: Features) -> bool:
     """Whether all of them go together, on as many ranks as there are."""
-    if any(
-        pair_of(*pair) not in {pair_of(cell.first, cell.second) for cell in WORKING}
-        for pair in combinations(features, 2)
-    ):
+    if not pairs(features) <= TOGETHER:
         return False
     try:
         parallel = config_with(features).parallel

@@ -49,6 +49,7 @@ def package(tmp_path: Path) -> Path:
     return write_package(tmp_path / "site", "threefold.token_formats", {"toy": "toy_package:FORMAT"}, TOY)
 
 
+@pytest.mark.slow
 def test_a_format_of_another_package(package: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{package}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
 

@@ -85,6 +85,7 @@ def test_verify_finds_a_file_equal(pool, tmp_path: Path, schedule: tuple[str, in
     assert str(result.spec) == f"dp2·pp2 schedule={schedule[0]}"
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_and_resumes(pool, small_run: Run, tmp_path: Path) -> None:
     file = tmp_path / "own.csv"
     file.write_text(INTERLEAVED)

@@ -97,6 +97,7 @@ def told(path: Path) -> list[list[Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_callback_of_another_package_sees_the_run(small_run: Run, tmp_path: Path, package: Path) -> None:
     """Once for the run, or once per rank where `ranks` says so."""
     more: tuple[tuple[str, Any], ...] = (

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -70,6 +71,7 @@ def tensors(run: Path) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_optimizer_of_another_package(tmp_path: Path, tokens: Path) -> None:
     package = write_package(tmp_path / "site", "threefold.optimizers", {"toy": "toy_package:Toy"}, TOY)
     config = tmp_path / "toy.yaml"

@@ -39,7 +39,7 @@ def muon(**changes: Any) -> Case:
         {"cp": 2, "dp": 2, "sequence": 16, "settings": ZERO3},
         {"dp": 2, "tp": 2, "sequence": 12, "settings": (("parallel.sequence_parallel", True),)},
     ],
-    quick=(4, 5, 9),
+    quick=(4, 9),
     ids=str,
 )
 def test_muon(pool, expected, changes: dict[str, Any]) -> None:
@@ -77,9 +77,10 @@ def test_muon_in_single_precision(pool, expected) -> None:
         assert all(copy.equal(copies[0]) for copy in copies), "every rank has the same bits"
 
 
-@pytest.mark.parametrize(
+@sweep(
     "changes",
     [{"dp": 2, "tp": 2, "pp": 2}, {"dp": 3, "settings": ZERO1}, {"dp": 2, "tp": 2, "settings": ZERO3}],
+    quick=(2,),
     ids=str,
 )
 @sweep(

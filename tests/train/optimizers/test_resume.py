@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, same, train_rank
 from threefold.launch.worker_pool import WorkerPool
 
 HALF, WHOLE = 3, 6
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "settings"),
     [
         ("adam", {}),
@@ -20,6 +19,7 @@ HALF, WHOLE = 3, 6
         ("sgd", {"momentum": 0.9, "lr": 0.1}),
         ("sgd", {"momentum": 0.8, "nesterov": True, "lr": 0.1}),
     ],
+    quick=(2,),
     ids=str,
 )
 def test_resumes_in_another_layout(
