@@ -99,8 +99,12 @@ ADMITTED = {
         "pickle.loads(workers[rank].connection.recv_bytes())": "an answer of a process that this one forked",
         "pickle.loads(raw)": "a request of the process that forked this one",
         "pickle.loads(job.call)": "the same",
-        "pickle.loads(pickle.dumps(error))": "what this process has just pickled",
     },
+    "threefold/launch/failure.py": {
+        "pickle.loads(data)": "what this process has just pickled",
+        "pickle.loads(self.raised)": "an exception of a process that this one started",
+    },
+    "threefold/api/launch.py": {"pickle.loads(result)": "the result of a process that this one started"},
 }
 """The places where that is safe, by file: what the line has, and why."""
 

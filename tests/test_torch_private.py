@@ -152,6 +152,7 @@ def _meshes() -> list[str]:
         StridedPlacement,
         clear_dtensor_cache,
         concatenate_meshes,
+        default_store,
         flatten_mesh,
         process_group_timeout,
         unflatten_mesh,
@@ -174,6 +175,8 @@ def _meshes() -> list[str]:
         wrong.append("_StridedShard is no longer a placement of its own with the dim that it cuts")
     if process_group_timeout(mesh["tp"].get_group()) <= 0:
         wrong.append("ProcessGroup._get_backend(…).options._timeout is no longer how long collectives wait")
+    if default_store().compare_set("canary", "", "first").decode() != "first":
+        wrong.append("_get_default_store no longer returns the store of the default process group")
     clear_dtensor_cache()
     name = mesh["tp"].get_group().group_name
     total = FUNCTIONAL_COLLECTIVES.wait_tensor(FUNCTIONAL_COLLECTIVES.all_reduce(torch.ones(1), "sum", name))

@@ -9,19 +9,69 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from threefold.api.launch import notebook_launcher, run, spawn
+    from threefold.api.mesh import init_mesh
+    from threefold.comm.axis import Axis
+    from threefold.comm.layout import Layout
+    from threefold.comm.mesh import Mesh
     from threefold.config import load_config
+    from threefold.data.map_dataset import DataLoader, DistributedBatchSampler
     from threefold.errors import UserError
+    from threefold.launch.failure import RankFailed
+    from threefold.parallel.tensor.functional import Splitter, split
+    from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from threefold.parallel.tensor.loss import ParallelCrossEntropy
+    from threefold.random.dropout import Dropout, sample_keys
+    from threefold.random.rng import RandomStreams
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Axis",
+    "ColumnParallelLinear",
+    "DataLoader",
+    "DistributedBatchSampler",
+    "Dropout",
+    "Layout",
+    "Mesh",
+    "ParallelCrossEntropy",
+    "RandomStreams",
+    "RankFailed",
+    "RowParallelLinear",
+    "Splitter",
     "UserError",
+    "VocabParallelEmbedding",
+    "init_mesh",
     "load_config",
+    "notebook_launcher",
+    "run",
+    "sample_keys",
+    "spawn",
+    "split",
 ]
 
 _MODULES: Final = {
+    "Axis": "comm.axis",
+    "ColumnParallelLinear": "parallel.tensor.layers",
+    "DataLoader": "data.map_dataset",
+    "DistributedBatchSampler": "data.map_dataset",
+    "Dropout": "random.dropout",
+    "Layout": "comm.layout",
+    "Mesh": "comm.mesh",
+    "ParallelCrossEntropy": "parallel.tensor.loss",
+    "RandomStreams": "random.rng",
+    "RankFailed": "launch.failure",
+    "RowParallelLinear": "parallel.tensor.layers",
+    "Splitter": "parallel.tensor.functional",
     "UserError": "errors",
+    "VocabParallelEmbedding": "parallel.tensor.layers",
+    "init_mesh": "api.mesh",
     "load_config": "config",
+    "notebook_launcher": "api.launch",
+    "run": "api.launch",
+    "sample_keys": "random.dropout",
+    "spawn": "api.launch",
+    "split": "parallel.tensor.functional",
 }
 """The module of each public name."""
 

@@ -85,6 +85,26 @@ class Axis:
     def is_last(self) -> bool:
         return self.index == self.size - 1
 
+    @property
+    def first(self) -> int:
+        """Global rank of the first rank of the axis."""
+        return self.ranks[0]
+
+    @property
+    def last(self) -> int:
+        """Global rank of the last rank of the axis."""
+        return self.ranks[-1]
+
+    @property
+    def previous(self) -> int:
+        """Global rank of the rank before this one; of the first rank, that of the last (a ring)."""
+        return self.ranks[self.index - 1]
+
+    @property
+    def next(self) -> int:
+        """Global rank of the rank after this one; of the last rank, that of the first (a ring)."""
+        return self.ranks[(self.index + 1) % self.size]
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over the axis, the same bits on every rank; `tensor` is unchanged."""
         if self.shared is None or self.size == 1:
@@ -204,10 +224,9 @@ class Axis:
         self.recorder.add(self.name, "send", tensor)
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
-        after, before = self.ranks[(self.index + 1) % self.size], self.ranks[self.index - 1]
         operations = [
-            dist.P2POp(dist.isend, sent, after, self.group),
-            dist.P2POp(dist.irecv, received, before, self.group),
+            dist.P2POp(dist.isend, sent, self.next, self.group),
+            dist.P2POp(dist.irecv, received, self.previous, self.group),
         ]
         works = dist.batch_isend_irecv(operations)
 

@@ -110,6 +110,12 @@ class Layout:
         others = [name for name in AXES if name not in axes]
         return [[self.rank_of(**outer, **place) for place in self._places(inner)] for outer in self._places(others)]
 
+    def model_groups(self) -> list[list[int]]:
+        """The groups of ranks that together hold one copy of the model: `ep` neighbouring replicas, with all their pp,
+        cp and tp ranks."""
+        size = self.ep * self.pp * self.cp * self.tp
+        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+
     def shard_groups(self, shards: int) -> list[list[int]]:
         """The groups of ranks that share one copy of the weights when `shards` neighbouring dp replicas do."""
         size = shards * self.cp

@@ -1,6 +1,7 @@
 """The mesh: one object with every axis, group and coordinate of this rank. Nothing else computes ranks."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,32 @@ class Mesh:
     def is_alone(self) -> bool:
         """Whether it was made by `alone`, so that there is no process group."""
         return self.world.group is None
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank is the first of its pipeline."""
+        return self.pp.is_first
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is the last of its pipeline. (Some schedules give a rank several stages; with `zbv` and
+        `dualpipev` it is the first rank that has the model's last layers.)"""
+        return self.pp.is_last
+
+    @cached_property
+    def check_group(self) -> Axis:
+        """The ranks that together hold one copy of the model: what each finds in its shards, such as an overflow or a
+        term of a norm, has to be agreed among them.
+
+        They are those of this rank's pp, cp and tp groups, with ep above 1 of ep neighbouring replicas. Collective over
+        the world when it is first asked for; `threefold.init_mesh` has done that.
+        """
+        groups = self.layout.model_groups()
+        if len(groups) == 1:
+            return self.world
+        axis = self.new_axis("check", groups)
+        assert axis is not None  # each rank is in one of them
+        return axis
 
     def new_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis | None:
         """Make further groups of ranks; returns this rank's, or None if it is in none of them.

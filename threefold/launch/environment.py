@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 FIRST_SLURM_PORT = 20_000
 SLURM_PORTS = 10_000
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TIME_TO_SPEAK = 5.0
 """Seconds that the other ranks wait while rank 0 prints an error that all of them have."""
 
@@ -37,6 +38,14 @@ def find_launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedR
     return _torchrun(environment) or _slurm(environment)
 
 
+def missing_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The variables that torchrun sets and this process lacks, where it has some of them; empty where no launcher
+    started it, or only one rank."""
+    if not {"RANK", "WORLD_SIZE"} & environment.keys() or environment.get("WORLD_SIZE") == "1":
+        return []
+    return [name for name in _TORCHRUN if name not in environment]
+
+
 def leave_to_rank_zero() -> None:
     """On ranks other than 0 under a launcher, wait while rank 0 prints an error that all ranks have, then exit.
 
@@ -49,7 +58,7 @@ def leave_to_rank_zero() -> None:
 
 
 def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+    if not set(_TORCHRUN) <= environment.keys():
         return None
     world_size = int(environment["WORLD_SIZE"])
     return LaunchedRank(

@@ -1,5 +1,6 @@
 """Failures of ranks, and which of several was the first cause."""
 
+import pickle
 import signal
 import time
 import traceback
@@ -17,6 +18,17 @@ class RankFailed(RuntimeError):
     """A rank failed and the run was ended; the message names the rank, its first error and its log file."""
 
 
+class RemoteTraceback(Exception):
+    """The traceback of an exception in the process of a rank; the cause of the same exception in its caller."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
 @dataclass(frozen=True)
 class Failure:
     """How one rank failed.
@@ -26,6 +38,8 @@ class Failure:
         when: `time.monotonic` of the failure, comparable between processes of a host.
         silent: whether its process ended without reporting an exception, and not by SIGABRT.
         user_error: whether `error` is the message of a `UserError`.
+        raised: the exception, pickled; None where there is none that can be.
+        traceback: of the exception, as text.
     """
 
     rank: int
@@ -33,6 +47,8 @@ class Failure:
     when: float
     silent: bool = False
     user_error: bool = False
+    raised: bytes | None = None
+    traceback: str = ""
 
     def message(self, run_dir: Path | None) -> str:
         """One line: the rank, its error and its log; of a `UserError` only its message."""
@@ -45,16 +61,38 @@ class Failure:
         """The exception for the caller of the run."""
         return (UserError if self.user_error else RankFailed)(self.message(run_dir))
 
+    def original(self) -> Exception:
+        """The exception that the rank raised, with the rank as a note and its traceback as the cause; a `RankFailed`
+        where its process ended, or the exception is none that a caller handles (`SystemExit`)."""
+        error = pickle.loads(self.raised) if self.raised is not None else None
+        if not isinstance(error, Exception):
+            error = RankFailed(self.message(None))
+        error.add_note(f"Raised on rank {self.rank}." if self.traceback else f"Rank {self.rank} ended.")
+        if self.traceback:
+            error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
 
 def from_exception(rank: int, error: BaseException) -> Failure:
     """The failure of a rank that raised `error`."""
-    now = time.monotonic()
+    now, raised, text = time.monotonic(), pickled(error), "".join(traceback.format_exception(error))
     if isinstance(error, UserError):
-        return Failure(rank, str(error), now, user_error=True)
+        return Failure(rank, str(error), now, user_error=True, raised=raised, traceback=text)
     while error.__cause__ is not None:  # the first exception of the chain
         error = error.__cause__
     lines = traceback.format_exception_only(error)[-1].split("\n")
-    return Failure(rank, " ".join(line.strip() for line in lines if line.strip()), now)
+    message = " ".join(line.strip() for line in lines if line.strip())
+    return Failure(rank, message, now, raised=raised, traceback=text)
+
+
+def pickled(error: BaseException) -> bytes | None:
+    """An exception for another process; None where it would not arrive, as with a constructor of several arguments."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
 
 
 _HINTS: Final[dict[int, str]] = {

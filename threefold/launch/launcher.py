@@ -13,7 +13,7 @@ from threefold.launch.failure import Failure, RankFailed, from_exception
 from threefold.launch.local import StartMethod, run_local, write_traceback
 from threefold.launch.process import require_room
 from threefold.launch.signals import StopSignals
-from threefold.launch.worker import Device, Job, RankInfo, Worker, never, work
+from threefold.launch.worker import Device, Job, RankInfo, Worker, meet, never, work
 
 _OWNED = "owned"
 
@@ -108,7 +108,7 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
     )
     store = None
     try:
-        store = _meet(launched)
+        store = meet(launched)
         with ExitStack() as stack:
             refusal = _enter(stack, own, launched, store)
             if not refusal:
@@ -122,14 +122,6 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
             raise RankFailed(failure.message(job.run_dir)) from error
         sys.exit(1)
     raise UserError(refusal)
-
-
-def _meet(launched: LaunchedRank) -> Any:
-    """The rendezvous store of this attempt; a launcher may keep the same store when it restarts the ranks."""
-    import torch.distributed as dist
-
-    store, _, _ = next(iter(dist.rendezvous(launched.rendezvous)))
-    return dist.PrefixStore(f"threefold/{launched.attempt}", store)
 
 
 def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any) -> str:

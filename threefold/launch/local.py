@@ -61,6 +61,20 @@ def run_local(job: Job, world_size: int, start_method: StartMethod, signals: Sto
         RankFailed: a rank failed otherwise; all have been ended.
         StopRequested: a second signal came; all ranks have been killed.
     """
+    failures, results = collect_local(job, world_size, start_method, signals)
+    if failures:
+        raise cause(failures).exception(job.run_dir)
+    return results[0]
+
+
+def collect_local(
+    job: Job, world_size: int, start_method: StartMethod, signals: StopSignals | None = None
+) -> tuple[list[Failure], list[object]]:
+    """As `run_local`; returns the failures, and where there are none what the worker of each rank returned.
+
+    Raises:
+        StopRequested: a second signal came; all ranks have been killed.
+    """
     import torch.distributed as dist
 
     with socket.create_server((LOOPBACK, 0), backlog=1024) as listener, _ended() as ranks:
@@ -73,11 +87,9 @@ def run_local(job: Job, world_size: int, start_method: StartMethod, signals: Sto
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
         with signals.passed_to(partial(_ask, ranks)) if signals else nullcontext():
-            failures, result = _watch(ranks)
+            failures, results = _watch(ranks)
         del store  # it serves until the ranks are done
-    if failures:
-        raise cause(failures).exception(job.run_dir)
-    return result
+    return failures, [results.get(rank) for rank in range(world_size)]
 
 
 def _start(job: Job, info: RankInfo, port: int, start_method: StartMethod) -> _Rank:
@@ -113,8 +125,7 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int) 
             stay_on_loopback()
             store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
             result = work(job, replace(info, asked=asked), store)
-        if info.rank == 0:
-            report.send(result)
+        report.send(result)
     except BaseException as error:
         report.send(from_exception(info.rank, error))
         write_traceback(job, info.rank, error)
@@ -127,18 +138,19 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
     if isinstance(error, UserError):
         return
     if job.run_dir is None:
-        traceback.print_exception(error)
-        sys.stderr.flush()
+        if job.prints_traceback:
+            traceback.print_exception(error)
+            sys.stderr.flush()
         return
     with suppress(OSError), log_file(job.run_dir, rank).open("a", encoding="utf-8") as log:
         traceback.print_exception(error, file=log)
 
 
-def _watch(ranks: list[_Rank]) -> tuple[list[Failure], object]:
+def _watch(ranks: list[_Rank]) -> tuple[list[Failure], dict[int, object]]:
     """Wait until all ranks have ended, or `OTHER_FAILURES` seconds after the first failure.
 
     Returns:
-        the failures, and the result of rank 0.
+        the failures, and the results by rank.
     """
     results: dict[int, object] = {}
     failures: dict[int, Failure] = {}
@@ -162,7 +174,7 @@ def _watch(ranks: list[_Rank]) -> tuple[list[Failure], object]:
                     failures[number] = from_exit_code(number, code)
         if failures and deadline is None:
             deadline = time.monotonic() + OTHER_FAILURES
-    return list(failures.values()), results.get(0)
+    return list(failures.values()), results
 
 
 def _receive(rank: _Rank, number: int, results: dict[int, object], failures: dict[int, Failure]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from threefold.host import usable_cores
+from threefold.launch.environment import LaunchedRank
 from threefold.launch.output import log_file, logged, logged_and_shown
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Job:
 
     Attributes:
         stops: whether the worker stops when `RankInfo.asked` returns a signal; otherwise a signal ends its process.
+        prints_traceback: whether a rank without a log prints the traceback of its exception; not where its caller
+            raises that.
     """
 
     worker: Worker
@@ -60,6 +63,7 @@ class Job:
     run_dir: Path | None
     console_ranks: tuple[int, ...]
     stops: bool = False
+    prints_traceback: bool = True
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
         """Redirects the output of `rank` to its log; without a run folder, does nothing."""
@@ -76,19 +80,35 @@ def work(job: Job, info: RankInfo, store: "Store") -> object:
 
     Returns the worker's result.
     """
+    import torch.distributed as dist
+
+    join(info, store)
+    result = job.worker(info, *job.args)
+    if dist.is_initialized():  # a user's function may have left it
+        dist.destroy_process_group()
+    return result
+
+
+def join(info: RankInfo, store: "Store") -> None:
+    """Set up the device and the threads of a rank, and join the process group; returns when all ranks have."""
     import torch
     import torch.distributed as dist
 
-    if job.device == "cuda":
+    if info.device == "cuda":
         torch.cuda.set_device(info.local_rank)
     else:
         torch.set_num_threads(threads_per_rank(info.local_world_size))
-    backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if info.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
     wait_for_all()
-    result = job.worker(info, *job.args)
-    dist.destroy_process_group()
-    return result
+
+
+def meet(launched: LaunchedRank) -> "Store":
+    """The rendezvous store of this attempt; a launcher may keep the same store when it restarts the ranks."""
+    import torch.distributed as dist
+
+    store, _, _ = next(iter(dist.rendezvous(launched.rendezvous)))
+    return dist.PrefixStore(f"threefold/{launched.attempt}", store)
 
 
 def stay_on_loopback() -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.comm.tensor_pickle import dumps
+from threefold.launch.failure import pickled
 from threefold.launch.process import die_with_parent, signal_name
 from threefold.launch.worker import stay_on_loopback, wait_for_all
 
@@ -251,8 +252,4 @@ def _answer(raw: bytes) -> Any:
         return result
     except BaseException as error:
         text = traceback.format_exc()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            return _Failure(text, None)
-        return _Failure(text, error)
+        return _Failure(text, None if pickled(error) is None else error)

@@ -5,11 +5,13 @@ Threefold's own layers draw by key and position (`threefold.random`) and need no
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from difflib import get_close_matches
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from threefold.errors import UserError
 from threefold.random.keys import stream_key
 
 STREAMS = "random."
@@ -19,6 +21,13 @@ _AXES = ("dp", "pp", "cp", "tp")
 
 class RandomStreams:
     """Named torch generators for code that draws in sequence: `global` agrees inside a tp group, `local` differs.
+
+    `add` makes further ones, seeded as their user says, such as for dropout that ranks shall have in common:
+
+        streams = RandomStreams(seed, mesh.coordinates)
+        streams.add("stage", seed + mesh.pp.index)
+        with streams.use("stage"):
+            x = F.dropout(x, 0.1)
 
     A module of a model gets its run's by a method `use_streams` (`DrawsInSequence`). Their state is saved in
     checkpoints once they are used, evaluation leaves it as it was, and recomputed activations draw what they drew the
@@ -36,21 +45,58 @@ class RandomStreams:
     def __init__(self, seed: int, place: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.seed, self.place, self.device = seed, place, torch.device(device)
         self.used = False
+        self._added: dict[str, int] = {}
         self.reseed()
 
     def reseed(self, *parts: int | str) -> None:
-        """Reset to the state that follows from the seed and `parts` alone."""
+        """Reset to the state that follows from the seeds and `parts` alone."""
         dp, pp, cp, tp = self.place
         self._states = {
-            name: torch.Generator(self.device)
-            .manual_seed(stream_key("stream", name, self.seed, *at, *parts))
-            .get_state()
+            name: self._seeded(stream_key("stream", name, self.seed, *at, *parts))
             for name, at in (("global", (dp, pp, cp)), ("local", (dp, pp, cp, tp)))
         }
+        for name, seed in self._added.items():
+            self._states[name] = self._seeded(stream_key("stream", name, seed, *parts) if parts else seed)
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a stream that draws what torch draws after `torch.manual_seed(seed)`.
+
+        Ranks whose seeds are equal draw the same.
+
+        Raises:
+            UserError: there is a stream of that name, or one with that seed, which would draw the same; or the name has
+                a full stop, which separates the parts of a stored name.
+        """
+        if "." in name:
+            raise UserError(
+                f"A random stream is called {name!r} but its name has no full stop; use {name.replace('.', '_')!r}."
+            )
+        if name in self._states:
+            raise UserError(f"There is a random stream {name!r} already; give the new one another name.")
+        same = next((other for other, known in self._added.items() if known == seed), None)
+        if same is not None:
+            raise UserError(
+                f"The random stream {name!r} has the seed {seed} of {same!r}, so both would draw the same; give it "
+                f"another, such as {max(self._added.values()) + 1}."
+            )
+        self._added[name] = seed
+        self._states[name] = self._seeded(seed)
+
+    def use(self, name: str) -> AbstractContextManager[None]:
+        """Run a block with torch's default generator on the stream `name`, and put the generator back after it.
+
+        Raises:
+            UserError: there is no stream of that name.
+        """
+        if name not in self._states:
+            close = get_close_matches(name, self._states, n=1)
+            known = f"use {close[0]!r}" if close else f"there are {', '.join(map(repr, self._states))}"
+            raise UserError(f"There is no random stream {name!r}; {known}, or make it with `add` first.")
+        return self.fork(name)
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Run a block with torch's default generator on the stream `name`, and put the generator back after it.
+        """As `use`.
 
         Raises:
             KeyError: there is no stream of that name.
@@ -69,7 +115,7 @@ class RandomStreams:
         return dict(self._states)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._states = dict(state)
+        self._states = {**self._states, **state}
 
     @contextmanager
     def preserved(self, start: Mapping[str, Tensor] | None = None) -> Iterator[None]:
@@ -92,13 +138,19 @@ class RandomStreams:
             sizes: of the axes (dp, pp, cp, tp).
         """
         dp, pp, cp, tp = self.place
-        places = {"global": f"{dp}.{pp}.{cp}", "local": f"{dp}.{pp}.{cp}.{tp}"}
-        return {stored_as(sizes) + f"{name}.{places[name]}": state.clone() for name, state in self._states.items()}
+        mine = f"{dp}.{pp}.{cp}.{tp}"
+        places = {"global": f"{dp}.{pp}.{cp}"}
+        return {
+            stored_as(sizes) + f"{name}.{places.get(name, mine)}": state.clone() for name, state in self._states.items()
+        }
 
     def load_stored(self, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> None:
         """Continue from what `stored` gave, once it is filled."""
         self.load_state_dict({name.removeprefix(stored_as(sizes)).split(".")[0]: t for name, t in tensors.items()})
         self.used = True
+
+    def _seeded(self, seed: int) -> Tensor:
+        return torch.Generator(self.device).manual_seed(seed).get_state()
 
     def _default_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()

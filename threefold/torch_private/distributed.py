@@ -53,6 +53,15 @@ def process_group_timeout(group: dist.ProcessGroup) -> float:
     return seconds
 
 
+def default_store() -> dist.Store:
+    """The store over which the ranks of the default process group meet.
+
+    Why: what the first call of `init_mesh` was told is kept there, for the process group's ranks and as long as it
+    exists. A public accessor would replace it.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
 FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
 """Collectives as operators that name their process group. Why: a captured graph can hold these. The documented
 `torch.distributed.all_reduce` being traceable in place would replace it."""

@@ -1,15 +1,18 @@
 """Split operations in the form of PaddlePaddle's `paddle.distributed.split`, for users of Fleet."""
 
-from typing import NamedTuple
+from contextvars import ContextVar, Token
+from typing import Any, NamedTuple, Self
 
-import torch
 from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
-from threefold.parallel.parameter import local, offset
+from threefold.errors import UserError
+from threefold.parallel.tensor.initial_values import Initializer, keep_shard_
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 _OPERATIONS = ("linear", "embedding")
+_BLOCK: ContextVar["Splitter | None"] = ContextVar("threefold.split", default=None)
+"""Whose weights `split` uses: those of the innermost `with` block that runs."""
 
 
 class _Call(NamedTuple):
@@ -35,6 +38,8 @@ class Splitter(nn.Module):
         x = split(x, (512, 2048), operation="linear", axis=1, num_partitions=2, gather_out=False, name="up")
         x = split(x, (2048, 512), operation="linear", axis=0, num_partitions=2, name="down")
 
+    In a block `with splitter:` the function `split` of this module uses its weights, and calls need no name.
+
     Args:
         over: the mesh axis that weights are split over.
         seed: keys the initial weights, with each call's name.
@@ -45,6 +50,21 @@ class Splitter(nn.Module):
         self.over, self.seed = over, seed
         self.layers = nn.ModuleDict()
         self._calls: dict[str, _Call] = {}
+        self._blocks: list[Token[Splitter | None]] = []
+        self._unnamed = 0
+
+    def __enter__(self) -> Self:
+        self._blocks.append(_BLOCK.set(self))
+        self._unnamed = 0
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _BLOCK.reset(self._blocks.pop())
+
+    def next_name(self) -> str:
+        """The name of a call without one: by its place among those of the block, which a model repeats in each step."""
+        self._unnamed += 1
+        return f"split_{self._unnamed - 1}"
 
     def forward(
         self,
@@ -57,6 +77,9 @@ class Splitter(nn.Module):
         weight_attr: Tensor | None = None,
         bias_attr: bool | Tensor | None = None,
         name: str | None = None,
+        *,
+        weight_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
     ) -> Tensor:
         """One split operation. The result:
 
@@ -78,6 +101,8 @@ class Splitter(nn.Module):
             weight_attr: initial values of the whole weight, of shape `size`; otherwise N(0, 0.02²), keyed by the name.
             bias_attr: initial values [out] of a linear layer's bias; False for none; otherwise zero.
             name: of these weights, the same at each call that uses them.
+            weight_init, bias_init: draw the whole weight, [out, in] of a linear layer, and its bias, instead of
+                values; such as `nn.init.xavier_normal_`.
 
         Raises:
             ValueError: there is no such operation, or the name is missing or that of another operation.
@@ -90,7 +115,7 @@ class Splitter(nn.Module):
         call = _Call((size[0], size[1]), operation, axis, gather_out, bias, split_input)
         if name not in self.layers:
             with x.device:
-                layer = self._make(call, name)
+                layer = self._make(call, name, weight_init, bias_init)
             _fill_(layer, call, weight_attr, bias_attr)
             self.layers[name] = layer
             self._calls[name] = call
@@ -119,28 +144,71 @@ class Splitter(nn.Module):
         if not name:
             raise ValueError("name is missing, by which the weights are found again at the next call; give one")
 
-    def _make(self, call: _Call, name: str) -> nn.Module:
-        sizes, seed = call.size, self.seed
+    def _make(
+        self, call: _Call, name: str, weight_init: Initializer | None, bias_init: Initializer | None
+    ) -> nn.Module:
+        sizes, keyed = call.size, {"name": name, "seed": self.seed, "weight_init": weight_init}
         if call.operation == "embedding":
-            return VocabParallelEmbedding(*sizes, self.over, name=name, seed=seed)
-        bias, split_input, gather = call.has_bias, call.input_is_parallel, call.gather_out
+            return VocabParallelEmbedding(*sizes, self.over, **keyed)  # type: ignore[arg-type]
+        linear: dict[str, Any] = {**keyed, "bias_init": bias_init, "bias": call.has_bias}
         if call.axis == 0:
-            return RowParallelLinear(*sizes, self.over, name=name, seed=seed, bias=bias, input_is_parallel=split_input)
-        return ColumnParallelLinear(*sizes, self.over, name=name, seed=seed, bias=bias, gather_output=gather)
+            return RowParallelLinear(*sizes, self.over, **linear, input_is_parallel=call.input_is_parallel)
+        return ColumnParallelLinear(*sizes, self.over, **linear, gather_output=call.gather_out)
 
 
-@torch.no_grad()
+def split(
+    x: Tensor,
+    size: tuple[int, int],
+    operation: str,
+    axis: int = 0,
+    num_partitions: int = 1,
+    gather_out: bool = True,
+    weight_attr: Tensor | None = None,
+    bias_attr: bool | Tensor | None = None,
+    name: str | None = None,
+    *,
+    weight_init: Initializer | None = None,
+    bias_init: Initializer | None = None,
+) -> Tensor:
+    """One linear layer or embedding whose weight is split over ranks, as `paddle.distributed.split`.
+
+    The weights are those of the `Splitter` in whose `with` block the call is: a module, which a model keeps and an
+    optimizer gets the parameters of. They are made at the first call, and found again by the name of the call, or
+    without one by its place among the block's calls.
+
+    Args:
+        x, size, operation, axis, num_partitions, gather_out, weight_attr, bias_attr: as `Splitter.forward`.
+        name: of the weights; None for the place of the call.
+        weight_init, bias_init: as `Splitter.forward`.
+
+    Returns:
+        as the table of `Splitter.forward` says.
+
+    Raises:
+        UserError: there is no block.
+        ValueError: as `Splitter.forward`.
+
+    Example:
+        >>> weights = threefold.Splitter(mesh.tp)
+        >>> with weights:
+        ...     x = threefold.split(x, (512, 2048), "linear", axis=1, num_partitions=2, gather_out=False)
+        ...     y = threefold.split(x, (2048, 512), "linear", axis=0, num_partitions=2)
+    """
+    splitter = _BLOCK.get()
+    if splitter is None:
+        raise UserError(
+            "split is called outside of a block that has its weights; make `weights = threefold.Splitter(mesh.tp)` "
+            "once, and call it in `with weights:`."
+        )
+    called = splitter.next_name() if name is None else name
+    arguments = (x, size, operation, axis, num_partitions, gather_out, weight_attr, bias_attr, called)
+    out: Tensor = splitter(*arguments, weight_init=weight_init, bias_init=bias_init)
+    return out
+
+
 def _fill_(layer: nn.Module, call: _Call, weight: Tensor | None, bias: bool | Tensor | None) -> None:
     """Set this rank's part of the initial values that were given; `weight` in Paddle's order, [in, out]."""
     if weight is not None:
-        _set_(layer.get_parameter("weight"), weight if call.operation == "embedding" else weight.T)
+        keep_shard_(layer.get_parameter("weight"), weight if call.operation == "embedding" else weight.T)
     if isinstance(bias, Tensor) and call.has_bias:
-        _set_(layer.get_parameter("bias"), bias)
-
-
-def _set_(parameter: nn.Parameter, whole: Tensor) -> None:
-    held = local(parameter).detach()
-    start = offset(parameter)
-    for dim, (first, size) in enumerate(zip(start, held.shape, strict=True)):
-        whole = whole.narrow(dim, first, size)
-    held.copy_(whole)
+        keep_shard_(layer.get_parameter("bias"), bias)

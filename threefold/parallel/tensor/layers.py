@@ -29,6 +29,7 @@ from threefold.comm.mesh import Axis
 from threefold.models.sharding import Column, Row, Split, Vocab
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
+from threefold.parallel.tensor.initial_values import Initializer, fill_, linear_bias, linear_weight_, new_key
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
 from threefold.torch_private.tensors import assert_async
@@ -77,7 +78,10 @@ class VocabParallelEmbedding(_SplitLayer):
         num_embeddings: rows V of the whole table; need not be divisible by the axis.
         embedding_dim: columns H.
         axis: the mesh axis to split over.
-        name, seed: key the initial weights; give every layer of a model its own name.
+        name, seed: key the initial weights; give every layer of a model its own name. Without a name torch's default
+            generator, seeded alike on every rank, is the source, as for `nn.Embedding`.
+        weight_init: draws the whole table, the same values in every layout, such as `nn.init.xavier_normal_`; None
+            for N(0, 0.02²) with a name, N(0, 1) without.
         pad_to: rows are padded with zeros to a multiple of this before use; storage and results do not change.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
     """
@@ -90,8 +94,9 @@ class VocabParallelEmbedding(_SplitLayer):
         embedding_dim: int,
         axis: Axis,
         *,
-        name: str,
+        name: str | None = None,
         seed: int = 0,
+        weight_init: Initializer | None = None,
         pad_to: int = 1,
         sequence_dim: int | None = None,
     ) -> None:
@@ -100,7 +105,10 @@ class VocabParallelEmbedding(_SplitLayer):
         self.num_embeddings = num_embeddings
         self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
         self.weight = self._empty("weight", (num_embeddings, embedding_dim))
-        self.reset_parameters(name, seed)
+        if name is not None:
+            self.reset_parameters(name, seed)
+        if weight_init is not None or name is None:
+            fill_(self.weight, weight_init or nn.init.normal_, new_key(name, seed), "weight_init")
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None = None) -> Self:
@@ -140,6 +148,20 @@ class _SplitLinear(_SplitLayer):
 
     bias: nn.Parameter | None
 
+    def _initialise(
+        self, name: str | None, seed: int, weight_init: Initializer | None, bias_init: Initializer | None
+    ) -> None:
+        """Draw weight and bias, each by its initializer, else as the name says, else as `nn.Linear` does."""
+        if name is not None:
+            self.reset_parameters(name, seed)
+        key = new_key(name, seed) if name is None or weight_init or bias_init else 0
+        weight_init = weight_init or (linear_weight_ if name is None else None)
+        bias_init = bias_init or (linear_bias(self.weight.shape[1]) if name is None else None)
+        if weight_init is not None:
+            fill_(self.weight, weight_init, key, "weight_init")
+        if bias_init is not None and self.bias is not None:
+            fill_(self.bias, bias_init, key + 1, "bias_init")
+
     def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
         """Draw the weight as `_SplitLayer` does, and set the bias to zero."""
         super().reset_parameters(name, seed, std)
@@ -155,7 +177,10 @@ class ColumnParallelLinear(_SplitLinear):
         in_features: size of the input's last dim.
         out_features: whole size of the output's last dim; need not be divisible by the axis.
         axis: the mesh axis to split over.
-        name, seed: key the initial weights; give every layer of a model its own name.
+        name, seed: key the initial weights; give every layer of a model its own name. Without a name torch's default
+            generator, seeded alike on every rank, is the source, as for `nn.Linear`.
+        weight_init, bias_init: draw the whole weight [out, in] and bias [out], the same values in every layout, such as
+            `nn.init.xavier_normal_`; None for N(0, 0.02²) and zero with a name, as `nn.Linear` draws them without.
         bias: add a (split) bias.
         gather_output: return the whole output on every rank; otherwise this rank's part.
         pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
@@ -170,8 +195,10 @@ class ColumnParallelLinear(_SplitLinear):
         out_features: int,
         axis: Axis,
         *,
-        name: str,
+        name: str | None = None,
         seed: int = 0,
+        weight_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         bias: bool = True,
         gather_output: bool = True,
         pad_to: int = 1,
@@ -181,7 +208,7 @@ class ColumnParallelLinear(_SplitLinear):
         self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
         self.weight = self._empty("weight", (out_features, in_features))
         self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
-        self.reset_parameters(name, seed)
+        self._initialise(name, seed, weight_init, bias_init)
 
     @classmethod
     def from_linear(
@@ -232,7 +259,10 @@ class RowParallelLinear(_SplitLinear):
         in_features: whole size of the input's last dim; need not be divisible by the axis.
         out_features: size of the output's last dim.
         axis: the mesh axis to split over.
-        name, seed: key the initial weights; give every layer of a model its own name.
+        name, seed: key the initial weights; give every layer of a model its own name. Without a name torch's default
+            generator, seeded alike on every rank, is the source, as for `nn.Linear`.
+        weight_init, bias_init: draw the whole weight [out, in] and bias [out], the same values in every layout, such as
+            `nn.init.xavier_normal_`; None for N(0, 0.02²) and zero with a name, as `nn.Linear` draws them without.
         bias: add a bias, once, after the sum.
         input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it
             is whole on every rank, and this rank takes its part.
@@ -247,8 +277,10 @@ class RowParallelLinear(_SplitLinear):
         out_features: int,
         axis: Axis,
         *,
-        name: str,
+        name: str | None = None,
         seed: int = 0,
+        weight_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         bias: bool = True,
         input_is_parallel: bool = False,
         sequence_dim: int | None = None,
@@ -265,7 +297,7 @@ class RowParallelLinear(_SplitLinear):
         self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
         self.weight = self._empty("weight", (out_features, in_features))
         self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
-        self.reset_parameters(name, seed)
+        self._initialise(name, seed, weight_init, bias_init)
 
     @classmethod
     def from_linear(

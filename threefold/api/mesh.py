@@ -1,0 +1,151 @@
+"""`init_mesh`: the process group and the mesh of a script's own loop."""
+
+from typing import TYPE_CHECKING
+
+from threefold.api.arguments import naming_arguments
+from threefold.api.launch import DeviceSetting, device_of, join_launched
+from threefold.comm.layout import Layout
+from threefold.errors import UserError
+from threefold.launch.environment import LaunchedRank, find_launched_rank, missing_variables
+from threefold.launch.worker import Device, RankInfo, join, stay_on_loopback
+
+if TYPE_CHECKING:
+    from threefold.comm.mesh import Mesh
+
+_LAYOUT = "threefold/layout"
+"""Key under which the ranks keep the layout of the first call."""
+
+
+def init_mesh(
+    dp: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    *,
+    device: DeviceSetting = "auto",
+) -> "Mesh":
+    """Start `torch.distributed` where it is not started yet, and return the mesh of its ranks.
+
+    The ranks are those that `torchrun` or Slurm's `srun` started, those of `threefold.run`, or of a process group
+    that was initialised before; without any of them this process alone. The rank at (dp, pp, cp, tp) is
+    ((dp · PP + pp) · CP + cp) · TP + tp. Collective: every rank calls it, with the same arguments.
+
+    Args:
+        dp: data-parallel replicas; None for as many as fill the world.
+        tp: tensor-parallel shards of each weight.
+        pp: pipeline stages.
+        cp: context-parallel parts of each sequence.
+        ep: neighbouring replicas that share the experts of a layer; a divisor of dp, not a further factor.
+        device: where the ranks compute; `auto` takes CUDA when there is a GPU for each rank of the host. Of a process
+            group that was initialised before, its backend decides.
+
+    Returns:
+        the mesh. Its axes `dp`, `pp`, `cp`, `tp` and `ep` have this rank's `index`, the `size`, the global ranks
+        `first`, `last`, `previous` and `next`, and the collectives; `rank` is the global rank, and `check_group` the
+        ranks that hold one copy of the model.
+
+    Raises:
+        UserError: the sizes do not make up the world, an earlier call or another rank gave others, the launcher's
+            variables are incomplete, or there are fewer GPUs than ranks.
+
+    Example:
+        >>> mesh = threefold.init_mesh(dp=2, tp=2, pp=2)
+        >>> mesh.tp.index, mesh.tp.size, mesh.pp.next, mesh.is_last_stage
+    """
+    import torch
+    import torch.distributed as dist
+
+    from threefold.comm.mesh import Mesh
+
+    _check_sizes(dp, tp, pp, cp, ep)
+    joined = dist.is_initialized()
+    launched = None if joined else _launched()
+    with naming_arguments():
+        if joined:
+            layout = _layout(dp, tp, pp, cp, ep, dist.get_world_size())
+        else:
+            layout = _layout(dp, tp, pp, cp, ep, launched.world_size if launched else None)
+            _start(launched, device)
+    _agree(layout)
+    where = _device_of_group()
+    mesh = Mesh(layout, torch.device(where, torch.cuda.current_device()) if where == "cuda" else where)
+    _ = mesh.check_group  # made here, as all ranks are
+    return mesh
+
+
+def _check_sizes(dp: int | None, tp: int, pp: int, cp: int, ep: int) -> None:
+    for name, size in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)):
+        if not (isinstance(size, int) and not isinstance(size, bool)) and not (name == "dp" and size is None):
+            raise UserError(f"{name} is {size!r} but must be a whole number of ranks; use {name}=1.")
+
+
+def _layout(dp: int | None, tp: int, pp: int, cp: int, ep: int, world_size: int | None) -> Layout:
+    """The layout for a world of so many ranks; None for a process that no launcher started.
+
+    Raises:
+        UserError: there is none.
+    """
+    fixed = Layout(1, tp, pp, cp)
+    if dp is None:
+        dp = max(1, (world_size or 1) // fixed.world_size)
+    layout = Layout(dp, tp, pp, cp, ep)
+    if world_size is None and layout.world_size > 1:
+        ranks = layout.world_size
+        raise UserError(
+            f"The layout {layout} needs {ranks} ranks but this process is alone; start it with `torchrun "
+            f"--nproc-per-node {ranks} SCRIPT.py`, or call threefold.run(FUNCTION, ranks={ranks})."
+        )
+    layout.require_world(world_size or 1)
+    return layout
+
+
+def _launched() -> LaunchedRank | None:
+    launched = find_launched_rank()
+    if launched is None and (missing := missing_variables()):
+        raise UserError(
+            f"The environment has a rank of a launcher but no {' and no '.join(missing)}; start the ranks with "
+            "torchrun or srun, which set all of them, or unset RANK and WORLD_SIZE to run alone."
+        )
+    return launched
+
+
+def _start(launched: LaunchedRank | None, device: DeviceSetting) -> None:
+    """Initialise the process group.
+
+    Raises:
+        UserError: there are fewer GPUs than ranks.
+    """
+    import torch.distributed as dist
+
+    if launched is not None:
+        join_launched(launched, device)
+    else:
+        stay_on_loopback()
+        join(RankInfo(0, 1, 0, 1, device_of(device, 1)), dist.HashStore())
+
+
+def _agree(layout: Layout) -> None:
+    """Check that each rank and each earlier call has this layout.
+
+    Raises:
+        UserError: one has not.
+    """
+    import torch.distributed as dist
+
+    from threefold.torch_private.distributed import default_store
+
+    first = default_store().compare_set(_LAYOUT, "", str(layout)).decode()
+    if first != str(layout):
+        raise UserError(
+            f"init_mesh is called with {layout} on rank {dist.get_rank()} and was called with {first} before; the "
+            "ranks have one layout: give the same in every call and on every rank."
+        )
+
+
+def _device_of_group() -> Device:
+    """The device of the collectives that the process group has."""
+    import torch
+    import torch.distributed as dist
+
+    return "cuda" if "nccl" in dist.get_backend_config() and torch.cuda.is_available() else "cpu"

@@ -1,0 +1,256 @@
+"""Batches of any map-style `torch.utils.data.Dataset`, in an order that does not depend on the layout.
+
+The n-th global batch of an epoch is a function of (seed, epoch, n): a slice of the epoch's keyed permutation
+(`random/permutation.py`). A data-parallel replica takes a contiguous block of its rows, so replicas read disjoint
+samples, all make the same number of steps, and the ranks of a replica read the same.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Generator
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, Sampler
+
+from threefold.data.loader import Share
+from threefold.errors import UserError
+from threefold.random.permutation import KeyedPermutation
+
+if TYPE_CHECKING:
+    from threefold.comm.mesh import Mesh
+
+
+class DistributedBatchSampler(Sampler[list[int]]):
+    """The indices of this replica's samples in each global batch, for `torch.utils.data.DataLoader(batch_sampler=)`.
+
+    Iterating gives the batches that are left in the current epoch, from `start` samples on; `advance` says that a
+    global batch was used. A replica has `global_batch_size / dp` indices in each.
+
+    Args:
+        dataset: of map style: with `__len__` and `__getitem__`.
+        global_batch_size: samples of a step, over all replicas; a multiple of dp.
+        mesh: whose `dp` axis the samples are divided over; None for one replica.
+        seed: keys the order of each epoch.
+        shuffle: False for the order of the data set, as for an evaluation.
+        drop_last: leave out the samples at the end of an epoch that do not fill a global batch; otherwise the last
+            batch is filled with the first samples of the same epoch, so that each epoch has every sample.
+
+    Attributes:
+        epoch: of the next batch.
+        start: samples of the epoch that were used before the next batch.
+
+    Raises:
+        UserError: the data set is not of map style, or has too few samples, or the batch does not divide by dp.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch_size: int,
+        mesh: "Mesh | None" = None,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.samples = _size(dataset)
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        index, replicas = (0, 1) if mesh is None else (mesh.dp.index, mesh.dp.size)
+        _check_batch(global_batch_size, replicas)
+        self.share = Share(global_batch_size, index, replicas)
+        if drop_last and self.samples < global_batch_size:
+            raise UserError(
+                f"The data set has {self.samples} samples, fewer than global_batch_size {global_batch_size}, so with "
+                "drop_last an epoch has no batch; use drop_last=False, which fills it."
+            )
+        self.epoch = self.start = 0
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.share.global_batch_size
+
+    def __len__(self) -> int:
+        """Global batches of a whole epoch, the same on every rank."""
+        return self.batches_after(0)
+
+    def batches_after(self, start: int) -> int:
+        """Global batches of an epoch that come after `start` of its samples."""
+        left = max(0, self.samples - start)
+        return left // self.global_batch_size if self.drop_last else -(-left // self.global_batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, start = self.epoch, self.start
+        batches = self.batches_after(start)
+        return (self.indices(epoch, start + batch * self.global_batch_size) for batch in range(batches))
+
+    def indices(self, epoch: int, start: int) -> list[int]:
+        """The samples of this replica in the global batch that begins after `start` samples of an epoch."""
+        places = (start + self.share.rows) % self.samples
+        if self.shuffle:
+            places = KeyedPermutation(self.samples, self.seed, epoch)(places)
+        return [int(place) for place in np.asarray(places)]
+
+    def advance(self) -> None:
+        """Say that the next global batch was used."""
+        self.start += self.global_batch_size
+
+    def begin_next_epoch(self) -> bool:
+        """Go to the next epoch if no batch is left in this one; returns whether it did."""
+        if self.batches_after(self.start):
+            return False
+        self.epoch, self.start = self.epoch + 1, 0
+        return True
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is: the same on every rank, and for every dp and batch size."""
+        return {"epoch": self.epoch, "start": self.start, "seed": self.seed, "samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from where the sampler was whose state this is, which may have had another dp or batch size.
+
+        Raises:
+            UserError: it is not the state of a sampler, or its order was another.
+        """
+        missing = [name for name in ("epoch", "start", "seed", "samples") if name not in state]
+        if missing:
+            raise UserError(f"The state of a sampler lacks {missing[0]!r}; give what `state_dict` returned.")
+        if state["samples"] != self.samples:
+            raise UserError(
+                f"The state is of a data set of {state['samples']} samples but this one has {self.samples}; give the "
+                "data set it was saved with."
+            )
+        if state["seed"] != self.seed:
+            raise UserError(
+                f"The state is of seed {state['seed']} but the sampler has seed {self.seed}, so it would read samples "
+                f"twice; use seed={state['seed']}."
+            )
+        self.epoch, self.start = state["epoch"], state["start"]
+        self.begin_next_epoch()
+
+
+class DataLoader:
+    """The batches of this rank from any map-style data set, in an order that does not depend on the layout.
+
+    `for batch in loader` gives the batches that are left in the current epoch; the next loop has the next epoch. A loop
+    that is left early is continued by the next one. What the data set itself draws at random, such as an augmentation,
+    follows from torch's generators and the worker, not from `seed`.
+
+    Args:
+        dataset: with `__len__` and `__getitem__`.
+        global_batch_size: samples of a step, over all replicas; a multiple of dp.
+        mesh: whose `dp` axis the samples are divided over; None for one replica.
+        seed: keys the order of each epoch.
+        shuffle: False for the order of the data set.
+        drop_last: as of `DistributedBatchSampler`.
+        num_workers: processes that read ahead, as of `torch.utils.data.DataLoader`; 0 for none.
+        collate_fn: makes a batch of a list of samples; None for torch's.
+        options: further arguments of `torch.utils.data.DataLoader`, such as `pin_memory` or `persistent_workers`.
+
+    Raises:
+        UserError: as `DistributedBatchSampler`.
+
+    Example:
+        >>> loader = threefold.DataLoader(dataset, global_batch_size=64, mesh=mesh, seed=0)
+        >>> for epoch in range(loader.epoch, 3):
+        ...     for batch in loader:
+        ...         ...
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch_size: int,
+        mesh: "Mesh | None" = None,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        for name in ("batch_size", "sampler", "batch_sampler"):
+            if name in options:
+                raise UserError(f"{name} follows from global_batch_size, mesh and seed; leave it out.")
+        self.dataset = dataset
+        self.sampler = DistributedBatchSampler(
+            dataset, global_batch_size, mesh, seed=seed, shuffle=shuffle, drop_last=drop_last
+        )
+        self._loader: TorchDataLoader[Any] = TorchDataLoader(
+            dataset,
+            batch_sampler=self.sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            generator=Generator(),  # else each epoch draws a number from torch's default one
+            **options,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Of the last batch that was given, or of the next one before a loop."""
+        return self.sampler.epoch
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of all replicas that were given since the first epoch began."""
+        sampler = self.sampler
+        return sampler.epoch * len(sampler) * sampler.global_batch_size + sampler.start
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, the same on every rank."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.begin_next_epoch()
+        for batch in self._loader:
+            self.sampler.advance()  # before its use, so that a checkpoint after the step counts it
+            yield batch
+        self.sampler.begin_next_epoch()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin with the first batch of an epoch in the next loop."""
+        self.sampler.epoch, self.sampler.start = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is: after the last batch that was given, however many the workers have read ahead."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after the last batch that another loader gave, also of another dp.
+
+        Raises:
+            UserError: as `DistributedBatchSampler.load_state_dict`.
+        """
+        self.sampler.load_state_dict(state)
+
+
+def _size(dataset: Any) -> int:
+    """Number of samples.
+
+    Raises:
+        UserError: the data set is not of map style, or empty.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise UserError(
+            f"dataset is a {kind}, an IterableDataset, whose order cannot be keyed by a seed nor resumed; give a "
+            "map-style data set, with __len__ and __getitem__."
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(f"dataset is a {kind} but must be of map style; give one with __len__ and __getitem__.")
+    if not len(dataset):
+        raise UserError(f"dataset is a {kind} without a sample; give one with at least 1.")
+    return len(dataset)
+
+
+def _check_batch(size: Any, replicas: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(
+            f"global_batch_size is {size!r} but must be a whole number of samples; use global_batch_size={replicas}."
+        )
+    if size % replicas:
+        nearest = max(1, round(size / replicas)) * replicas
+        raise UserError(
+            f"global_batch_size is {size} but must be a multiple of dp {replicas}; use global_batch_size={nearest}."
+        )
