@@ -138,6 +138,17 @@ def test_every_promise_names_a_test_that_exists() -> None:
     assert lost == set()
 
 
+def test_every_capability_names_tests_that_exist() -> None:
+    """And the page that says so is current; `make docs` writes it."""
+    checked = subprocess.run(
+        [sys.executable, "docs/capabilities.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
+    rows = [line for line in (ROOT / "docs/capabilities.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) > 50
+    assert all("tests/" in row for row in rows if not row.startswith("| Capability"))
+
+
 def test_models_import_nothing_distributed() -> None:
     """Import-linter sees to `threefold.comm` and `threefold.parallel`; this to torch's own."""
     files = sorted((ROOT / "threefold/models").rglob("*.py"))

@@ -1,14 +1,20 @@
 """Half a run, a checkpoint, and the other half in any layout: the losses of the unbroken run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models
 
 from tests.support.sweep import sweep
-from tests.train.support import Run, losses_of, manifest, same, steps_of, train_rank
+from tests.train.support import Run, engine_of, losses_of, manifest, same, steps_of, train_rank, write_ids
+from threefold.checkpoint.folder import newest
+from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.state import Checkpoints
 
 HALF, WHOLE = 3, 6
 
@@ -121,6 +127,66 @@ def test_epochs_go_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     assert same(losses, losses_of(tmp_path / "unbroken"), "fp32")
     log = (tmp_path / "broken" / "train.log").read_text()
     assert "global step 4, epoch: 1" in log
+
+
+@pytest.fixture(scope="module")
+def three_steps_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files of exactly 24 samples of 16 tokens, and the label of the last."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(50)}, unk_token="w1"))
+    documents = torch.randint(1, 50, (5, 76), generator=torch.Generator().manual_seed(0)).tolist()
+    return write_ids(tmp_path_factory.mktemp("epoch") / "tokens", documents, tokenizer, eod=0)
+
+
+@sweep(("before", "after"), [({"dp": 2}, {"dp": 4}), ({}, {}), ({"pp": 2}, {"dp": 2, "tp": 2})], ids=str, quick=(0,))
+def test_a_run_goes_on_at_the_very_end_of_an_epoch(
+    pool: WorkerPool, three_steps_of_eight: Path, tmp_path: Path, before: dict[str, int], after: dict[str, int]
+) -> None:
+    run = Run(three_steps_of_eight, dtype="fp64", steps=WHOLE, set=(("data.split", "1"), ("log.every", 1)))
+    assert len(open_dataset(run.config).samples("train")) == HALF * run.config.train.global_batch_size
+    pool.run(1, train_rank, run, tmp_path / "unbroken")
+    losses = broken_run(pool, run.but(**before), run.but(**after), tmp_path / "broken")
+    assert same(losses, losses_of(tmp_path / "unbroken"), "fp64")
+    log = (tmp_path / "broken" / "train.log").read_text()
+    places = re.findall(r"global step \d+, epoch: (\d+), batch: (\d+)", log)
+    assert places == [("0", "0"), ("0", "1"), ("0", "2"), ("1", "0"), ("1", "1"), ("1", "2")]
+
+
+def tied_copy_after_loading(run: Run, folder: Path, warm: bool) -> dict[str, bytes]:
+    """The bits of the tied weight as this rank computes with it and updates it, and of its moments, straight after a
+    checkpoint was loaded; empty on a rank that has no copy."""
+    engine = engine_of(run.config)
+    checkpoints = Checkpoints(folder, engine, run.config, open_dataset(run.config))
+    newest_one = newest(folder)
+    assert newest_one is not None
+    checkpoints.start_from(newest_one) if warm else checkpoints.restore(newest_one)
+    found = {}
+    for entry in engine.optimizer.entries:
+        if entry.name == "embed.tokens.weight":
+            found |= {"leaf": entry.leaf, "master": entry.master, **engine.optimizer.rule.state(entry)}
+    return {name: tensor.detach().contiguous().numpy().tobytes() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("warm", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["resumed", "warm-start"])
+@sweep(
+    ("before", "after", "copies"),
+    [({}, {"dp": 2, "pp": 3}, 4), ({"pp": 2}, {"pp": 4}, 2), ({"tp": 2, "pp": 2}, {"dp": 3, "pp": 2}, 6)],
+    ids=str,
+    quick=(0,),
+)
+def test_tied_weights_are_equal_after_loading(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict, after: dict, copies: int, warm: bool
+) -> None:
+    """The first and the last stage get the same bits, those of the checkpoint, with the moments of both uses."""
+    run = small_run.but(set=(("model.num_layers", 4), ("train.global_batch_size", 12)))
+    saved = run.but(**before)
+    pool.run(saved.world_size, train_rank, saved.but(steps=HALF), tmp_path)
+    (stored,) = pool.run(1, tied_copy_after_loading, run, tmp_path, warm)
+    split = run.but(**after)
+    found = pool.run(split.world_size, tied_copy_after_loading, split, tmp_path, warm)
+    held = [copy for copy in found if copy]
+    assert len(held) == copies
+    assert all(copy == stored for copy in held)
+    assert len(set(stored["master"])) > 100  # neither zeros nor a constant
 
 
 def test_the_metrics_file_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

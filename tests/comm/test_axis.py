@@ -1,5 +1,6 @@
 """What the ranks of an axis do together, over shared memory and over sockets."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,60 @@ def gather_and_scatter(transport: str) -> None:
             assert events == [Event("tp", "reduce_scatter", axis.size * 30 * dtype.itemsize)]
 
 
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.transpose(0, 2),
+    lambda x: x[:, ::2],
+    lambda x: x[1:3, :, 1],
+    lambda x: x.flatten()[3::4],
+]
+"""Non-contiguous views, some of which leave elements of the tensor out."""
+
+
+def sum_views(transport: str) -> None:
+    """Sums and maxima of views in place: torch's collectives may work on a copy of such a tensor and drop it."""
+    axis = axis_over(transport)
+    for dtype in DTYPES:
+        for view in VIEWS:
+            parts = [part_of(index, dtype, (4, 3, 5)) for index in range(axis.size)]
+            total, largest = view(sum(parts)), view(torch.stack(parts).amax(0))
+            outside = torch.ones(4, 3, 5, dtype=torch.bool)
+            view(outside).fill_(False)
+            for sums, expected in ((True, total), (False, largest)):
+                whole = parts[axis.index].clone()
+                seen = view(whole)
+                assert not seen.is_contiguous()
+                assert (axis.all_reduce_ if sums else axis.all_reduce_max_)(seen) is seen
+                assert seen.equal(expected)
+                assert whole[outside].equal(parts[axis.index][outside])
+            whole, more = parts[axis.index].clone(), torch.ones(4, 3, 5, dtype=dtype)
+            axis.all_reduce_together_([view(whole), view(more)])
+            assert view(whole).equal(total)
+            assert view(more).eq(axis.size).all()
+            assert more[outside].eq(1).all()
+            assert axis.all_reduce(view(parts[axis.index])).equal(total)
+            assert parts[axis.index].equal(part_of(axis.index, dtype, (4, 3, 5)))
+
+
+def pass_on(transport: str) -> None:
+    """All-to-all, shift, broadcast and sends, of views where they may be."""
+    axis = axis_over(transport)
+    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    rows = [part_of(index, torch.float32, (6, 2 * axis.size)).T for index in range(axis.size)]  # two for each rank
+    arrived = axis.all_to_all(rows[axis.index], [2] * axis.size, [2] * axis.size)
+    assert arrived.equal(torch.cat([each[2 * axis.index : 2 * axis.index + 2] for each in rows]))
+    assert axis.start_shift(rows[axis.index])().equal(rows[before])
+    sent = rows[1].contiguous() if axis.index == 1 else torch.zeros_like(rows[1]).contiguous()
+    assert axis.broadcast_(sent, 1).equal(rows[1])
+    received = torch.empty_like(rows[before], memory_format=torch.contiguous_format)
+    if axis.index:
+        axis.receive_(received, before)
+        axis.send(rows[axis.index], after)
+    else:
+        axis.send(rows[axis.index], after)
+        axis.receive_(received, before)
+    assert received.equal(rows[before])
+
+
 def scatter_unevenly() -> None:
     axis_over("memory").reduce_scatter(torch.zeros(2, 3), dim=1)
 
@@ -60,6 +115,12 @@ def gather_unevenly() -> int:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gather_and_scatter(pool, ranks: int, transport: str) -> None:
     pool.run(ranks, gather_and_scatter, transport)
+
+
+@pytest.mark.parametrize("transport", ["memory", "sockets"])
+@pytest.mark.parametrize("work", [sum_views, pass_on])
+def test_views(pool, work: Callable[[str], None], transport: str) -> None:
+    pool.run(3, work, transport)
 
 
 def test_only_equal_parts_can_be_scattered(pool) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ def test_chosen_ranks_on_the_console(tmp_path: Path) -> None:
 )
 def test_one_message_names_the_rank_that_failed(tmp_path: Path, rank: int, how: str, error: str) -> None:
     code, output, message = spawned(tmp_path, "fail", f"(folder, {rank}, {how!r})", 4)
+    assert time.monotonic() - float((tmp_path / "failed_at").read_text()) <= 10
     log = log_file(tmp_path / "run", rank)
     assert message == f"RankFailed: rank {rank} failed: {error} (log: {log})\n"
     assert code == 1

@@ -4,6 +4,7 @@ import ipaddress
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,12 +24,13 @@ def report_sum(info: RankInfo, folder: Path) -> None:
     os.write(2, f"native words of {info.rank}\n".encode())
 
 
-def fail(info: RankInfo, folder: Path, rank: int, how: str) -> None:
-    """One rank fails in some way while the others wait for it in a collective."""
+def fail(info: RankInfo, folder: Path, rank: int, how: str, others: str = "in a collective") -> None:
+    """One rank fails in some way, and writes when, while the others wait for it in a collective or for nothing."""
     (folder / f"pid_{info.rank}").write_text(str(os.getpid()))
     dist.barrier()
     if info.rank == rank:
         print(f"last words of {rank}")
+        (folder / "failed_at").write_text(repr(time.monotonic()))
         match how:
             case "raise":
                 raise ValueError("the cat sat on the keyboard")
@@ -40,7 +42,7 @@ def fail(info: RankInfo, folder: Path, rank: int, how: str) -> None:
                 sys.stdout.flush()
                 os._exit(7)
     while True:
-        dist.barrier()
+        dist.barrier() if others == "in a collective" else signal.pause()
 
 
 def user_error_everywhere(info: RankInfo) -> None:

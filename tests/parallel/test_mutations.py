@@ -15,6 +15,8 @@ from tests.support.mistakes import (
     last_micro_batch_dropped,
     layer_dropped,
     logged_loss_of_one_replica,
+    logged_loss_of_the_first_stage,
+    logged_loss_of_the_last_micro_batch,
     loss_summed_over_gathered_logits_twice,
     mean_of_means,
     norm_of_one_rank,
@@ -27,7 +29,9 @@ from tests.support.mistakes import (
     shards_seeded_alike,
     tied_gradient_of_one_use_lost,
     tied_weight_counted_twice_in_the_norm,
+    tied_weight_decayed_at_each_use,
     tied_weight_untied_by_splitting,
+    weights_decayed_twice,
     weights_seeded_by_rank,
     with_mistake,
 )
@@ -60,6 +64,12 @@ MISTAKES = [
     (different_masks_in_the_replicated_region, TP, "grad"),
     (loss_summed_over_gathered_logits_twice, TP, "loss"),
     (biases_decayed, (1, 1, 1), "final"),
+    (weights_decayed_twice, (1, 1, 1), "final"),
+    (tied_weight_decayed_at_each_use, (1, 1, 1), "final embed.tokens.weight"),
+    (tied_weight_decayed_at_each_use, PP, "final embed.tokens.weight"),
+    (logged_loss_of_the_last_micro_batch, (1, 1, 1), "loss"),
+    (logged_loss_of_the_last_micro_batch, PP, "loss"),
+    (logged_loss_of_the_first_stage, PP, "loss"),
 ]
 
 

@@ -35,7 +35,7 @@ LAYOUTS = [
     (1, 4, 2),
     (1, 2, 4),
 ]
-EIGHT = [(dp, tp, 8 // dp // tp) for dp in (1, 2, 4, 8) for tp in (1, 2, 4) if dp * tp <= 8]
+EIGHT = [(dp, tp, 8 // dp // tp) for dp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if dp * tp <= 8]
 
 
 def name(layout: tuple[int, int, int]) -> str:
@@ -82,10 +82,11 @@ def test_schedule(pool, expected, schedule: str, micro_batches: int, pp: int) ->
     check(pool, expected, case.with_layout(1, 1, pp))
 
 
-@sweep("layout", EIGHT, ids=name, quick=(4,))
+@sweep("layout", EIGHT, ids=name, quick=(5,))
 def test_every_product_of_eight_ranks_for_ten_steps(pool, expected, layout: tuple[int, int, int]) -> None:
-    layers = 8 if layout[2] == 8 else 4
-    check(pool, expected, Case(dtype="fp64", layers=layers, steps=10, accumulation=3, dropout=0.1).with_layout(*layout))
+    _, tp, pp = layout
+    sizes = {"layers": 8 if pp == 8 else 4, "heads": 24 if tp == 8 else 12}
+    check(pool, expected, Case(dtype="fp64", steps=10, accumulation=3, dropout=0.1, **sizes).with_layout(*layout))
 
 
 @sweep("tp", [1, 2, 3, 4], quick=(2,))  # fp32 in every other layout is for the slow run

@@ -20,7 +20,7 @@ from threefold.parallel.data import grad_buckets as data
 from threefold.parallel.pipeline import runner, stage, tied
 from threefold.parallel.tensor import layers as tensor
 from threefold.parallel.tensor import loss
-from threefold.train import engine, gradient_norm
+from threefold.train import engine, gradient_norm, optimizer
 from threefold.train.optimizers import base
 
 Patch = tuple[Any, str, Any]
@@ -142,6 +142,42 @@ def logged_loss_of_one_replica() -> list[Patch]:
     return [replace(engine.Engine, "_loss_and_norm", local)]
 
 
+def logged_loss_of_the_last_micro_batch() -> list[Patch]:
+    def looped(self: runner.LoopRunner, batch: runner.LocalBatch, scale: float) -> Tensor:
+        for micro in batch.split(self.micro_batches):
+            last = self.stage(micro.tokens, micro.labels, micro.samples) * scale
+            last.backward()
+        return last.detach() * self.micro_batches
+
+    def piped(self: runner.PipelineRunner, run: Any, batch: runner.LocalBatch, scale: float) -> Tensor:
+        def keep_last(*args: Any, losses: list[Tensor], **options: Any) -> None:
+            run(*args, losses=losses, **options)
+            losses[:] = losses[-1:] * len(losses)
+
+        return loss_of(self, keep_last, batch, scale)
+
+    loss_of = runner.PipelineRunner._loss
+    return [replace(runner.LoopRunner, "forward_backward", looped), replace(runner.PipelineRunner, "_loss", piped)]
+
+
+def _logged_loss_of(has_loss: Callable[[Axis], bool]) -> list[Patch]:
+    both = engine.Engine._loss_and_norm
+
+    def of_one_stage(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
+        return both(self, local_loss if has_loss(self.mesh.pp) else torch.zeros_like(local_loss))
+
+    return [replace(engine.Engine, "_loss_and_norm", of_one_stage)]
+
+
+def logged_loss_of_the_first_stage() -> list[Patch]:
+    return _logged_loss_of(lambda pp: pp.is_first)
+
+
+def logged_loss_of_the_last_rank() -> list[Patch]:
+    """Which has the last stage, but where the stages lie in a V."""
+    return _logged_loss_of(lambda pp: pp.is_last)
+
+
 def dropout_keyed_by_the_rows_of_a_replica() -> list[Patch]:
     keys = gradient_step.sample_keys
     return [replace(gradient_step, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
@@ -175,6 +211,30 @@ def loss_summed_over_gathered_logits_twice() -> list[Patch]:
 
 def biases_decayed() -> list[Patch]:
     return [replace(base.Entry, "decays", True)]
+
+
+def weights_decayed_twice() -> list[Patch]:
+    """By the optimizer of torch and once more before it."""
+    step = optimizer.Optimizer.step
+
+    def decayed(self: optimizer.Optimizer, lr: float) -> None:
+        for entry in self.entries:
+            entry.master.detach().mul_(1 - lr * self.rule.weight_decay(entry))
+        step(self, lr)
+
+    return [replace(optimizer.Optimizer, "step", decayed)]
+
+
+def tied_weight_decayed_at_each_use() -> list[Patch]:
+    step = optimizer.Optimizer.step
+
+    def decayed(self: optimizer.Optimizer, lr: float) -> None:
+        for entry in self.entries:
+            if entry.name == "embed.tokens.weight":
+                entry.master.detach().mul_(1 - lr * self.rule.weight_decay(entry))
+        step(self, lr)
+
+    return [replace(optimizer.Optimizer, "step", decayed)]
 
 
 def with_patches(patches: list[Patch], call: Callable[..., Any], *args: Any) -> Any:

@@ -62,6 +62,7 @@ class Case:
     steps: int = 3
     clip: float = 0.5
     compile: bool = False
+    shared_memory: bool = True
     settings: tuple[tuple[str, Any], ...] = ()  # further ones, ("section.key", value), that change no result
 
     def with_layout(self, dp: int, tp: int, pp: int, **changes: Any) -> "Case":
@@ -70,7 +71,8 @@ class Case:
     @property
     def unsplit(self) -> "Case":
         """What one process has to compute for it: the same for every layout, schedule and accumulation."""
-        return replace(self, dp=1, tp=1, pp=1, cp=1, schedule="1f1b", accumulation=1, compile=False, settings=())
+        alone = replace(self, dp=1, tp=1, pp=1, cp=1, schedule="1f1b", accumulation=1, settings=())
+        return replace(alone, compile=False, shared_memory=True)
 
     @property
     def world_size(self) -> int:
@@ -188,7 +190,7 @@ def one_process(case: Case) -> Trace:
 
 def make_engine(case: Case) -> Engine:
     config = case.config
-    mesh = Mesh(Layout.of(config.parallel))
+    mesh = Mesh(Layout.of(config.parallel), shared_memory=case.shared_memory)
     return Engine(partial(make_model, config.model), model_plan(config.model, case.sequence), mesh, config)
 
 

@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.train.support import Run
+from tests.train.support import Run, losses_of, train_rank, write_tokens
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
+from threefold.train import entry_point
 from threefold.train.data_check import DataCheck, agree_on_micro_batch, disagreement
 
 
@@ -79,6 +81,51 @@ def test_later_steps_are_compared_too(pool: WorkerPool) -> None:
 
 
 def test_one_process_compares_nothing(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
-    from tests.train.support import train_rank
-
     assert "global step 4" in pool.run(1, train_rank, small_run, tmp_path)[0]
+
+
+def trained_on(run: Run, others: dict[int, Path], run_dir: Path) -> str:
+    """Train on the run's data, some ranks on others, and return the error that ended the run; empty for none."""
+    try:
+        train_rank(run.but(data=others.get(dist.get_rank(), run.data)), run_dir)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def rotated(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same documents three times, each time beginning with another one: nothing but the order differs."""
+    documents = [f"Document {n} says that {n * n} is the square of {n}." for n in range(60)]
+    folder = tmp_path_factory.mktemp("rotated")
+    return [write_tokens(folder / str(n), documents[n:] + documents[:n]) for n in range(3)]
+
+
+def test_a_run_whose_ranks_read_other_files_ends_at_its_first_step(
+    pool: WorkerPool, rotated: list[Path], tmp_path: Path
+) -> None:
+    run = Run(rotated[0], dp=1, tp=2, pp=2)
+    found = pool.run(4, trained_on, run, {2: rotated[1]}, tmp_path / "run")
+    where = "At step 1 rank 2 (dp 0, pp 1, tp 0) read other samples than the others of its replica"
+    assert found == [f"{where}; give every host the same files at data.path."] * 4
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert pool.run(4, trained_on, run, {}, tmp_path / "same") == [""] * 4
+    assert len(losses_of(tmp_path / "same")) == run.steps
+
+
+def trained_on_the_first_share(run: Run, run_dir: Path) -> str:
+    """Every replica takes the rows of the first."""
+
+    def first(config: Config, dataset: object, replicas: object) -> object:
+        return opened(config, dataset, replace(replicas, index=0))  # type: ignore[type-var]
+
+    opened = entry_point.open_loader
+    with patch.object(entry_point, "open_loader", first):
+        return trained_on(run, {}, run_dir)
+
+
+def test_a_run_whose_replicas_read_the_same_samples_ends_at_its_first_step(
+    pool: WorkerPool, rotated: list[Path], tmp_path: Path
+) -> None:
+    found = pool.run(2, trained_on_the_first_share, Run(rotated[0], dp=2), tmp_path / "run")
+    assert found == ["At step 1 the replicas dp 0 and dp 1 read the same samples; each must have its own."] * 2

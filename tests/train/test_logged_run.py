@@ -1,16 +1,21 @@
 """The logged run of PaddleFleetX's GPT example, with its exact sizes: the same learning rates and range of losses."""
 
+import contextlib
+import io
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from tests.train.support import write_ids
+from tests.train.support import losses_of, write_ids
 from threefold.config import Config, resolve
 from threefold.launch import RankInfo, spawn
+from threefold.launch.worker_pool import WorkerPool
 from threefold.train.entry_point import train
 
 VOCAB, SEQUENCE, STEPS = 51200, 1024, 10
@@ -27,38 +32,57 @@ PRINTED_RATES = [
 ]
 
 
-def random_tokens(folder: Path) -> Path:
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "bf16": {"model": {}, "train": {}, "precision": {"dtype": "bf16"}},
+    "original": {
+        "model": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+        "train": {"recompute": "full"},
+        "precision": {"dtype": "fp16", "loss_scale": 32768.0},
+    },
+}
+"""How the run is computed: as the original was, or in bf16 without dropout."""
+SMALL = {"hidden_size": 64, "vocab_size": 509}
+"""A sixteenth of the width."""
+
+
+def random_tokens(folder: Path, vocab: int = VOCAB, sequence: int = SEQUENCE) -> Path:
     """As many random tokens as the run reads, in documents of a few samples each."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w1"))
-    documents = np.random.default_rng(0).integers(1, VOCAB, (30, 4 * SEQUENCE))
+    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab)}, unk_token="w1"))
+    documents = np.random.default_rng(0).integers(1, vocab, (30, 4 * sequence))
     return write_ids(folder, documents.tolist(), tokenizer, eod=0)
 
 
-def config_of_the_original(data: Path) -> Config:
-    given = {
+def config_of_the_original(
+    data: Path, recipe: dict[str, dict[str, Any]], sequence: int = SEQUENCE, ways: int = 2, **model: int
+) -> Config:
+    """With `ways` ranks along each of the three axes."""
+    given: dict[str, dict[str, Any]] = {
         "model": {
             "num_layers": 4,
             "hidden_size": 1024,
             "num_attention_heads": 2,
-            "max_position_embeddings": 1024,
+            "max_position_embeddings": sequence,
             "initializer_range": 0.02,
             "tie_embeddings": True,
+            **recipe["model"],
+            **model,
         },
-        "data": {"path": str(data), "sequence_length": SEQUENCE, "split": "1"},
-        "parallel": {"dp": 2, "tp": 2, "pp": 2},
+        "data": {"path": str(data), "sequence_length": sequence, "split": "1"},
+        "parallel": {"dp": ways, "tp": ways, "pp": ways},
         "train": {
             "max_steps": STEPS,
             "global_batch_size": 8,
             "micro_batch_size": 1,
             "eval_every": 0,
             "device": "cpu",
+            **recipe["train"],
         },
-        "precision": {"dtype": "bf16"},
+        "precision": recipe["precision"],
         "optimizer": {"lr": 1e-5, "warmup_steps": 3600, "decay_steps": 360_000},
         "checkpoint": {"every": 0},
         "log": {"every": 1},
     }
-    return resolve(Config.model_validate(given), VOCAB)
+    return resolve(Config.model_validate(given), given["model"].get("vocab_size", VOCAB))
 
 
 def rank_main(_: RankInfo, config: Config, run_dir: Path) -> None:
@@ -66,14 +90,39 @@ def rank_main(_: RankInfo, config: Config, run_dir: Path) -> None:
     train(config, run_dir, False)
 
 
-@pytest.mark.slow
-def test_the_logged_run(tmp_path: Path) -> None:
-    config = config_of_the_original(random_tokens(tmp_path / "tokens"))
-    spawn(rank_main, (config, tmp_path / "run"), 8, run_dir=tmp_path / "run", start_method="spawn")
-    log = (tmp_path / "run" / "train.log").read_text()
+def quietly(config: Config, run_dir: Path) -> None:
+    """As a rank of the pool."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(config, run_dir, False)
+
+
+def check_log(run_dir: Path, theory: float, tolerance: float) -> None:
+    """The rates that the original printed, and losses about that of a model which knows nothing."""
+    log = (run_dir / "train.log").read_text()
     rates = re.findall(r"learning rate: (\S+)", log)
     losses = [float(loss) for loss in re.findall(r" loss: (\S+),", log)]
     # The original printed the rate that its next step would use.
     assert rates[1:] == PRINTED_RATES
     assert len(losses) == STEPS
-    assert all(abs(loss - 11.05) <= 0.08 for loss in losses), losses
+    assert all(abs(loss - theory) <= tolerance for loss in losses), losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_logged_run(tmp_path: Path, recipe: str) -> None:
+    config = config_of_the_original(random_tokens(tmp_path / "tokens"), RECIPES[recipe])
+    spawn(rank_main, (config, tmp_path / "run"), 8, run_dir=tmp_path / "run", start_method="spawn")
+    check_log(tmp_path / "run", theory=11.05, tolerance=0.08)
+
+
+def test_the_recipe_of_the_logged_run_on_a_small_model(pool: WorkerPool, tmp_path: Path) -> None:
+    """fp16 with a loss scale, full recompute and dropout of 0.1, on all three axes: the losses of one process in fp32,
+    which has the same dropout masks."""
+    data = random_tokens(tmp_path / "tokens", SMALL["vocab_size"], 32)
+    config = config_of_the_original(data, RECIPES["original"], 32, **SMALL)
+    pool.run(8, quietly, config, tmp_path / "run")
+    theory = math.log(SMALL["vocab_size"]) + SMALL["hidden_size"] * 0.02**2 / 2
+    check_log(tmp_path / "run", theory, tolerance=0.08)
+    wide = RECIPES["original"] | {"train": {}, "precision": {"dtype": "fp32"}}
+    pool.run(1, quietly, config_of_the_original(data, wide, 32, 1, **SMALL), tmp_path / "alone")
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "alone"), rel=1e-3)

@@ -25,6 +25,8 @@ class Mesh:
     Args:
         layout: ranks along each axis.
         device: of this rank.
+        shared_memory: whether collectives of CPU tensors between ranks of one host go through memory that they share;
+            False for those of the process group alone.
 
     Attributes:
         dp, pp, cp, tp: the axes.
@@ -37,10 +39,11 @@ class Mesh:
         UserError: the world's size is not the layout's.
     """
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu", *, shared_memory: bool = True) -> None:
         layout.require_world(dist.get_world_size())
         self.layout = layout
         self.device = torch.device(device)
+        self._shares_memory = shared_memory and self.device.type == "cpu"
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = layout.coordinates(self.rank)
         self.recorder = Recorder()
@@ -166,7 +169,7 @@ class Mesh:
         self, name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None = None
     ) -> Axis:
         shared = None
-        if self.device.type == "cpu" and len(ranks) > 1 and group is not None:
+        if self._shares_memory and len(ranks) > 1 and group is not None:
             # Collectives of gloo cost latency and system time; those in shared memory have little of either.
             shared = SharedMemoryGroup.try_create(group, _SHARED_SLOT_BYTES)
         return Axis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh, shared)

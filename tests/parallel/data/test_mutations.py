@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tests.support.mistakes import Patch, replace, with_mistake
@@ -44,6 +45,19 @@ def last_micro_batch_not_reduced() -> list[Patch]:
 def weights_gathered_before_the_update() -> list[Patch]:
     """Without letting go of them, the next step computes with the weights of the one before."""
     return [replace(FSDPParamGroup, "reshard", lambda self: None)]
+
+
+def weights_used_before_their_gather_ends() -> list[Patch]:
+    """A gather fills its buffer, which is empty until then, only when the next one starts."""
+    gather, under_way = zero._AllGather.__call__, []
+
+    def late(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        while under_way:
+            under_way.pop()()
+        output_tensor.zero_()
+        under_way.append(partial(gather, self, output_tensor, input_tensor.clone(), group))
+
+    return [replace(zero._AllGather, "__call__", late)]
 
 
 def shards_counted_once_a_copy_in_the_norm() -> list[Patch]:
@@ -93,6 +107,9 @@ MISTAKES = [
     (last_micro_batch_not_reduced, 3, {"pp": 2}, "grad"),
     (weights_gathered_before_the_update, 1, {}, "step 1 grad"),
     (weights_gathered_before_the_update, 3, {}, "step 1 grad"),
+    (weights_used_before_their_gather_ends, 1, {}, "loss"),
+    (weights_used_before_their_gather_ends, 3, {}, "step 0 loss"),
+    (weights_used_before_their_gather_ends, 3, {"pp": 2}, "step 0 grad"),
     (shards_counted_once_a_copy_in_the_norm, 2, {"dp": 4, "shards": 2}, "norm"),
     (shards_of_one_rank_counted_in_the_norm, 1, {}, "norm"),
     (copies_not_summed, 2, {"dp": 4, "shards": 2}, "grad"),

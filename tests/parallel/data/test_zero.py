@@ -1,5 +1,6 @@
 """Sharded data parallelism: what the replicas share changes no number, and frees the memory that it says."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.parity import Case, departures, in_layout, make_engine, shard_of, whole_tensors
+from tests.support.parity import Case, Trace, departures, in_layout, make_engine, shard_of, whole_tensors
 from tests.support.sweep import sweep
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
+from threefold.parallel.data.zero import _OverAxis
 from threefold.parallel.parameter import whole
 
 
@@ -50,6 +52,24 @@ def test_variant(pool, expected, stage: int, layout: tuple[int, int, int], chang
 def test_some_ranks_have_nothing(pool, expected) -> None:
     """The table of 13 positions has no row left for the last of eight replicas."""
     check(pool, expected, zero(3, accumulation=1).with_layout(8, 1, 1))
+
+
+def in_layout_with_dirty_buffers(case: Case) -> Trace:
+    """The case where every buffer that shards are gathered into or summed in begins as NaN."""
+
+    def dirty(self: _OverAxis, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(tuple(size), torch.nan, dtype=dtype, device=device)
+
+    with patch.object(_OverAxis, "allocate", dirty):
+        return in_layout(case)
+
+
+@sweep(("stage", "layout"), [(1, (3, 2, 1)), (2, (3, 1, 2)), (3, (3, 2, 1)), (3, (5, 1, 1))], ids=str, quick=(2,))
+def test_what_pads_a_shard_reaches_no_number(pool, expected, stage: int, layout: tuple[int, int, int]) -> None:
+    case = zero(stage, batch=30).with_layout(*layout)
+    assert any(weight.shape[0] % case.dp for weight in expected(case).initial.values())  # so shards are padded
+    found = departures(expected(case), pool.run(case.world_size, in_layout_with_dirty_buffers, case), case)
+    assert not found, "\n".join(found[:10])
 
 
 @sweep(("stage", "layout"), [(1, (4, 1, 1)), (2, (4, 1, 2)), (3, (4, 2, 1))], ids=str, quick=(2,))

@@ -77,6 +77,22 @@ def auxiliary_losses_once_a_tensor_rank() -> list[Patch]:
     return [replace(experts, "copy_to", late)]
 
 
+def auxiliary_losses_whole_in_each_micro_batch() -> list[Patch]:
+    """Two micro-batches, each of which adds the loss of a whole batch."""
+    losses = routing.Routing._losses
+    return [replace(routing.Routing, "_losses", lambda self, *args: losses(self, *args) * 2)]
+
+
+def auxiliary_losses_averaged_by_micro_batch() -> list[Patch]:
+    """The mean of two micro-batches' means, whatever number of tokens counts in each."""
+    losses = routing.Routing._losses
+
+    def averaged(self: routing.Routing, logits: Tensor, chances: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return losses(self, logits, chances, chosen, weights / weights.sum() / 2)
+
+    return [replace(routing.Routing, "_losses", averaged)]
+
+
 def router_gets_a_part_of_its_gradient() -> list[Patch]:
     copy_to = experts.copy_to
     return [replace(experts, "copy_to", lambda x, axis: x if x.shape[-1] == 2 else copy_to(x, axis))]
@@ -95,6 +111,9 @@ MISTAKES = [
     (capacity_of_a_ranks_own_positions, over(1, 2, 1, *SHARED, cp=2), "loss"),
     (balance_of_a_ranks_own_positions, over(1, 1, 1, cp=2), "grad"),
     (auxiliary_losses_once_a_tensor_rank, over(1, 2, 1), "grad"),
+    (auxiliary_losses_whole_in_each_micro_batch, over(1, 1, 1), "grad"),
+    (auxiliary_losses_averaged_by_micro_batch, over(1, 1, 1), "grad"),
+    (auxiliary_losses_averaged_by_micro_batch, over(1, 1, 2), "grad"),
     (router_gets_a_part_of_its_gradient, over(1, 2, 1), "grad blocks.1.mlp.router"),
     (head_norms_not_summed, LLAMA.with_layout(1, 2, 1), "norm.weight"),
 ]

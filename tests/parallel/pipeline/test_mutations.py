@@ -8,7 +8,14 @@ import pytest
 from torch import Tensor
 
 from tests.support import tied_model
-from tests.support.mistakes import Patch, patched, replace
+from tests.support.mistakes import (
+    Patch,
+    logged_loss_of_the_first_stage,
+    logged_loss_of_the_last_micro_batch,
+    logged_loss_of_the_last_rank,
+    patched,
+    replace,
+)
 from tests.support.parity import Case, Trace, departures, in_layout
 from threefold.config.schedules import TorchSchedule
 from threefold.launch.worker_pool import WorkerError
@@ -141,6 +148,10 @@ MISTAKES = [
     (replicas_summed_at_the_first_use_of_a_tied_weight, V | {"dp": 2}, "grad"),
     (tied_weight_of_a_rank_in_two_copies, V | {"tp": 2}, "embed.tokens.weight"),
     (micro_batches_of_the_labels_reversed, LOOPED, "loss"),
+    (logged_loss_of_the_last_rank, V, "loss"),
+    (logged_loss_of_the_first_stage, LOOPED, "loss"),
+    (logged_loss_of_the_last_micro_batch, ZERO_BUBBLE, "loss"),
+    (logged_loss_of_the_last_micro_batch, V, "loss"),
 ]
 
 

@@ -1,7 +1,7 @@
 """Every schedule with several stages a rank computes what one process computes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +148,65 @@ def most_alive(order: list[Action]) -> int:
     """Micro-batches whose activations a rank holds at once, over its stages."""
     alive = [{"F": 1, "B": -1, "I": -1, "W": 0}[action.kind] for action in order]
     return max(sum(alive[: end + 1]) for end in range(len(alive)))
+
+
+def most_alive_with_deferred(order: list[Action]) -> int:
+    """The same, counted until their weight gradients are computed, which need what a forward pass kept as well."""
+    alive = [{"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] for action in order]
+    return max(sum(alive[: end + 1]) for end in range(len(alive)))
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if ROWS[name].defers_weight_gradients])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_deferred_gradients_keep_a_bounded_number_of_micro_batches(schedule: str, pp: int) -> None:
+    """However many there are: at most two more passes on each stage than without deferred gradients."""
+    for chunks in (2,) if ROWS[schedule].shape == "v" else (1, 2, 3):
+        few, many = (
+            [most_alive_with_deferred(actions(alone(schedule, pp, chunks, rank, count))) for rank in range(pp)]
+            for count in (4 * pp, 32 * pp)
+        )
+        assert few == many
+        assert max(many) <= 2 * pp * chunks + 1
+
+
+def alive_in_a_step(case: Case) -> tuple[int, int]:
+    """The most forward passes whose activations this rank had in memory at once, waiting for their backward pass or
+    for their weight gradients: what was there, and what is planned."""
+    engine = make_engine(case)
+    deferred = engine.parallelism.deferred
+    assert isinstance(engine.runner, PipelineRunner)
+    assert deferred is not None
+    stages, seen = engine.runner.scheduled_stages, [0]
+
+    def counted(call: Any) -> Any:
+        def counting(self: ScheduledStage, *args: Any, **options: Any) -> Any:
+            result = call(self, *args, **options)
+            seen.append(sum(len(stage.fwd_cache) for stage in stages) + deferred._outstanding)
+            return result
+
+        return counting
+
+    passes = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    with ExitStack() as patches:
+        for name in passes:
+            patches.enter_context(patch.object(ScheduledStage, name, counted(getattr(ScheduledStage, name))))
+        engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
+    assert seen[-1] == 0
+    return max(seen), most_alive_with_deferred(engine.runner.actions())
+
+
+@sweep(
+    ("schedule", "chunks", "pp"),
+    [("zero-bubble", 1, 2), ("zero-bubble", 1, 4), ("zero-bubble", 2, 2), ("zbv", 2, 2), ("dualpipev", 2, 2)],
+    quick=(0,),
+)
+def test_live_activations_do_not_grow_with_the_micro_batches(pool, schedule: str, chunks: int, pp: int) -> None:
+    few, many = (
+        pool.run(pp, alive_in_a_step, chunked(schedule, chunks, pp=pp, batch=32, sequence=3, accumulation=count))
+        for count in (8, 32)
+    )
+    assert few == many
+    assert all(there == planned for there, planned in many)
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])

@@ -202,6 +202,40 @@ def test_parallel_cross_entropy_of_narrow_logits_is_wide(pool) -> None:
         assert found["grad"][0].dtype == torch.bfloat16
 
 
+def padded_chain(vocab: int, pad_to: int) -> int:
+    """Embedding, head and loss, each with its padding, in a row. All logits are far below zero, which those of padded
+    rows would be. Returns by how many rows the head of this rank is padded."""
+    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
+    table, linear = nn.Embedding(vocab, 6, dtype=torch.float64), reference_linear(6, vocab, bias=False)
+    with torch.no_grad():
+        table.weight.copy_(seeded(vocab, 6).abs() + 1)
+        linear.weight.copy_(-seeded(vocab, 6, seed=2).abs() - 1)
+    embedding = VocabParallelEmbedding.from_embedding(table, axis)
+    head = ColumnParallelLinear.from_linear(linear, axis, gather_output=False)
+    embedding.pad_to = head.pad_to = pad_to
+    ids = torch.randint(0, vocab, (3, 8), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(1, 1)
+    labels[0, 2:5] = IGNORE_INDEX
+    logits = linear(table(ids))
+    assert logits.max() < -6
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    got = ParallelCrossEntropy(vocab, axis)(head(embedding(ids)), labels).sum()
+    expected.backward()
+    got.backward()
+    assert_equal(got, expected)
+    assert table.weight.grad is not None
+    assert linear.weight.grad is not None
+    assert_equal(gradient_of(embedding.weight), table.weight.grad)
+    assert_equal(gradient_of(head.weight), linear.weight.grad)
+    return -local(head.weight).shape[0] % pad_to
+
+
+@sweep("size", (2, 3, 4), quick=(1,))
+@pytest.mark.parametrize(("vocab", "pad_to"), [(10, 8), (5, 4)])
+def test_padded_rows_never_enter_the_loss(pool, size: int, vocab: int, pad_to: int) -> None:
+    assert sum(pool.run(size, padded_chain, vocab, pad_to)) > 0
+
+
 def unknown_values(what: str) -> str:
     mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
     try:

@@ -1,0 +1,101 @@
+"""All ranks have ended ten seconds after the first failure, whoever started them; by the clock of real processes."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.sweep import sweep
+
+HERE = Path(__file__).parent
+LIMIT = 10.0
+"""Seconds from the failure of a rank until the last process of the run has ended."""
+RANKS = 3
+RUN = """
+import sys
+from pathlib import Path
+import workers
+from threefold.launch import RankFailed, run
+if __name__ == "__main__":
+    folder = Path({folder!r})
+    try:
+        run(workers.fail, (folder, {rank}, {how!r}, {others!r}), {ranks}, run_dir=folder / "run")
+    except RankFailed as error:
+        sys.exit(f"RankFailed: {{error}}")
+"""
+
+
+def started(launcher: str, script: Path) -> list[subprocess.Popen[str]]:
+    """The processes that a user of the launcher starts: one, or under Slurm, which starts them itself, each rank."""
+    command = [sys.executable, str(script)]
+    if launcher == "torchrun":
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command = [sys.executable, *torchrun, str(script)]
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": str(RANKS),
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    ranks = [{**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(RANKS)]
+    return [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **variables, "PYTHONPATH": str(HERE)},
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for variables in (ranks if launcher == "slurm" else [{}])
+    ]
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+COLLECTIVE, NOTHING = "in a collective", "for nothing"
+
+
+@sweep(
+    ("launcher", "how", "rank", "others"),
+    [
+        ("local", "kill", 1, NOTHING),
+        ("local", "kill", 0, COLLECTIVE),
+        ("local", "raise", 1, COLLECTIVE),
+        ("torchrun", "kill", 1, COLLECTIVE),
+        ("torchrun", "kill", 0, COLLECTIVE),
+        ("torchrun", "kill", 1, NOTHING),
+        ("torchrun", "raise", 1, COLLECTIVE),
+        ("torchrun", "raise", 0, NOTHING),
+        ("slurm", "kill", 1, COLLECTIVE),
+        ("slurm", "kill", 0, COLLECTIVE),
+        ("slurm", "raise", 1, COLLECTIVE),
+    ],
+    quick=(0,),
+)
+def test_all_ranks_end(tmp_path: Path, launcher: str, how: str, rank: int, others: str) -> None:
+    script = tmp_path / "running.py"
+    script.write_text(RUN.format(folder=str(tmp_path), rank=rank, how=how, others=others, ranks=RANKS))
+    processes = started(launcher, script)
+    errors = [process.communicate(timeout=100)[1] for process in processes]
+    ended = time.monotonic()
+    assert ended - float((tmp_path / "failed_at").read_text()) <= LIMIT
+    pids = [int(file.read_text()) for file in tmp_path.glob("pid_*")]
+    assert len(pids) == RANKS
+    assert not any(runs(pid) for pid in pids)
+    assert all(process.returncode for process in processes)
+    told = [line for error in errors for line in error.splitlines() if line.startswith("RankFailed: ")]
+    assert len(told) <= 1
+    if how == "raise":
+        assert told[0].startswith(f"RankFailed: rank {rank} failed: ValueError: the cat sat on the keyboard (log: ")
+    elif launcher == "local":
+        assert told[0].startswith(f"RankFailed: rank {rank} failed: its process was killed by SIGKILL")
+    elif launcher == "torchrun":
+        assert f"(local_rank: {rank})" in errors[0]
+        assert "Signal 9 (SIGKILL)" in errors[0]
