@@ -88,7 +88,10 @@ def found_on_a_rank(layout: Layout) -> dict[str, tuple[tuple[int, ...], int, boo
     if layout.ep > 1:
         assert mesh.ep.device_mesh is not None
         assert mesh.ep.device_mesh.mesh_dim_names == ("ep", "tp")
-        assert mesh.ep.device_mesh.get_coordinate() == [mesh.coordinates.dp % layout.ep, mesh.coordinates.tp]
+        assert tuple(mesh.ep.device_mesh.get_coordinate() or ()) == (
+            mesh.coordinates.dp % layout.ep,
+            mesh.coordinates.tp,
+        )
     return found
 
 

@@ -99,7 +99,7 @@ def quietly(config: Config, run_dir: Path) -> None:
 def check_log(run_dir: Path, theory: float, tolerance: float) -> None:
     """The rates that the original printed, and losses about that of a model which knows nothing."""
     log = (run_dir / "train.log").read_text()
-    rates = re.findall(r"learning rate: (\S+)", log)
+    rates = re.findall(r"learning rate: ([\d.e+-]+)", log)
     losses = [float(loss) for loss in re.findall(r" loss: (\S+),", log)]
     # The original printed the rate that its next step would use.
     assert rates[1:] == PRINTED_RATES
