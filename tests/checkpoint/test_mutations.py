@@ -12,6 +12,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, same, train_rank
 from threefold.data.loader import Loader
 from threefold.launch.worker_pool import WorkerPool
+from threefold.parallel import gradient_step
 from threefold.train import engine
 from threefold.train.state import Checkpoints
 
@@ -85,8 +86,8 @@ def warm_up_and_decay_start_anew() -> list[Patch]:
 
 
 def dropout_masks_start_anew() -> list[Patch]:
-    keys = engine.sample_keys
-    return [replace(engine, "sample_keys", lambda seed, step, rows: keys(seed, step - HALF, rows))]
+    keys = gradient_step.sample_keys
+    return [replace(gradient_step, "sample_keys", lambda seed, step, rows: keys(seed, step - HALF, rows))]
 
 
 def masters_from_the_narrow_weights() -> list[Patch]:
