@@ -4,7 +4,9 @@ A batch is a tensor, or a tuple, list, mapping or `NamedTuple` of batches. The m
 
 * a batch that is one tensor,
 * of a tuple or list all elements but the last, in order; the last is the target, which only the loss needs,
-* of a mapping or `NamedTuple` the entries that the parameters of its `forward` name.
+* of a mapping or `NamedTuple` the entries that the parameters of its `forward` name,
+
+with floats in the dtype that the model computes in. The loss takes the batch as it is.
 """
 
 import inspect
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from threefold.errors import UserError
@@ -65,12 +68,21 @@ class LayerSignature:
         """Whether there is one parameter alone, so that nothing else can be passed."""
         return len(self.names) == 1 and not self.takes_samples
 
-    def inputs_of(self, batch: Any) -> LayerInputs:
+    def inputs_of(self, batch: Any, dtype: torch.dtype) -> LayerInputs:
         """What the model's first layer takes of a batch.
+
+        Args:
+            batch: of samples.
+            dtype: that the model computes in.
 
         Raises:
             UserError: the batch has not what its parameters name.
         """
+        args, kwargs = self._chosen(batch)
+        args = tuple(_map(each, partial(_floats_as, dtype=dtype), "batch") for each in args)
+        return LayerInputs(args, _map(kwargs, partial(_floats_as, dtype=dtype), "batch"))
+
+    def _chosen(self, batch: Any) -> LayerInputs:
         if isinstance(batch, Tensor):
             return LayerInputs((batch,), {})
         fields = _fields(batch)
@@ -85,7 +97,7 @@ class LayerSignature:
         inputs = tuple(batch[:-1]) or tuple(batch)
         if len(inputs) == 1 and not isinstance(inputs[0], Tensor):
             nested = inputs[0]
-            return self.inputs_of(nested) if _fields(nested) is not None else LayerInputs(tuple(nested), {})
+            return self._chosen(nested) if _fields(nested) is not None else LayerInputs(tuple(nested), {})
         return LayerInputs(inputs, {})
 
 
@@ -170,6 +182,10 @@ def batch_shapes(batch: Any) -> tuple[Any, ...]:
 
 def _part(tensor: Tensor, size: int, number: int) -> Tensor:
     return tensor[number * size : (number + 1) * size]
+
+
+def _floats_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _fields(batch: Any) -> dict[str, Any] | None:

@@ -241,7 +241,8 @@ class GradientStep:
             if rows is None:
                 rows = torch.arange(size) + sum(sizes[: self.mesh.dp.index])
             keys = sample_keys(self.settings.seed, step, rows).to(self.mesh.device)
-        local = OwnBatch(data, TermSums(loss, counts), NOTHING if keys is None else SampleInfo(keys))
+        samples = NOTHING if keys is None else SampleInfo(keys)
+        local = OwnBatch(data, TermSums(loss, counts), self.settings.dtype, samples)
         if unknown:
             # On all replicas at once, as layers may communicate with those of other replicas.
             with self.streams.preserved(), _torch_generators_preserved(self.mesh.device):

@@ -140,14 +140,15 @@ def _own_loss(model: nn.Module, plan: ModelPlan, batch: Any, step: int, config: 
         batch = (batch.tokens, batch.labels)
     size = batch_size(batch)
     samples = SampleInfo(sample_keys(config.train.seed, step, torch.arange(size)))
+    dtype = DTYPES[config.precision.dtype]
     if type(model).forward is not nn.Module.forward:
         whole = LayerSignature.of("the model", model)
-        output = forward_layer(model, whole, whole.inputs_of(batch), samples)
+        output = forward_layer(model, whole, whole.inputs_of(batch, dtype), samples)
     else:
         output = None
         for place, name in enumerate(plan.layers):
             signature = LayerSignature.of(name, model.get_submodule(name))
-            inputs = inputs_from(output, plan.layers[place - 1]) if place else signature.inputs_of(batch)
+            inputs = inputs_from(output, plan.layers[place - 1]) if place else signature.inputs_of(batch, dtype)
             output = forward_layer(model.get_submodule(name), signature, inputs, samples)
     return TermSums(loss, count_terms(loss, batch, size))(output, batch, size)
 

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
@@ -80,11 +81,13 @@ class OwnBatch(StepSamples):
     Attributes:
         data: tensors in any nesting, on this rank's device.
         loss: of the last layer's output, and sums of its terms.
+        dtype: that the model computes in.
         samples: dropout keys.
     """
 
     data: Any
     loss: TermSums
+    dtype: torch.dtype
     samples: SampleInfo = NOTHING
 
     def split(self, parts: int) -> list["OwnBatch"]:
@@ -95,11 +98,11 @@ class OwnBatch(StepSamples):
         """
         data, keys = split_batch(self.data, parts), self.samples.keys
         samples = [NOTHING] * parts if keys is None else [SampleInfo(each) for each in keys.chunk(parts)]
-        return [OwnBatch(part, self.loss, of_part) for part, of_part in zip(data, samples, strict=True)]
+        return [OwnBatch(part, self.loss, self.dtype, of_part) for part, of_part in zip(data, samples, strict=True)]
 
     def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
         first = stage.layer_signatures[stage.layer_names[0]]
-        inputs = first.inputs_of(self.data) if received is None else LayerInputs(received, {})
+        inputs = first.inputs_of(self.data, self.dtype) if received is None else LayerInputs(received, {})
         output = stage(inputs, None, self.samples)
         return self.loss(output, self.data, batch_size(self.data)) if stage.gives_loss else output
 
