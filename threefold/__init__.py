@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from threefold.data.map_dataset import DataLoader, DistributedBatchSampler
     from threefold.errors import UserError
     from threefold.launch.failure import RankFailed
+    from threefold.models.loss_terms import CountedLoss, LossTerm
     from threefold.parallel.tensor.functional import Splitter, split
     from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from threefold.parallel.tensor.loss import ParallelCrossEntropy
@@ -29,10 +30,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Axis",
     "ColumnParallelLinear",
+    "CountedLoss",
     "DataLoader",
     "DistributedBatchSampler",
     "Dropout",
     "Layout",
+    "LossTerm",
     "Mesh",
     "ParallelCrossEntropy",
     "RandomStreams",
@@ -53,10 +56,12 @@ __all__ = [
 _MODULES: Final = {
     "Axis": "comm.axis",
     "ColumnParallelLinear": "parallel.tensor.layers",
+    "CountedLoss": "models.loss_terms",
     "DataLoader": "data.map_dataset",
     "DistributedBatchSampler": "data.map_dataset",
     "Dropout": "random.dropout",
     "Layout": "comm.layout",
+    "LossTerm": "models.loss_terms",
     "Mesh": "comm.mesh",
     "ParallelCrossEntropy": "parallel.tensor.loss",
     "RandomStreams": "random.rng",
