@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.own_models import OwnCase, in_layout, one_process, own_case
+from tests.support.own_models import OwnCase, in_layout, make_engine, one_process, own_case
 from tests.support.parity import Trace, departures
 from tests.support.sweep import sweep
+from threefold.verify.own_batches import OwnBatches
 
 ALONE: dict[tuple[str, int, str], Trace] = {}
 
@@ -48,3 +49,22 @@ def test_own_models_compute_what_one_process_does(pool, alone, kind: str, layout
     own = own_case(kind, blocks=4, dtype=dtype, **layout)
     traces = pool.run(own.case.world_size, in_layout, own)
     assert departures(alone(own, kind), traces, own.case) == []
+
+
+def logged(own: OwnCase) -> tuple[dict[str, float], float, tuple[float, int]]:
+    """The terms and the loss of a step, and an evaluation after it."""
+    engine = make_engine(own)
+    dp = engine.mesh.dp
+    batch = OwnBatches(own.batches).batch(own.case.config, 0, dp.index, dp.size)
+    result = engine.train_step(batch, 0)
+    return dict(result.terms), result.loss, engine.evaluate(batch)
+
+
+def test_terms_are_logged_and_evaluated_alike_in_every_layout(pool) -> None:
+    (terms, loss, (total, samples)), *_ = pool.run(1, logged, own_case("masked", dtype="fp64"))
+    assert loss == pytest.approx(terms["tokens"] + 0.3 * terms["size"], rel=1e-12)
+    assert samples == 24
+    for found in pool.run(4, logged, own_case("masked", dtype="fp64", dp=2, pp=2, accumulation=3)):
+        assert found[0] == pytest.approx(terms, rel=1e-11)
+        assert found[1] == pytest.approx(loss, rel=1e-11)
+        assert found[2] == (pytest.approx(total, rel=1e-11), samples)
