@@ -100,6 +100,19 @@ def test_stages_are_told_and_a_run_goes_on_under_another_schedule(
     assert same(losses_of(tmp_path / "run"), losses_of(tmp_path / "one"), "fp32")
 
 
+def test_seven_layers_on_two_stages_are_told_layer_by_layer(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """Bounds 0, 3, 7; each layer once, with its number, name and class."""
+    settings = (("model.num_layers", 5), ("parallel.partition", "uniform"))
+    printed = pool.run(2, train_rank, small_run.but(dp=1, pp=2, steps=1, set=settings), tmp_path / "run")[0]
+    lines = printed.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("Stage 0 on pp rank 0: embed to "))
+    assert lines[first + 1 : first + 4 : 2] == [
+        "  0 embed (Input), 1 blocks.0 (Block), 2 blocks.1 (Block)",
+        "  3 blocks.2 (Block), 4 blocks.3 (Block), 5 blocks.4 (Block), 6 head (Head)",
+    ]
+    assert lines[first + 2].startswith("Stage 1 on pp rank 1: blocks.2 to head, ")
+
+
 def test_a_partition_that_cannot_be_is_told_before_any_process_starts(small_run: Run) -> None:
     check_division(small_run.but(pp=2, set=(("parallel.partition", "class:Block"),)).config)
     with pytest.raises(UserError, match=r"use \[4\]"):

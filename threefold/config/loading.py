@@ -141,7 +141,9 @@ _LONGEST_NAME = 100
 _MIXTURE = "each above 0, such as {books: 3, code: 1}"
 _OF_SEVERAL_KINDS = {
     "optimizer.betas": "a list of two numbers",
-    "parallel.partition": "cost, uniform, class: and the name of a class, or a list of layers such as [3, 6]",
+    "parallel.partition": (
+        "cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers such as [3, 6]"
+    ),
 }
 _EXPECTED = {
     "int": "a whole number",

@@ -58,8 +58,9 @@ class ParallelConfig(Section):
     """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, those of a CSV file, else 2."""
     partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
     """How layers are partitioned into pipeline stages: `cost` balances what they compute, `uniform` their number,
-    `class:NAME` those of one class, such as `class:Block`; or the stage split points, the first layers
-    of the stages after the first, such as `[3, 6, 9]`."""
+    `uniform-chunks` their number in each of the `stage_chunks` passes through the ranks, `class:NAME` those of one
+    class, such as `class:Block`; or the stage split points, the first layers of the stages after the first, such as
+    `[3, 6, 9]`."""
     sequence_parallel: bool = False
     """Sequence parallelism: whether activations between the tensor-parallel layers are sharded along the sequence."""
     zero: int = Field(default=0, ge=0, le=3)

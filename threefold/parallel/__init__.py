@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Axis, Mesh
     from threefold.parallel.context.sequence import sum_over_shares_
-    from threefold.parallel.pipeline.partition import partition_by_class, partition_by_cost, partition_uniform
+    from threefold.parallel.pipeline.partition import (
+        layers_by_rank,
+        partition_by_class,
+        partition_by_cost,
+        partition_uniform,
+        partition_uniform_chunks,
+    )
     from threefold.parallel.tensor.functional import Splitter
     from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from threefold.parallel.tensor.loss import ParallelCrossEntropy
@@ -40,9 +46,11 @@ __all__ = [
     "copy_to",
     "gather_from",
     "gather_shares",
+    "layers_by_rank",
     "partition_by_class",
     "partition_by_cost",
     "partition_uniform",
+    "partition_uniform_chunks",
     "reduce_from",
     "reduce_to_shares",
     "sample_keys",
@@ -62,9 +70,11 @@ _MODULES: Final = {
     "ParallelCrossEntropy": "parallel.tensor.loss",
     "Axis": "comm.mesh",
     "Mesh": "comm.mesh",
+    "layers_by_rank": "parallel.pipeline.partition",
     "partition_by_class": "parallel.pipeline.partition",
     "partition_by_cost": "parallel.pipeline.partition",
     "partition_uniform": "parallel.pipeline.partition",
+    "partition_uniform_chunks": "parallel.pipeline.partition",
     "Dropout": "random.dropout",
     "sample_keys": "random.dropout",
     "sum_over_shares_": "parallel.context.sequence",

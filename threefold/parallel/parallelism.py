@@ -117,7 +117,7 @@ def _partitioned(
     plan: ModelPlan, pp: int, schedule: Schedule, chunks: int, partition: str | Sequence[int], zero: int
 ) -> StageMap:
     ranks = schedule.stage_ranks(pp, chunks)
-    stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), partition)), ranks)
+    stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), partition, pp)), ranks)
     if zero and (found := between_stages_of_a_rank(plan, stages)):
         one, other, place = found
         raise UserError(

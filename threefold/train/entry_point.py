@@ -113,7 +113,7 @@ def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
 
 
 def _announce_stages(model: Decoder, plan: ModelPlan, stages: StageMap) -> None:
-    """One line for each pipeline stage: its rank on the pp axis, its layers and their parameters.
+    """Two lines for each pipeline stage: its rank on the pp axis and its parameters; and its layers one by one.
 
     A tied weight is counted once, at the first stage that uses it.
     """
@@ -127,6 +127,8 @@ def _announce_stages(model: Decoder, plan: ModelPlan, stages: StageMap) -> None:
         say(
             f"Stage {number} on pp rank {place}: {layers}, {sum(parameter.numel() for parameter in held):,} parameters."
         )
+        kinds = (type(model.get_submodule(name)).__name__ for name in names)
+        say("  " + ", ".join(f"{first + n} {names[n]} ({kind})" for n, kind in enumerate(kinds)))
 
 
 def _device(config: Config) -> torch.device:

@@ -27,7 +27,7 @@ def resolved(parallel: dict[str, Any], **train: int) -> Config:
         ({"pp": 4, "schedule": "zero-bubble"}, {"global_batch_size": 11, "micro_batch_size": 1}, "train.gradient_accumulation_steps is 11 but parallel.schedule zero-bubble runs them in 2 equal rounds of at least parallel.pp 4; use 1."),
         ({"pp": 4, "schedule": "dualpipev"}, {"global_batch_size": 16, "micro_batch_size": 4}, "train.gradient_accumulation_steps is 4 but parallel.schedule dualpipev needs at least 2 for each of the 4 pipeline ranks; use 8."),
         ({"pp": 4, "schedule": "dualpipev"}, {"global_batch_size": 4, "micro_batch_size": 2}, "train.gradient_accumulation_steps is 2 but parallel.schedule dualpipev needs at least 2 for each of the 4 pipeline ranks; use 8 with train.global_batch_size 16."),
-        ({"pp": 2, "partition": "even"}, {}, "parallel.partition is even but must be cost, uniform, class: and the name of a class, or a list of layers; use cost."),
+        ({"pp": 2, "partition": "even"}, {}, "parallel.partition is even but must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost."),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(parallel: dict[str, Any], train: dict[str, int], expected: str) -> None:

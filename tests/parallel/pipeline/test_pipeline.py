@@ -14,7 +14,15 @@ from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.sharding import ModelPlan, Normal, Replicated
-from threefold.parallel.pipeline.partition import partition_by_class, partition_by_cost, partition_uniform, stage_bounds
+from threefold.parallel.parallelism import stage_map
+from threefold.parallel.pipeline.partition import (
+    layers_by_rank,
+    partition_by_class,
+    partition_by_cost,
+    partition_uniform,
+    partition_uniform_chunks,
+    stage_bounds,
+)
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
@@ -36,6 +44,60 @@ from threefold.parallel.shard_modules import shard_modules
 )
 def test_uniform_bounds(items: int, pp: int, chunks: int, bounds: list[int]) -> None:
     assert partition_uniform(items, pp, chunks) == bounds
+
+
+@pytest.mark.parametrize(
+    ("items", "pp", "chunks", "bounds"),
+    [
+        (10, 2, 2, [0, 2, 5, 7, 10]),  # where `partition_uniform` gives [0, 2, 4, 7, 10]
+        (7, 2, 1, [0, 3, 7]),
+        (8, 2, 2, [0, 2, 4, 6, 8]),
+        (11, 2, 2, [0, 2, 5, 8, 11]),  # parts of 5 and 6
+        (13, 3, 2, [0, 2, 4, 6, 8, 10, 13]),
+        (22, 4, 3, [0, 1, 3, 5, 7, 8, 10, 12, 14, 16, 18, 20, 22]),
+        (4, 2, 2, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_uniform_bounds_within_each_chunk(items: int, pp: int, chunks: int, bounds: list[int]) -> None:
+    assert partition_uniform_chunks(items, pp, chunks) == bounds
+
+
+def test_uniform_chunks_are_colossal_ais_where_it_takes_the_number_of_layers() -> None:
+    """Against its function, written out: it refuses layers that the chunks do not divide."""
+
+    def parts_of(items: int, pp: int, chunks: int) -> list[list[tuple[int, int]]]:
+        parts: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
+        each = items // chunks
+        for chunk in range(chunks):
+            start = chunk * each
+            for rank in range(pp):
+                end = start + each // pp + (rank >= pp - each % pp)
+                parts[rank].append((start, end))
+                start = end
+        return parts
+
+    for pp, chunks in [(1, 3), (2, 2), (3, 2), (4, 3)]:
+        for items in range(pp * chunks, 60, chunks):
+            bounds = partition_uniform_chunks(items, pp, chunks)
+            assert layers_by_rank(bounds, pp) == parts_of(items, pp, chunks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "parts"),
+    [
+        ("interleaved", [[(0, 2), (5, 7)], [(2, 5), (7, 10)]]),
+        ("zbv", [[(0, 2), (7, 10)], [(2, 5), (5, 7)]]),
+        ("1f1b", "bounds has 4 stages but schedule 1f1b has 2 on 2 ranks; partition the layers into 2."),
+        ("1f2b", "schedule is 1f2b but must be"),
+    ],
+)
+def test_layers_of_each_rank(schedule: str, parts: list[list[tuple[int, int]]] | str) -> None:
+    if isinstance(parts, list):
+        assert layers_by_rank([0, 2, 5, 7, 10], 2, schedule) == parts
+        return
+    with pytest.raises(UserError) as caught:
+        layers_by_rank([0, 2, 5, 7, 10], 2, schedule)
+    assert str(caught.value).startswith(parts)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +147,7 @@ def test_bounds_by_class_share_that_class_evenly() -> None:
     [
         lambda: partition_uniform(3, 4),
         lambda: partition_uniform(3, 2, 2),
+        lambda: partition_uniform_chunks(7, 2, 4),
         lambda: partition_by_cost([1.0, 1.0, 1.0], 4),
         lambda: partition_by_class(["Block", "Block"], "Block", 3),
     ],
@@ -107,6 +170,7 @@ def test_the_plan_knows_the_class_of_each_layer() -> None:
     [
         ("cost", 2, [0, 5, 9]),
         ("uniform", 4, [0, 2, 4, 6, 9]),
+        ("uniform-chunks", 4, [0, 2, 4, 6, 9]),
         ("class:Block", 3, [0, 3, 5, 9]),
         ((1, 2, 8), 4, [0, 1, 2, 8, 9]),
         ("class:Block", 4, [0, 2, 4, 6, 9]),
@@ -130,6 +194,16 @@ def test_partition(partition: str | tuple[int, ...], stages: int, bounds: list[i
         stage_bounds(plan.costs, plan.kinds, stages, partition)
     assert str(caught.value).endswith(f" {bounds}")
     assert "parallel.p" in str(caught.value)
+
+
+def test_uniform_chunks_of_a_model_and_its_pipeline() -> None:
+    """Ten layers: the config's setting, with the stages of its schedule."""
+    settings = (("parallel.partition", "uniform-chunks"), ("parallel.stage_chunks", 2))
+    case = Case(layers=8, pp=2, schedule="interleaved", settings=settings)
+    plan = gpt_plan(case.config.model, case.sequence)
+    assert stage_map(plan, case.config) == StageMap((0, 2, 5, 7, 10), (0, 1, 0, 1))
+    with pytest.raises(UserError, match="3 stages are not equally many for each of 2 pipeline ranks; use uniform"):
+        stage_bounds(plan.costs, plan.kinds, 3, "uniform-chunks", 2)
 
 
 @pytest.mark.parametrize("pp", range(1, 10))

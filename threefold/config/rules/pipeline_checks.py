@@ -4,7 +4,7 @@ from threefold.config.config_error import problem
 from threefold.config.divisors import divisors
 from threefold.config.schema import Config
 
-PARTITIONS = ("cost", "uniform")
+PARTITIONS = ("cost", "uniform", "uniform-chunks")
 
 
 def check_pipeline(config: Config) -> None:
@@ -29,7 +29,7 @@ def check_pipeline(config: Config) -> None:
 def _check_partition(config: Config) -> None:
     partition = config.parallel.partition
     if isinstance(partition, str) and partition not in PARTITIONS and not partition.startswith("class:"):
-        rule = "must be cost, uniform, class: and the name of a class, or a list of layers; use cost"
+        rule = "must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost"
         raise problem(config, "parallel.partition", rule)
 
 

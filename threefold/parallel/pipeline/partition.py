@@ -5,13 +5,19 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 
+from threefold.config.schedules import find_schedule
 from threefold.errors import UserError
+from threefold.parallel.pipeline.placement import StageMap
 
 BY_CLASS = "class:"
 
 
 def stage_bounds(
-    costs: Sequence[float], kinds: Sequence[str], stages: int, partition: str | Sequence[int] = "cost"
+    costs: Sequence[float],
+    kinds: Sequence[str],
+    stages: int,
+    partition: str | Sequence[int] = "cost",
+    pp: int | None = None,
 ) -> list[int]:
     """First layer of each stage, and the number of layers.
 
@@ -19,7 +25,8 @@ def stage_bounds(
         costs: what each layer costs, in any unit.
         kinds: the class name of each layer.
         stages: number of stages.
-        partition: `cost`, `uniform`, `class:NAME`, or the stage split points.
+        partition: `cost`, `uniform`, `uniform-chunks`, `class:NAME`, or the stage split points.
+        pp: number of pipeline ranks, for `uniform-chunks`; by default as many as stages.
 
     Raises:
         UserError: the layers cannot be partitioned like that.
@@ -29,6 +36,14 @@ def stage_bounds(
         return partition_by_cost(costs, stages)
     if partition == "uniform":
         return partition_uniform(count, stages)
+    if partition == "uniform-chunks":
+        ranks = pp or stages
+        if stages % ranks:
+            raise UserError(
+                f"parallel.partition is uniform-chunks but {stages} stages are not equally many for each of {ranks} "
+                "pipeline ranks; use uniform."
+            )
+        return partition_uniform_chunks(count, ranks, stages // ranks)
     if not isinstance(partition, str):
         _require_bounds(partition, count, stages)
         return [0, *partition, count]
@@ -50,8 +65,8 @@ def partition_uniform(items: int, pp: int, chunks: int = 1) -> list[int]:
 
     Args:
         items: number of layers.
-        pp: number of stages.
-        chunks: runs of layers per stage.
+        pp: number of pipeline ranks.
+        chunks: runs of layers (stages) of each rank.
 
     Returns:
         pp · chunks + 1 ascending numbers, from 0 to `items`.
@@ -63,6 +78,69 @@ def partition_uniform(items: int, pp: int, chunks: int = 1) -> list[int]:
     _require_enough(items, parts)
     size, longer = divmod(items, parts)
     return [part * size + max(0, part - (parts - longer)) for part in range(parts + 1)]
+
+
+def partition_uniform_chunks(items: int, pp: int, chunks: int) -> list[int]:
+    """Bounds by Colossal-AI's rule: the layers in `chunks` equal parts, and each of these over all `pp` ranks.
+
+    What does not divide makes the later parts longer, and within each part the later runs. So every pass through the
+    ranks has about as many layers as every other, where `partition_uniform` gives what is left over to the last pass.
+
+    Args:
+        items: number of layers.
+        pp: number of pipeline ranks.
+        chunks: runs of layers (stages) of each rank.
+
+    Returns:
+        pp · chunks + 1 ascending numbers, from 0 to `items`.
+
+    Raises:
+        UserError: a part has fewer layers than there are ranks, so a stage would be empty.
+
+    Example:
+        >>> partition_uniform_chunks(10, 2, 2)
+        [0, 2, 5, 7, 10]
+        >>> partition_uniform(10, 2, 2)
+        [0, 2, 4, 7, 10]
+    """
+    _require_enough(items, pp * chunks)
+    parts = pairwise(partition_uniform(items, chunks))
+    return [0, *(start + bound for start, end in parts for bound in partition_uniform(end - start, pp)[1:])]
+
+
+def layers_by_rank(bounds: Sequence[int], pp: int, schedule: str = "interleaved") -> list[list[tuple[int, int]]]:
+    """The layers of each pipeline rank.
+
+    Args:
+        bounds: of the stages, as `partition_uniform` gives them.
+        pp: number of pipeline ranks.
+        schedule: as in `parallel.schedule`, which places the stages: stage n on rank n modulo `pp`, or folded in a V.
+
+    Returns:
+        For each rank the first and the past-the-last layer of each of its stages.
+
+    Raises:
+        UserError: the schedule does not have so many stages on so many ranks.
+
+    Example:
+        >>> layers_by_rank([0, 2, 5, 7, 10], pp=2)
+        [[(0, 2), (5, 7)], [(2, 5), (7, 10)]]
+    """
+    try:
+        found = find_schedule(schedule)
+    except ValueError as error:
+        raise UserError(f"schedule is {schedule} but must be {error}.") from None
+    count = len(bounds) - 1
+    ranks = found.stage_ranks(pp, found.stages_per_rank or max(1, count // pp))
+    if found.ranks not in (None, pp):
+        raise UserError(f"pp is {pp} but schedule {found.name} has a line for each of {found.ranks} ranks; use those.")
+    if len(ranks) != count:
+        raise UserError(
+            f"bounds has {count} stages but schedule {found.name} has {len(ranks)} on {pp} ranks; partition the layers "
+            f"into {len(ranks)}."
+        )
+    stages = StageMap(tuple(bounds), ranks)
+    return [[stages.layers(stage) for stage in stages.held_by(rank)] for rank in range(pp)]
 
 
 def partition_by_class(kinds: Sequence[str], kind: str, pp: int) -> list[int]:
