@@ -159,6 +159,35 @@ def test_published_files_are_read_and_come_back(published: dict[str, Any], expec
 
 
 @pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ({"activation_function": "relu2"}, {"activation": "relu2"}),
+        ({"activation_function": "gelu_pytorch_tanh"}, {}),
+        ({"activation_function": "gelu"}, {"activation": "gelu"}),
+        ({"embd_pdrop": 0.3}, {"embedding_dropout": 0.3, "hidden_dropout": 0.1}),
+        ({"resid_pdrop": 0.0}, {"embedding_dropout": 0.1, "hidden_dropout": 0.0}),
+    ],
+    ids=str,
+)
+def test_activation_function_and_dropout_of_embeddings(theirs: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Only what differs from the defaults is set; both ways."""
+    family, settings = read_model(GPT_2 | theirs, "config.json")
+    own = {key: settings[key] for key in ("activation", "embedding_dropout") if key in settings}
+    assert own == {key: value for key, value in expected.items() if key != "hidden_dropout"}
+    assert expected.items() <= settings.items()
+    model = ModelConfig.model_validate({**ModelConfig.model_validate(settings).filled(1), **settings})
+    written = write_model(model, family, "float32", None, {})
+    assert read_model(written, "config.json") == (family, settings)
+    for key in ("embd_pdrop", "resid_pdrop"):
+        assert written[key] == (GPT_2 | theirs)[key]
+
+
+def test_an_activation_function_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UserError, match=r"is 'mish'; Threefold has activation_function 'gelu_new' or"):
+        read_model(GPT_2 | {"activation_function": "mish"}, "config.json")
+
+
+@pytest.mark.parametrize(
     ("scaling", "expected"),
     [
         ({"type": "linear", "factor": 4.0}, {"rope_scaling": "linear", "rope_factor": 4.0}),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,9 @@ from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import GenerationRequest, complete
 from threefold.inference.model import Trained
 from threefold.inference.sampling import Sampling
+from threefold.models.gpt import huggingface as gpt
+from threefold.models.gpt.config import Activation
+from threefold.models.layers.activation import ACTIVATIONS
 
 TOLERANCE = 1e-5
 SHARD = 20_000  # bytes: several files for every model here
@@ -64,6 +67,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen2_moe": ("qwen2_moe", SIZES | EXPERTS | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [0]}),
     "qwen3_moe": ("qwen3_moe", SIZES | EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "gpt2 relu": ("gpt2", GPT | {"activation_function": "relu", "embd_pdrop": 0.3}),
+    "gpt2 gelu": ("gpt2", GPT | {"activation_function": "gelu"}),
 }
 
 
@@ -123,6 +128,13 @@ def test_same_logits_and_bits_both_ways(transformers: Any, tmp_path: Path, name:
 
     import_model(Import(tmp_path / "back", tmp_path / "run2"), Silent())
     assert same_tensors(stored(tmp_path / "run2"), stored(tmp_path / "run"))
+
+
+def test_activation_functions_are_those_of_transformers(transformers: Any) -> None:
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
+    for theirs, ours in gpt._ACTIVATIONS.items():
+        assert torch.allclose(ACTIVATIONS[ours](x), transformers.activations.ACT2FN[theirs](x), rtol=1e-12, atol=1e-15)
+    assert set(gpt._ACTIVATIONS.values()) == set(ACTIVATIONS) == set(get_args(Activation))
 
 
 def test_narrow_weights_stay_as_they_are(transformers: Any, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.weights import draw_
+from threefold.random.dropout import sample_keys
 
 
 def config(**model: object) -> Config:
@@ -39,6 +40,17 @@ def small() -> tuple[GPT, Config]:
     for name, parameter in model.named_parameters():
         draw_(parameter, parameter, name, plan, seed=3)
     return model, settings
+
+
+def test_embeddings_may_have_a_dropout_of_their_own() -> None:
+    """By default that of the blocks; a rate of 0 is one, too."""
+    sizes = {"num_layers": 1, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50, "hidden_dropout": 0.2}
+    for given, embedded in (({}, 0.2), ({"embedding_dropout": 0.5}, 0.5), ({"embedding_dropout": 0.0}, 0.0)):
+        model = GPT(config(**sizes, **given).model)
+        keys = sample_keys(1, 0, torch.arange(64))
+        dropped = (model.embed(torch.zeros(64, 16, dtype=torch.int64), SampleInfo(keys)) == 0).float().mean()
+        assert dropped == pytest.approx(embedded, abs=0.02)
+        assert {dropout.p for dropout in model.blocks[0].dropout.values()} == {0.2}
 
 
 def test_no_token_sees_a_later_one() -> None:

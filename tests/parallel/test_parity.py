@@ -5,6 +5,7 @@ loss and gradient norm on every rank. The reference is the unsplit model with to
 """
 
 import shutil
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from tests.support.cases import check
 from tests.support.parity import Case, in_layout
 from tests.support.sweep import sweep
+from threefold.models.gpt.config import Activation
 from threefold.verify.compare import relative_error
 
 LAYOUTS = [
@@ -71,6 +73,12 @@ def test_layout_without_dropout_accumulation_or_masks(pool, expected, layout: tu
 )
 def test_variant(pool, expected, layout: tuple[int, int, int], changes: dict) -> None:
     check(pool, expected, Case(**{"dtype": "fp64", **changes}).with_layout(*layout))
+
+
+@sweep("activation", get_args(Activation), quick=(4,))
+def test_activation_functions_and_dropout_of_embeddings(pool, expected, activation: str) -> None:
+    model = (("activation", activation), ("embedding_dropout", 0.4))
+    check(pool, expected, Case(dtype="fp64", dropout=0.1, model=model, steps=2).with_layout(2, 2, 2))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -70,6 +70,10 @@ ALONE = {
     "experts": replace(ROPE, model=EXPERTS),
     "experts and a shared one": replace(ROPE, model=SHARED),
     "experts, bf16": replace(ROPE, model=SHARED, dtype="bf16"),
+    "gpt, relu": replace(BASE, model=(("activation", "relu"),)),
+    "gpt, relu2": replace(BASE, model=(("activation", "relu2"),)),
+    "gpt, silu": replace(BASE, model=(("activation", "silu"),)),
+    "gpt, quick_gelu": replace(BASE, model=(("activation", "quick_gelu"),)),
 }
 SPREAD = {
     "gpt, tp": replace(BASE, tp=2),
@@ -77,6 +81,7 @@ SPREAD = {
     "gpt, turned, cp": replace(ROPE, cp=2, sequence=20),
     "llama, tp": replace(ROPE, model=LLAMA, tp=2),
     "llama, tp, sequence parallel": replace(ROPE, model=NORMED, tp=2, settings=SP),
+    "llama, tp, shared heads": replace(ROPE, model=(*NORMED, ("num_key_value_heads", 2)), tp=4),
     "llama, cp": replace(ROPE, model=LLAMA, cp=2, sequence=20),
     "llama, cp, documents": replace(ROPE, model=LLAMA, cp=2, sequence=20, documents=True),
     "experts, tp": replace(ROPE, model=SHARED, tp=2),
@@ -85,7 +90,7 @@ SPREAD = {
 }
 
 
-@sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 8, 12, 16, 20))
+@sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 8, 12, 14, 20, 25))
 def test_what_is_kept_is_never_more_than_the_formula_says(pool: WorkerPool, name: str) -> None:
     case = {**ALONE, **SPREAD}[name]
     sizes = block_sizes(case.config, "cpu", case.layers - 1)

@@ -12,7 +12,9 @@ from threefold.config import Config
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 
-_NOT_OF_THE_FUNCTION = frozenset(("preset", "initializer_range", "hidden_dropout", "attention_dropout"))
+_NOT_OF_THE_FUNCTION = frozenset(
+    ("preset", "initializer_range", "hidden_dropout", "embedding_dropout", "attention_dropout")
+)
 
 
 @dataclass(frozen=True)

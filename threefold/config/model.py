@@ -92,7 +92,8 @@ class ModelConfig(Section):
     max_position_embeddings: int = derived(ge=1, le=MOST_TOKENS)
     """Longest sequence the model can read. Default: `data.sequence_length`."""
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of dropping an element of the embeddings and of what each block adds to the residual stream."""
+    """Probability of dropping an element of the embeddings (of `gpt`: unless `embedding_dropout` is given) and of what
+    each block adds to the residual stream."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an attention weight."""
     position_embedding: Literal["learned", "rope"] = derived()
@@ -143,6 +144,16 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         """Width of a head."""
         return self.hidden_size // self.num_attention_heads
+
+    @unless_setting
+    def embedding_dropout(self) -> float:
+        """Probability of dropping an element of the embeddings."""
+        return self.hidden_dropout
+
+    @unless_setting
+    def activation(self) -> str:
+        """The activation function of a feed-forward network that is not gated."""
+        return "gelu_tanh"
 
     @unless_setting
     def qk_norm(self) -> bool:

@@ -18,6 +18,9 @@ from threefold.torch_private.tensors import storage_key
 
 Attention = Literal["fused", "plain", "dropped"]
 """How the attention core computes: torch's fused kernel, plain products, or plain products with dropout."""
+_KEPT_BY_ACTIVATION = {"relu": 1, "quick_gelu": 3}
+"""Tensors of the inner features that are kept, the input of the next layer among them; others keep 2, the first layer's
+output and the function of it. ReLU's backward pass needs its result alone."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class BlockSizes:
         head_dim: of each head; 0 for `hidden` / `heads`.
         key_heads: heads of keys and values; 0 for `heads`.
         rotary: whether positions are rotary.
+        activation: of a feed-forward network that is not gated.
         llama: whether norms are of the root mean square, and the feed-forward network is gated.
         head_norms: whether there is QK-norm.
         masked: whether there is an attention mask of documents or a sliding window.
@@ -76,6 +80,7 @@ class BlockSizes:
     head_dim: int = 0
     key_heads: int = 0
     rotary: bool = False
+    activation: str = "gelu_tanh"
     llama: bool = False
     head_norms: bool = False
     masked: bool = False
@@ -104,7 +109,13 @@ class BlockSizes:
     @property
     def keys(self) -> int:
         """Bytes of the rank's keys, before they serve several heads, and of its values."""
-        return self.queries * (self.key_heads or self.heads) // self.heads
+        whole = self.tokens * (self.head_dim or self.hidden // self.heads) * self.itemsize
+        return whole * self.own_key_heads
+
+    @property
+    def own_key_heads(self) -> int:
+        """The rank's heads of keys and values; one where it shares one with others."""
+        return max(1, (self.key_heads or self.heads) // self.tp)
 
 
 def block_bytes(sizes: BlockSizes, recompute: str = "none") -> int:
@@ -138,7 +149,7 @@ def _rms_bytes(sizes: BlockSizes, rows: int, nbytes: int) -> int:
 
 def _kept_for_core(sizes: BlockSizes, replayed: bool) -> int:
     """What is kept up to the output of the attention core: by norms of heads and turned positions, and by the core."""
-    heads, key_heads = sizes.heads // sizes.tp, (sizes.key_heads or sizes.heads) // sizes.tp
+    heads, key_heads = sizes.heads // sizes.tp, sizes.own_key_heads
     split = sizes.queries + 2 * sizes.keys  # queries, keys and values, as the layer before gives them
     inputs, before = split, 0
     if sizes.rotary:
@@ -180,8 +191,10 @@ def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
 
 
 def _feed_forward_bytes(sizes: BlockSizes) -> int:
-    """Before and after the GELU; of a gated network gates and what they gate, the gates' SiLU and the product."""
-    return (4 if sizes.llama else 2) * sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
+    """Before and after the activation function; of a gated network gates and what they gate, the gates' SiLU and the
+    product."""
+    count = 4 if sizes.llama else _KEPT_BY_ACTIVATION.get(sizes.activation, 2)
+    return count * sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
 
 
 def _experts_bytes(sizes: BlockSizes, experts: ExpertSizes) -> int:

@@ -80,7 +80,7 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
             kept += outer + head_bytes(block, config.model.vocab_size, train.loss_chunk_size)
             moment = max(moment, 2 * _logits(config, block))
         else:
-            kept += block.tokens * 8 + outer * (2 if block.hidden_dropout else 1)
+            kept += block.tokens * 8 + outer * (2 if config.model.embedding_dropout else 1)
     return ceil(kept * _under_way(config, pp_rank)) + moment
 
 
@@ -127,6 +127,7 @@ def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
         head_dim=model.head_dim if llama else 0,
         key_heads=model.num_key_value_heads if llama else 0,
         rotary=model.position_embedding == "rope",
+        activation=model.activation,
         llama=llama,
         head_norms=model.qk_norm,
         masked=masked,

@@ -33,6 +33,17 @@ _TRANSPOSED: Final = {
     "mlp.down.weight": "mlp.c_proj.weight",
 }
 """Held as [in, out], as are the queries, keys and values."""
+_ACTIVATIONS: Final = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""transformers' name of an activation function → ours; the first of several is written."""
 
 
 class GPT2(HuggingFaceType):
@@ -40,15 +51,19 @@ class GPT2(HuggingFaceType):
 
     def read(self, given: ConfigJson) -> dict[str, Any]:
         hidden = given.whole("n_embd", least=1)
-        given.require("activation_function", "gelu_new", "gelu_pytorch_tanh")
+        activation = given.take("activation_function", "gelu_new")
+        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+            known = " or ".join(map(repr, _ACTIVATIONS))
+            raise given.refuse("activation_function", activation, f"activation_function {known} alone")
         given.require("scale_attn_weights", True)
         given.require("scale_attn_by_inverse_layer_idx", False)
         given.require("add_cross_attention", False)
-        dropped = [float(given.number(key, 0.1)) for key in ("embd_pdrop", "resid_pdrop")]
-        if dropped[0] != dropped[1]:
-            raise given.problem(
-                f"embd_pdrop is {dropped[0]} and resid_pdrop {dropped[1]}", "Threefold has one rate; make them equal"
-            )
+        embedded, hidden_dropout = (float(given.number(key, 0.1)) for key in ("embd_pdrop", "resid_pdrop"))
+        own: dict[str, Any] = {}  # what has another value than by default
+        if _ACTIVATIONS[activation] != "gelu_tanh":
+            own["activation"] = _ACTIVATIONS[activation]
+        if embedded != hidden_dropout:
+            own["embedding_dropout"] = embedded
         return {
             "num_layers": given.whole("n_layer", least=1, most=MOST_LAYERS),
             "hidden_size": hidden,
@@ -56,12 +71,13 @@ class GPT2(HuggingFaceType):
             "ffn_hidden_size": given.whole("n_inner", 4 * hidden, least=1),
             "vocab_size": given.whole("vocab_size", least=1),
             "max_position_embeddings": given.whole("n_positions", 1024, least=1),
-            "hidden_dropout": dropped[0],
+            "hidden_dropout": hidden_dropout,
             "attention_dropout": float(given.number("attn_pdrop", 0.1)),
             "position_embedding": "learned",
             "norm_eps": float(given.number("layer_norm_epsilon", 1e-5)),
             "initializer_range": float(given.number("initializer_range", 0.02)),
             "tie_embeddings": given.flag("tie_word_embeddings", True),
+            **own,
         }
 
     def write(self, model: GPTConfig) -> dict[str, Any]:
@@ -73,8 +89,8 @@ class GPT2(HuggingFaceType):
             "n_positions": model.max_position_embeddings,
             "n_ctx": model.max_position_embeddings,
             "vocab_size": model.vocab_size,
-            "activation_function": "gelu_new",
-            "embd_pdrop": model.hidden_dropout,
+            "activation_function": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == model.activation),
+            "embd_pdrop": model.embedding_dropout,
             "resid_pdrop": model.hidden_dropout,
             "attn_pdrop": model.attention_dropout,
             "layer_norm_epsilon": model.norm_eps,

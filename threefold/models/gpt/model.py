@@ -7,9 +7,9 @@ decides its masks.
 """
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from threefold.config import ModelConfig
+from threefold.models.gpt.config import GPTConfig
+from threefold.models.layers.activation import ACTIVATIONS
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear, PositionEmbedding, SampleInfo
 from threefold.models.layers.rope_scaling import rope_scaling
@@ -19,12 +19,12 @@ from threefold.random.dropout import Dropout
 class Input(nn.Module):
     """Token embeddings, and those of the positions where they are learned."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.tokens = Embedding(config.vocab_size, config.hidden_size)
         learned = config.position_embedding == "learned"
         self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.dropout = Dropout(config.hidden_dropout, "embed.dropout")
+        self.dropout = Dropout(config.embedding_dropout, "embed.dropout")
 
     def forward(self, tokens: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """int64 [B, S] → [B, S, H]."""
@@ -35,7 +35,7 @@ class Input(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention. The rows of `qkv` are ordered by head, so a contiguous cut is a cut between heads."""
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
+    def __init__(self, config: GPTConfig, name: str) -> None:
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
@@ -53,22 +53,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between."""
+    """Two linear layers with an activation function between."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.up = Linear(config.hidden_size, config.ffn_hidden_size)
         self.down = Linear(config.ffn_hidden_size, config.hidden_size)
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] → [B, S, H]."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.activation(self.up(x)))
 
 
 class Block(nn.Module):
     """One transformer layer, normalised before each half."""
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
+    def __init__(self, config: GPTConfig, name: str) -> None:
         super().__init__()
         self.attn_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, f"{name}.attn")
@@ -91,7 +92,7 @@ class GPT(Decoder):
         config: its sizes, resolved (no field is None).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         head = Head(nn.LayerNorm(config.hidden_size, config.norm_eps), config.hidden_size, config.vocab_size)
         blocks = (Block(config, f"blocks.{layer}") for layer in range(config.num_layers))
         super().__init__(Input(config), blocks, head, config.tie_embeddings)
