@@ -64,6 +64,23 @@ def test_another_layout_goes_on_equal(
     assert same(losses, losses_of(tmp_path / "unbroken"), dtype)
 
 
+@sweep(
+    ("before", "after"),
+    [({"tp": 4}, {"pp": 2}), ({"tp": 2}, {"tp": 4}), ({"tp": 2, "dp": 2}, {"tp": 4, "dp": 2})],
+    ids=str,
+    quick=(0,),
+)
+def test_key_value_heads_on_several_ranks_go_on_equal(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Four ranks, two of which share each head of keys and values, or two with one each: the same tensors."""
+    model = (("model.architecture", "llama"), ("model.num_key_value_heads", 2))
+    run = small_run.but(dtype="fp64", steps=WHOLE, set=model)
+    pool.run(1, train_rank, run, tmp_path / "unbroken")
+    losses = broken_run(pool, run.but(**before), run.but(**after), tmp_path / "broken")
+    assert same(losses, losses_of(tmp_path / "unbroken"), "fp64")
+
+
 def zero(stage: int, **changes: Any) -> dict[str, Any]:
     return {"dp": 2, "set": (("parallel.zero", stage),), **changes}
 

@@ -286,6 +286,7 @@ def test_batch_sizes_that_disagree(sizes: Sizes, dp: int, expected: str) -> None
         ({"parallel": {"cp": 2}, "train": {"compile": True}}, "train.compile is true but the collectives inside a layer cannot be compiled and parallel.cp is 2; use false or cp 1."),
         ({"parallel": {"zero": 1}}, "parallel.zero is 1 but parallel.dp is 1 and ZeRO needs dp > 1; use 0 or dp 2."),
         ({"parallel": {"zero": 1, "dp": 8, "zero_shards": 3}}, "parallel.zero_shards is 3 but must divide parallel.dp 8; use 2."),
+        ({"parallel": {"zero": 1, "dp": 6, "zero_shards": 3, "ep": 2}, "model": {"architecture": "llama", "num_experts": 4}, "train": {"global_batch_size": 12}}, "parallel.zero_shards is 3 but must be a multiple or a divisor of parallel.ep 2, whose replicas share a copy of the experts; use 2."),
         ({"parallel": {"zero": 2, "dp": 4, "zero_shards": 1}}, "parallel.zero_shards is 1 but zero_shards 1 disables sharding and parallel.zero is 2; use 4, or zero 0."),
         ({"parallel": {"zero": 3, "dp": 2, "tp": 64}, "model": {"num_attention_heads": 64}}, "parallel.zero is 3 but parallel.tp 64 leaves a rank without rows of the 1000 of model.vocab_size; use 0 or model.vocab_size 1009."),
         ({"parallel": {"zero": 3, "dp": 2}, "train": {"compile": True}}, "parallel.zero is 3 but train.compile is true and gathering weights cannot be compiled; use 0 or compile false."),

@@ -78,7 +78,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "tp", "pp"),
-    [("learned", 2, 2), pytest.param("llama", 1, 2, marks=pytest.mark.slow), ("experts", 2, 1)],
+    [("learned", 2, 2), pytest.param("llama", 1, 2, marks=pytest.mark.slow), ("llama", 4, 1), ("experts", 2, 1)],
 )
 def test_same_tokens_in_every_layout(
     pool: WorkerPool, runs: Callable[[str], Path], kind: str, tp: int, pp: int

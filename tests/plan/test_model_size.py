@@ -128,8 +128,15 @@ MIXTURE = Case(model=MOE, positions="rope", sequence=12, tie=False)
         replace(MIXTURE, dp=3, tp=2, settings=(("parallel.zero", 1),)),
         replace(MIXTURE, dp=4, tp=2, settings=(("parallel.zero", 3), ("parallel.ep", 2))),
         Case(dp=2, cp=2, tp=2, sequence=12, settings=(("parallel.zero", 2), ("parallel.zero_shards", 1))),
+        replace(
+            MIXTURE,
+            dp=8,
+            batch=48,
+            settings=(("parallel.zero", 2), ("parallel.zero_shards", 4), ("parallel.ep", 2)),
+        ),
+        replace(MIXTURE, tp=4, model=(*MOE, ("num_key_value_heads", 2))),
     ],
-    ids=["bf16", "zbv-tp4", "ep2-tp2-pp2", "zero1-tp2", "zero3-ep2-tp2", "hybrid"],
+    ids=["bf16", "zbv-tp4", "ep2-tp2-pp2", "zero1-tp2", "zero3-ep2-tp2", "hybrid", "hybrid-ep2", "shared heads"],
     quick=(0, 4),
 )
 def test_ranks_hold_what_is_counted(pool: WorkerPool, case: Case) -> None:

@@ -143,6 +143,12 @@ def test_experts_are_shared_in_every_way() -> None:
     assert {spec.layout.ep for spec in covering(base, 8).specs} == {1, 2, 4, 8}
 
 
+def test_few_key_value_heads_keep_enough_heads_for_every_rank_that_shares_them() -> None:
+    few = {"architecture": "llama", "num_attention_heads": 32, "num_key_value_heads": 2}
+    model = shrink(prepare(config(model=few), "fp64", 50257), [parse("tp8"), parse("dp2·tp4")]).model
+    assert (model.num_attention_heads, model.num_key_value_heads) == (8, 2)
+
+
 def test_a_family_keeps_its_ways_when_it_shrinks() -> None:
     """Heads still share keys, the window and the stretched positions still bite."""
     model = shrink(prepare(config(model=MIXTRAL), "fp64", 50257), possible(8, experts=8)).model

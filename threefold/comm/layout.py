@@ -138,6 +138,17 @@ class Layout:
             found += [[rank for held in replicas[i :: self.ep] for rank in held] for i in range(self.ep)]
         return found
 
+    def expert_shard_groups(self, shards: int) -> list[list[int]]:
+        """The groups of ranks that share one copy of some experts when `shards` neighbouring replicas share a copy of
+        the other weights."""
+        size = max(1, shards // self.ep) * self.cp
+        return [group[i : i + size] for group in self.expert_copy_groups() for i in range(0, len(group), size)]
+
+    def expert_shard_copy_groups(self, shards: int) -> list[list[int]]:
+        """The groups of ranks that then hold the same shard of the same experts."""
+        size = max(1, shards // self.ep) * self.cp
+        return [group[i::size] for group in self.expert_copy_groups() for i in range(size)]
+
     def _places(self, axes: Sequence[str]) -> list[dict[str, int]]:
         """Every combination of coordinates along `axes`, row-major."""
         sizes = (range(self.size(name)) for name in axes)

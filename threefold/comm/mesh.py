@@ -55,6 +55,7 @@ class Mesh:
         self.dp, self.pp, self.cp, self.tp = (self._mesh_axis(name) for name in AXES)
         self.replicas = self._replicas()
         self.ep, self.expert_replicas = self._expert_axes()
+        self._tp_shares: dict[int, Axis] = {}
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
@@ -110,6 +111,17 @@ class Mesh:
                 mine = self._axis(name, tuple(ranks), group)
         return mine
 
+    def tp_shares(self, count: int) -> Axis:
+        """The `count` neighbouring ranks of the tensor axis that this rank is one of. Collective over the world."""
+        if count == self.tp.size:
+            return self.tp
+        if count not in self._tp_shares:
+            groups = [group[i : i + count] for group in self.layout.groups("tp") for i in range(0, len(group), count)]
+            axis = self.new_axis("tp shares", groups)
+            assert axis is not None  # each rank is in one of them
+            self._tp_shares[count] = axis
+        return self._tp_shares[count]
+
     def shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
         """The axis over which ZeRO shards one copy of the weights, and that of the ranks with the same shard.
 
@@ -128,6 +140,31 @@ class Mesh:
         copies = self.new_axis(name, self.layout.copy_groups(shards))
         assert copies is not None  # each rank is in one of them
         return shared, copies
+
+    def expert_shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
+        """The same for experts that `ep` replicas share: a group of `shards` replicas has one copy of them, or several
+        such groups have one together.
+
+        Collective over the world.
+
+        Args:
+            shards: as for `shard_and_replica_axes`; a multiple or a divisor of ep.
+        """
+        name, ep, cp = self.expert_replicas.name, self.layout.ep, self.cp.size
+        each = max(1, shards // ep)  # replicas of those that have the same experts
+        copies = self.dp.size // ep // each
+        if copies == 1:
+            return self.expert_replicas, self._axis(name, (self.rank,), None)
+        names = ("expert_group", "expert_shard", "expert_part")
+        fine = unflatten_mesh(self.device_mesh, "dp", (copies, each, ep), names)
+        if cp == 1:
+            held_by = fine["expert_shard"]
+        else:
+            held_by = fine["cp"] if each == 1 else flatten_mesh(fine["expert_shard", "cp"], "expert_shard_cp")
+        ranks = next(group for group in self.layout.expert_shard_groups(shards) if self.rank in group)
+        replicas = self.new_axis(name, self.layout.expert_shard_copy_groups(shards))
+        assert replicas is not None  # each rank is in one of them
+        return self._axis(name, tuple(ranks), held_by.get_group(), held_by), replicas
 
     def _shard_mesh(self, shards: int) -> DeviceMesh:
         """The one-dimensional mesh over the ranks that share a copy."""

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
 from pathlib import Path
 from typing import Self
 
@@ -20,7 +19,6 @@ from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.config.divisors import nearest_divisor
 from threefold.data.chat.chat_template import ChatTemplate
 from threefold.data.text.document_encoding import DocumentEncoder
 from threefold.data.text.text_encoding import SpecialTokens, TextEncoder, TextRule
@@ -77,11 +75,13 @@ class Trained:
             UserError: it is not.
         """
         plan = model_plan(self.config.model, 1)
-        widths = plan.divided_settings("tp")
-        for key, width in widths.items():
-            if width % layout.tp:
-                fits = nearest_divisor(layout.tp, gcd(*widths.values()))
-                raise UserError(f"--tp is {layout.tp} but must divide the model's {key} {width}; use {fits}.")
+        for key, unit in plan.units("tp").items():
+            if not unit.fits(layout.tp):
+                multiple = " or be a multiple of it" if unit.repeated else ""
+                fits = plan.nearest_size("tp", layout.tp)
+                raise UserError(
+                    f"--tp is {layout.tp} but must divide the model's {key} {unit.count}{multiple}; use {fits}."
+                )
         layers = len(plan.layers)
         if layout.pp > layers:
             raise UserError(

@@ -5,11 +5,13 @@ order, its tied weights and its initial values. `parallel.shard_modules` puts pa
 modules that the table names. Needs no torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
 from typing import ClassVar, NamedTuple
 
+from threefold.config.divisors import divisors
 from threefold.models.name_pattern import Patterns
 
 
@@ -34,16 +36,28 @@ class Unit:
         count: its value.
         parts: what follows one another inside a unit, as (name, indices of the dim): the queries, keys and values of a
             GQA group, a gate and the feature that it gates.
+        repeated: the parts that each of several ranks may have whole, where the axis has a multiple of `count` ranks,
+            which divide the other parts of a unit among them: the keys and values of a GQA group. Empty where a unit is
+            on one rank only.
     """
 
     setting: str
     count: int
     parts: tuple[tuple[str, int], ...] = (("", 1),)
+    repeated: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
         """Indices of the dim that one unit has."""
         return sum(size for _, size in self.parts)
+
+    def is_shared(self, ranks: int) -> bool:
+        """Whether each unit is shared by several of so many ranks."""
+        return bool(self.repeated) and ranks > self.count and ranks % self.count == 0
+
+    def fits(self, ranks: int) -> bool:
+        """Whether so many ranks can divide the units among them, or share them."""
+        return self.count % ranks == 0 or self.is_shared(ranks)
 
 
 @dataclass(frozen=True)
@@ -262,13 +276,34 @@ class ModelPlan:
         Args:
             axis: `tp` or `ep`.
         """
-        found: dict[str, int] = {}
+        return {setting: unit.count for setting, unit in self.units(axis).items()}
+
+    def units(self, axis: str) -> dict[str, Unit]:
+        """What the cuts of an axis keep together, by the setting that counts it.
+
+        Args:
+            axis: `tp` or `ep`.
+        """
+        found: dict[str, Unit] = {}
         for rule in self.split.values():
             for parameter in rule.parameters or ():
                 unit = rule.units(parameter).get(axis)
                 if unit is not None:
-                    found[unit.setting] = unit.count
+                    found[unit.setting] = unit
         return found
+
+    def nearest_size(self, axis: str, size: int, settings: Collection[str] | None = None) -> int:
+        """The size of an axis nearest to `size` that units fit, the smaller of two.
+
+        Args:
+            axis: `tp` or `ep`.
+            size: one that they do not fit.
+            settings: those that count the units; None for all.
+        """
+        units = [unit for setting, unit in self.units(axis).items() if settings is None or setting in settings]
+        most = gcd(*(unit.count for unit in units if not unit.repeated)) or max(unit.count for unit in units)
+        fitting = (number for number in divisors(most) if all(unit.fits(number) for unit in units))
+        return min(fitting, key=lambda number: (abs(number - size), number))
 
     def has_partial_gradient(self, name: str) -> bool:
         """Whether each tensor rank has a part only of the gradient of a parameter that it holds whole."""

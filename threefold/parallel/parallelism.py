@@ -1,7 +1,7 @@
 """How a run's model is spread over a mesh: what `parallelize` and the pipeline need of the settings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -87,10 +87,16 @@ class Parallelism:
         """The axes and settings that parallel layers are made with."""
         return ShardingContext(self.mesh.tp, self.mesh.cp, self.mesh.ep, self.sequence_parallel, self.cp_method)
 
+    def context_for(self, plan: ModelPlan) -> ShardingContext:
+        """The same, with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
+        tp = self.mesh.tp.size
+        shares = sorted({tp // unit.count for unit in plan.units("tp").values() if unit.is_shared(tp)})
+        return replace(self.context, tp_shares={count: self.mesh.tp_shares(count) for count in shares})
+
     @property
     def sharding_axes(self) -> tuple[Axis, ...]:
         """The axes that may shard a parameter."""
-        shards = () if self.zero is None else (self.zero.shards,)
+        shards = () if self.zero is None else (self.zero.shards, self.zero.expert_shards)
         return (self.mesh.tp, self.mesh.ep, self.mesh.expert_replicas, *shards)
 
     @property

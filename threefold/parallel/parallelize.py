@@ -96,7 +96,7 @@ def parallelize(
     numbers = how.stages.held_by(how.mesh.pp.index)
     stages = [Stage(model, plan, *how.stages.layers(number)) for number in numbers]
     # Tensor, sequence, context and expert parallelism: parallel layers in the place of single-device ones.
-    shard_modules(stages, plan.split, how.context)
+    shard_modules(stages, plan.split, how.context_for(plan))
     # Tied weights.
     _tie(stages, plan)
     if training is None:

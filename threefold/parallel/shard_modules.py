@@ -30,6 +30,7 @@ from threefold.parallel.context.ring_attention import RingAttention
 from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.expert.experts import ParallelExperts
 from threefold.parallel.expert.routing import ParallelRouting
+from threefold.parallel.tensor.grouped_heads import GroupedHeadsLinear
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
 from threefold.random.dropout import Dropout
@@ -51,6 +52,9 @@ class Sharding(NamedTuple):
 
 
 def _column(rule: Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
+    if rule.unit is not None and rule.unit.is_shared(context.tp.size):
+        sharing = context.tp_shares.get(context.tp.size // rule.unit.count)
+        return GroupedHeadsLinear.from_units(module, context.tp, rule.unit, sharing, sequence_dim=context.sequence_dim)
     return ColumnParallelLinear.from_linear(module, context.tp, gather_output=False, sequence_dim=context.sequence_dim)
 
 

@@ -49,7 +49,8 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
     if parallel.zero:
         shards = parallel.zero_shards * parallel.cp
         zero = Shard((at.dp * parallel.cp + at.cp) % shards, shards)
-        experts = Shard(at.dp // parallel.ep * parallel.cp + at.cp, parallel.dp // parallel.ep * parallel.cp)
+        copies = max(1, parallel.zero_shards // parallel.ep) * parallel.cp
+        experts = Shard((at.dp // parallel.ep * parallel.cp + at.cp) % copies, copies)
     return Place(Shard(at.tp, parallel.tp), Shard(at.dp % parallel.ep, parallel.ep), zero, experts)
 
 

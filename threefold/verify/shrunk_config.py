@@ -1,7 +1,7 @@
 """Configs for verification: shrunk so that every layout runs in minutes, and the config of each layout."""
 
 from collections.abc import Iterable, Sequence
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 
 from threefold.config import Config, resolve
@@ -74,7 +74,9 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
     groups = min(model.num_key_value_heads, lcm(2, tp))
     if model.num_key_value_heads % groups or groups % tp:
         groups = model.num_key_value_heads
-    heads = groups * min(model.num_attention_heads // model.num_key_value_heads, _SERVED)
+    sharing = tp // gcd(groups, tp)  # ranks of one key-value head, which divide among them the heads that it serves
+    served = model.num_attention_heads // model.num_key_value_heads
+    heads = groups * min(served, -(-_SERVED // sharing) * sharing)
     head_dim = min(model.head_dim, _HEAD_DIM - model.head_dim % 2)
     hidden = max(1, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_dim)))
 

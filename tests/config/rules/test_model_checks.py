@@ -110,8 +110,9 @@ def test_sizes_that_do_not_fit(model: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
     ("model", "parallel", "expected"),
     [
-        (llama(num_key_value_heads=2), {"tp": 4}, "parallel.tp is 4 but must divide model.num_key_value_heads 2; use 2."),
-        (llama(num_attention_heads=8, num_key_value_heads=2), {"tp": 5}, "parallel.tp is 5 but must divide model.num_attention_heads 8; use 2."),
+        (llama(num_attention_heads=12, num_key_value_heads=6), {"tp": 4}, "parallel.tp is 4 but must divide model.num_key_value_heads 6 or be a multiple of it; use 3."),
+        (llama(num_attention_heads=12, num_key_value_heads=3, hidden_size=288), {"tp": 2}, "parallel.tp is 2 but must divide model.num_key_value_heads 3 or be a multiple of it; use 1."),
+        (llama(num_attention_heads=8, num_key_value_heads=2), {"tp": 5}, "parallel.tp is 5 but must divide model.num_attention_heads 8; use 4."),
         (mixture(expert_ffn_hidden_size=9), {"tp": 2}, "model.expert_ffn_hidden_size is 9 but must be a multiple of parallel.tp 2; use 8."),
         (mixture(shared_expert_ffn_hidden_size=9), {"tp": 2}, "model.shared_expert_ffn_hidden_size is 9 but must be a multiple of parallel.tp 2; use 8."),
         (llama(), {"ep": 2, "dp": 2}, "parallel.ep is 2 but model.num_experts is 0, so there are none to share; use 1."),
@@ -124,6 +125,11 @@ def test_layouts_that_do_not_divide_the_model(model: dict[str, Any], parallel: d
     axis, nearest = ("ep" if "ep" in parallel else "tp"), int(expected.rstrip(".").split()[-1])
     mended = ({**model, "expert_ffn_hidden_size": 8, "shared_expert_ffn_hidden_size": 8}, parallel)
     resolved(*(mended if "_ffn_" in expected else (model, {**parallel, axis: nearest})))
+
+
+@pytest.mark.parametrize(("key_value", "tp"), [(2, 4), (1, 4), (1, 8), (4, 8), (2, 8)])
+def test_key_value_heads_may_be_on_several_ranks(key_value: int, tp: int) -> None:
+    assert resolved(llama(num_key_value_heads=key_value), {"tp": tp}).parallel.tp == tp
 
 
 def test_more_tensor_ranks_than_tokens() -> None:

@@ -33,6 +33,14 @@ def slow(case: Case) -> Any:
         slow(over(2, 1, 1, ("parallel.zero", 1), ep=2)),
         slow(over(2, 1, 2, ("parallel.zero", 2), ep=2, cp=2)),
         replace(over(4, 1, 1, ep=4), dtype="fp32"),
+        over(4, 1, 1, ("parallel.zero", 3), ("parallel.zero_shards", 2), ep=2),
+        slow(over(4, 2, 1, *SHARED, ("parallel.zero", 1), ("parallel.zero_shards", 2), ep=2)),
+        slow(over(8, 1, 1, ("parallel.zero", 2), ("parallel.zero_shards", 4), ep=2)),
+        slow(over(8, 1, 1, ("parallel.zero", 3), ("parallel.zero_shards", 2), ep=4)),
+        slow(over(4, 1, 1, ("parallel.zero", 2), ("parallel.zero_shards", 2), ep=2, cp=2)),
+        slow(over(4, 1, 1, ("parallel.zero", 1), ("parallel.zero_shards", 1), ep=2, cp=2)),
+        slow(over(4, 1, 2, ("parallel.zero", 1), ("parallel.zero_shards", 2), ep=2)),
+        slow(over(8, 1, 1, ("parallel.zero", 2), ("parallel.zero_shards", 4), ep=2, optimizer="muon")),
     ],
     ids=[
         "ep2",
@@ -47,8 +55,16 @@ def slow(case: Case) -> Any:
         "ep2-zero1",
         "ep2-pp2-cp2-zero2",
         "ep4-fp32",
+        "ep2-dp4-zero3-hybrid",
+        "ep2-dp4-tp2-zero1-hybrid",
+        "ep2-dp8-zero2-hybrid4",
+        "ep4-dp8-zero3-hybrid2",
+        "ep2-dp4-cp2-zero2-hybrid",
+        "ep2-dp4-cp2-zero1-hybrid1",
+        "ep2-dp4-pp2-zero1-hybrid",
+        "ep2-dp8-zero2-hybrid4-muon",
     ],
-    quick=(0, 3, 8),
+    quick=(0, 3, 8, 12),
 )
 def test_a_layout_trains_what_one_process_trains(
     pool: WorkerPool, expected: Callable[[Case], Trace], case: Case

@@ -3,7 +3,7 @@
 from math import lcm, log2
 
 from threefold.config.config_error import problem
-from threefold.config.divisors import nearest_divisor, nearest_multiple
+from threefold.config.divisors import divisors, nearest_divisor, nearest_multiple
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, hyper_parameters
 from threefold.config.rules.compatibility import check_together
 from threefold.config.rules.model_checks import check_division, check_model
@@ -51,10 +51,15 @@ def _check_zero(config: Config) -> None:
     if parallel.dp % parallel.zero_shards:
         nearest = nearest_divisor(parallel.zero_shards, parallel.dp)
         raise problem(config, "parallel.zero_shards", f"must divide parallel.dp {parallel.dp}; use {nearest}")
+    if parallel.zero_shards % parallel.ep and parallel.ep % parallel.zero_shards:
+        rule = (
+            f"must be a multiple or a divisor of parallel.ep {parallel.ep}, whose replicas share a copy of the experts"
+        )
+        raise problem(config, "parallel.zero_shards", f"{rule}; use {_nearest_shards(config)}")
     if parallel.zero_shards * parallel.cp == 1:
         rule = f"zero_shards 1 disables sharding and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
         raise problem(config, "parallel.zero_shards", rule)
-    copies = parallel.dp // parallel.ep * parallel.cp
+    copies = max(1, parallel.zero_shards // parallel.ep) * parallel.cp
     if parallel.ep > 1 and config.model.hidden_size % copies:
         rule = f"the {copies} ranks with the same experts must divide model.hidden_size {config.model.hidden_size}"
         nearest = nearest_multiple(config.model.hidden_size, copies)
@@ -63,6 +68,15 @@ def _check_zero(config: Config) -> None:
     if before_last and before_last * (rows := -(-vocab // parallel.tp)) >= vocab:  # fully_shard takes no empty tensor
         rule = f"parallel.tp {parallel.tp} leaves a rank without rows of the {vocab} of model.vocab_size"
         raise problem(config, "parallel.zero", f"{rule}; use 0 or model.vocab_size {before_last * rows + 1}")
+
+
+def _nearest_shards(config: Config) -> int:
+    """The number of replicas nearest to `parallel.zero_shards` that can share a copy beside shared experts."""
+    ep, cp, given = config.parallel.ep, config.parallel.cp, config.parallel.zero_shards
+    fitting = (
+        count for count in divisors(config.parallel.dp) if count % ep == 0 or (ep % count == 0 and count * cp > 1)
+    )
+    return min(fitting, key=lambda count: (abs(count - given), count))
 
 
 def _check_sequence(config: Config) -> None:

@@ -30,15 +30,18 @@ def check_division(config: Config) -> None:
         UserError: the first rule that is broken.
     """
     model, parallel = config.model, config.parallel
-    divided = FAMILIES.load(model.architecture).make_plan(model, 1).divided_settings("tp")
-    heads = {key: count for key, count in divided.items() if key.endswith("_heads")}
-    for key, count in divided.items():
-        if count % parallel.tp == 0:
+    plan = FAMILIES.load(model.architecture).make_plan(model, 1)
+    units = plan.units("tp")
+    heads = [key for key in units if key.endswith("_heads")]
+    for key, unit in units.items():
+        if unit.fits(parallel.tp):
             continue
         if key in heads:
-            rule = f"must divide model.{key} {count}; use {nearest_divisor(parallel.tp, gcd(*heads.values()))}"
-            raise problem(config, "parallel.tp", rule)
-        rule = f"must be a multiple of parallel.tp {parallel.tp}; use {nearest_multiple(count, parallel.tp)}"
+            multiple = " or be a multiple of it" if unit.repeated else ""
+            nearest = plan.nearest_size("tp", parallel.tp, heads)
+            raise problem(config, "parallel.tp", f"must divide model.{key} {unit.count}{multiple}; use {nearest}")
+        nearest = nearest_multiple(unit.count, parallel.tp)
+        rule = f"must be a multiple of parallel.tp {parallel.tp}; use {nearest}"
         raise problem(config, f"model.{key}", rule)
     if parallel.tp > model.vocab_size:
         raise problem(config, "parallel.tp", f"model.vocab_size is {model.vocab_size}; use at most {model.vocab_size}")

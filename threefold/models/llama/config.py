@@ -18,8 +18,9 @@ class LlamaConfig(MixtureConfig):
 
     architecture: Literal["llama"] = "llama"
     num_key_value_heads: int = derived(ge=1, le=MOST_HEADS)
-    """For `llama`: heads of keys and values, each shared by as many query heads; a divisor of `num_attention_heads` and
-    a multiple of `parallel.tp`. Default: `num_attention_heads`."""
+    """For `llama`: heads of keys and values, each shared by as many query heads; a divisor of `num_attention_heads`,
+    and a multiple of `parallel.tp`, or a divisor of it: then several ranks have each head. Default:
+    `num_attention_heads`."""
     head_dim: int = derived(ge=1, le=WIDEST)
     """For `llama`: width of a head, even. Default: `hidden_size` / `num_attention_heads`."""
     qkv_bias: bool = False

@@ -34,7 +34,8 @@ class Attention(nn.Module):
     2305.13245); optionally with QK-norm, a norm of each head's queries and keys.
 
     The rows of `qkv` are ordered by key-value head: the queries that it serves, its keys, its values; so a contiguous
-    cut is a cut between such groups.
+    cut is a cut between such groups. A rank that shares its key-value head with others has some of the queries that it
+    serves.
     """
 
     def __init__(self, config: LlamaConfig, layer: int, name: str) -> None:
@@ -52,8 +53,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
-        groups = self.qkv(x).unflatten(-1, (-1, self.served + 2, self.head_dim))  # [B, S, groups, served + 2, d]
-        q, k, v = groups.split((self.served, 1, 1), 3)
+        rows = self.qkv(x)
+        served = min(self.served, rows.shape[-1] // self.head_dim - 2)
+        groups = rows.unflatten(-1, (-1, served + 2, self.head_dim))  # [B, S, groups, served + 2, d]
+        q, k, v = groups.split((served, 1, 1), 3)
         q, k, v = (each.flatten(2, 3) for each in (q, k, v))  # [B, S, heads or groups, d]
         q, k = self.rotary(self.q_norm(q), self.k_norm(k))
         return self.proj(self.core(q, k, v, samples))

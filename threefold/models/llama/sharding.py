@@ -36,7 +36,7 @@ def llama_plan(config: LlamaConfig, sequence_length: int) -> ModelPlan:
         "embed.dropout": OverSequence(),
         "blocks.*.attn_norm": Replicated(),
         "blocks.*.attn.proj": Row(Unit("num_attention_heads", heads, (("head", d),))),
-        "blocks.*.attn.qkv": Column(Unit("num_key_value_heads", groups, group)),
+        "blocks.*.attn.qkv": Column(Unit("num_key_value_heads", groups, group, repeated=("key", "value"))),
         "blocks.*.attn.q_norm": PerHead(),
         "blocks.*.attn.k_norm": PerHead(),
         "blocks.*.attn.rotary": OverContext(),

@@ -1,7 +1,7 @@
 """Which positions of a sequence a rank works on, and the mesh axes that parallel layers are made for."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -82,6 +82,7 @@ class ShardingContext:
         ep: the replicas that share the experts.
         sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
         cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
+        tp_shares: how many neighbouring tensor ranks share a unit → these ranks.
     """
 
     tp: Axis
@@ -89,6 +90,7 @@ class ShardingContext:
     ep: Axis
     sequence_parallel: bool = False
     cp_method: str = "all-gather"
+    tp_shares: Mapping[int, Axis] = field(default_factory=dict)
 
     @property
     def cut(self) -> SequenceCut:

@@ -8,7 +8,8 @@ step; with 2, a layer's gradients are reduce-scattered after each micro-batch; w
 forward and each backward pass, too.
 
 With `zero_shards` below dp, a copy is sharded over that many replicas; ranks that hold the same shard then sum its
-gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2).
+gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share
+are sharded over those of the same experts among them.
 """
 
 from collections import Counter
@@ -42,22 +43,28 @@ from threefold.torch_private.tensors import foreach_mul_
 
 @dataclass(frozen=True)
 class ZeroSharding:
-    """The ZeRO stage and the two axes of hybrid sharding.
+    """The ZeRO stage and the axes of hybrid sharding.
 
     Attributes:
         stage: 1 shards the optimizer state, 2 gradients too, 3 weights too.
         shards: the ranks over which one copy of the state is sharded.
         replicas: the ranks that hold the same shard.
+        expert_shards, expert_replicas: the same for experts that some replicas share.
     """
 
     stage: int
     shards: Axis
     replicas: Axis
+    expert_shards: Axis
+    expert_replicas: Axis
 
 
 def make_zero_sharding(mesh: Mesh, stage: int, shards: int) -> ZeroSharding | None:
     """The sharding of `parallel.zero` and `parallel.zero_shards`; None for stage 0. Collective over the world."""
-    return ZeroSharding(stage, *mesh.shard_and_replica_axes(shards)) if stage else None
+    if not stage:
+        return None
+    axes = mesh.shard_and_replica_axes(shards)
+    return ZeroSharding(stage, *axes, *(axes if mesh.ep.size == 1 else mesh.expert_shard_and_replica_axes(shards)))
 
 
 def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -73,16 +80,16 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
         before = dict(stage.named_parameters())
         # FSDP gets this tensor rank's shard as a plain tensor, so that layers compute with plain tensors.
         replace_parameters(stage, lambda parameter: nn.Parameter(local(parameter).detach()))
-        _wrap_experts(stage, zero, mesh.expert_replicas, dtype)
+        _wrap_experts(stage, zero, dtype)
         _wrap(stage, zero, dtype)
         replace_parameters(stage, lambda parameter: _allocated(parameter, mesh.device))
         stage.to(mesh.device)  # makes torch take the new tensors over (and pad those that need it)
         for name, parameter in stage.named_parameters():
             experts = is_of_experts(before[name])
-            _describe(parameter, before[name], mesh.expert_replicas if experts else zero.shards)
+            _describe(parameter, before[name], zero.expert_shards if experts else zero.shards)
 
 
-def _wrap_experts(stage: Stage, zero: ZeroSharding, axis: Axis, dtype: torch.dtype) -> None:
+def _wrap_experts(stage: Stage, zero: ZeroSharding, dtype: torch.dtype) -> None:
     """Shard experts over the ranks that hold the same ones."""
     for module in stage.modules():
         experts = unwrapped(module)
@@ -91,12 +98,12 @@ def _wrap_experts(stage: Stage, zero: ZeroSharding, axis: Axis, dtype: torch.dty
             places = {weight: Shard(rule.uncut_dim(name)) for name, weight in experts.named_parameters()}
             fully_shard(
                 module,
-                mesh=axis.device_mesh,
+                mesh=zero.expert_shards.device_mesh,
                 reshard_after_forward=zero.stage == 3,
                 mp_policy=_policy(stage, dtype),
                 shard_placement_fn=places.get,
             )
-            _set_up(module, axis)
+            _set_up(module, zero.expert_shards)
 
 
 def _policy(stage: Stage, dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -164,13 +171,14 @@ class ShardedGradients(Gradients):
         self._zero = zero
         self._roots = [stage for stage in stages if isinstance(stage, FSDPModule)]
         self._parameters = {local(stored(parameter)): parameter for stage in stages for parameter in stage.parameters()}
+        self._experts = {leaf for leaf, parameter in self._parameters.items() if is_of_experts(stored(parameter))}
         self._gradients: dict[Tensor, Tensor] = {}
 
     def __getitem__(self, leaf: Tensor) -> Tensor:
         return self._gradients[leaf]
 
     def is_in_norm(self, leaf: Tensor) -> bool:
-        return self._zero.replicas.is_first
+        return self._replicas(leaf in self._experts).is_first
 
     def begin(self, arrivals: int | None) -> None:
         self._gradients.clear()
@@ -204,7 +212,13 @@ class ShardedGradients(Gradients):
             module.reshard()
 
     def _sum_over_replicas(self) -> None:
-        self._zero.replicas.all_reduce_together_(list(self._gradients.values()))
+        for experts in (False, True):
+            gradients = [grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts]
+            self._replicas(experts).all_reduce_together_(gradients)
+
+    def _replicas(self, experts: bool) -> Axis:
+        """The ranks that have the same shards, of experts or of other weights."""
+        return self._zero.expert_replicas if experts else self._zero.replicas
 
     def _modules(self) -> Iterator[FSDPModule]:
         for root in self._roots:
