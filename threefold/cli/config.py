@@ -91,9 +91,19 @@ def reference() -> None:
     typer.echo(markdown(), nl=False)
 
 
-@app.command()
-def compatibility() -> None:
-    """Print which features can be combined, as Markdown."""
-    from threefold.config.rules.features import markdown
+FeatureNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 compile. Default: all, as a page."),
+]
 
-    typer.echo(markdown(), nl=False)
+
+@app.command()
+def compatibility(features: FeatureNames = None) -> None:
+    """Print whether FEATUREs can be combined and, if not, why and what to use instead; of one, with which it cannot."""
+    from threefold.config.rules.compatibility_page import answers, features_named, markdown
+
+    if not features:
+        typer.echo(markdown(), nl=False)
+        return
+    for answer in answers(features_named(features)):
+        typer.echo(answer)

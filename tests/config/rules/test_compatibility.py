@@ -15,7 +15,8 @@ import pytest
 
 from threefold.config import Config
 from threefold.config.rules.compatibility import RULES
-from threefold.config.rules.features import FEATURES, SIXTEEN_BIT, Cell, Feature, cells, config_with, markdown
+from threefold.config.rules.compatibility_page import CONDITIONS, Condition, answers, features_named, markdown, refusals
+from threefold.config.rules.features import FEATURES, SIXTEEN_BIT, Cell, Feature, cells, config_with
 from threefold.errors import UserError
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import GRADIENT, LOSS, Error
@@ -25,6 +26,7 @@ from threefold.verify.reference import write_trace
 
 PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 CELLS = list(cells())
+REFUSALS = refusals(CELLS)
 WORKING = [cell for cell in CELLS if cell.works]
 RANKS, STEPS = 8, 2
 EXACT = 1e-12
@@ -170,6 +172,44 @@ def test_what_does_not_work_has_a_rule_and_what_has_a_rule_does_not_work() -> No
 def test_every_rule_has_a_cell() -> None:
     used = {cell.rule for cell in CELLS}
     assert [(rule.first, rule.second) for rule in RULES if rule not in used] == []
+
+
+def test_the_table_of_refusals_holds_exactly_the_pairs_that_are_refused() -> None:
+    """Each reason once, and what to use instead of it."""
+    listed = [frozenset((one, other)) for each in REFUSALS for one in each.first for other in each.second]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {pair_of(cell.first, cell.second) for cell in CELLS if not cell.works}
+    assert all(each.instead and each.why for each in REFUSALS)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["zero3", "compile"], ["zero3 and compile cannot be combined: parallel.zero is 3 but train.compile is true"]),
+        (["zero3", "tp", "ep"], ["zero3 and tp and ep can be combined."]),
+        (["zero1", "zero3"], ["zero1 and zero3 cannot be combined: both are values of parallel.zero; choose one."]),
+        (["dropout"], ["dropout (dropout) goes together with all other features."]),
+        (["pure-bf16"], ["not with compressed: parallel.gradient_compression is fp16 but precision.master_weights"]),
+    ],
+    ids=str,
+)
+def test_whether_some_features_go_together(names: list[str], expected: list[str]) -> None:
+    found = list(answers(features_named(names)))
+    assert len(found) == len(expected)
+    assert all(answer.startswith(start) for answer, start in zip(found, expected, strict=True))
+
+
+def test_a_feature_that_there_is_not_is_named_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"^'zero4' is no feature but must be one of dp, .*; the nearest is zero3\.$"):
+        features_named(["tp", "zero4"])
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: f"{condition.first}+{condition.second}")
+def test_a_condition_that_is_broken_is_refused_and_names_a_value_that_works(condition: Condition) -> None:
+    pair = features_named([condition.first, condition.second])
+    config_with(pair)
+    with pytest.raises(UserError, match=r" but .*; use "):
+        config_with(pair, condition.broken)
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)

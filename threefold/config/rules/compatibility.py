@@ -73,16 +73,6 @@ RULES: tuple[Rule, ...] = (
         "train.compile is true and gathering weights cannot be compiled; use 0 or compile false",
     ),
     Rule(
-        "hybrid",
-        "ep",
-        "parallel.zero_shards",
-        lambda config: (
-            config.parallel.zero > 0 and config.parallel.ep > 1 and config.parallel.zero_shards < config.parallel.dp
-        ),
-        "parallel.ep is {config.parallel.ep}, and experts and other weights would have copies in different places; use "
-        "{config.parallel.dp} or ep 1",
-    ),
-    Rule(
         "compile",
         "experts",
         "train.compile",

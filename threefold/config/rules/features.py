@@ -1,6 +1,7 @@
 """Every feature that may be combined with others, its settings, and which combinations are supported.
 
-The table in docs/compatibility.md is made from here and from the checks of a config; the test suite runs every pair.
+The page docs/compatibility.md is made from here and from the checks of a config (`compatibility_page.py`); the test
+suite runs every pair.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,8 +25,9 @@ class Feature:
     """Something to switch on.
 
     Attributes:
-        name: short, as in the table.
+        name: short, as in the tables.
         title: what it is.
+        group: the heading that it stands under.
         settings: what switches it on.
         needs: the settings that it requires, at least; another feature may require larger ones.
         part_of: names that rules may call it by too: what it is a kind of, and what it needs.
@@ -33,6 +35,7 @@ class Feature:
 
     name: str
     title: str
+    group: str
     settings: Settings
     needs: Settings = field(default_factory=dict)
     part_of: tuple[str, ...] = ()
@@ -51,13 +54,14 @@ def _schedule(row: TorchSchedule) -> Feature:
     needs = {"parallel.pp": 2, "train.gradient_accumulation_steps": micro_batches}
     deferring = ("zero-bubble",) if row.defers_weight_gradients and row.name != "zero-bubble" else ()
     title = f"pipeline schedule `{row.name}`"
-    return Feature(row.name, title, {"parallel.schedule": row.name}, needs, ("pp", *deferring))
+    return Feature(row.name, title, "Pipeline schedules", {"parallel.schedule": row.name}, needs, ("pp", *deferring))
 
 
 def _zero(stage: int, shares: str) -> Feature:
     return Feature(
         f"zero{stage}",
         f"ZeRO stage {stage}: {shares} shared",
+        "ZeRO",
         {"parallel.zero": stage},
         {"parallel.dp": 2},
         ("dp", "zero"),
@@ -65,14 +69,20 @@ def _zero(stage: int, shares: str) -> Feature:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("dp", "data parallelism", {"parallel.dp": 2}),
-    Feature("tp", "tensor parallelism", {"parallel.tp": 2}),
-    Feature("pp", "pipeline parallelism, schedule `1f1b`", {"parallel.pp": 2}),
+    Feature("dp", "data parallelism", "Axes", {"parallel.dp": 2}),
+    Feature("tp", "tensor parallelism", "Axes", {"parallel.tp": 2}),
+    Feature("pp", "pipeline parallelism, schedule `1f1b`", "Axes", {"parallel.pp": 2}),
     Feature(
-        "cp", "context parallelism, keys and values gathered", {"parallel.cp_method": "all-gather"}, {"parallel.cp": 2}
+        "cp",
+        "context parallelism, keys and values gathered",
+        "Axes",
+        {"parallel.cp_method": "all-gather"},
+        {"parallel.cp": 2},
     ),
-    Feature("ring", "context parallelism as a ring", {"parallel.cp_method": "ring"}, {"parallel.cp": 2}, ("cp",)),
-    Feature("sp", "sequence parallelism", {"parallel.sequence_parallel": True}, {"parallel.tp": 2}, ("tp",)),
+    Feature(
+        "ring", "context parallelism as a ring", "Axes", {"parallel.cp_method": "ring"}, {"parallel.cp": 2}, ("cp",)
+    ),
+    Feature("sp", "sequence parallelism", "Axes", {"parallel.sequence_parallel": True}, {"parallel.tp": 2}, ("tp",)),
     *(_schedule(row) for row in SCHEDULES.values() if row.name != "1f1b"),
     _zero(1, "optimizer states"),
     _zero(2, "optimizer states and gradients"),
@@ -80,6 +90,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "hybrid",
         "ZeRO among some of the replicas",
+        "ZeRO",
         {"parallel.zero_shards": 2},
         {"parallel.dp": 4, "parallel.zero": 1},
         ("dp", "zero"),
@@ -87,39 +98,48 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "selective",
         "attention computed again in the backward pass",
+        "Memory",
         {"train.recompute": "selective"},
         {},
         ("recompute",),
     ),
-    Feature("full", "blocks computed again in the backward pass", {"train.recompute": "full"}, {}, ("recompute",)),
-    Feature("chunked", "the logits some columns at a time", {"train.loss_chunk_size": 5}),
-    Feature("bf16", "bf16 with fp32 masters", {"precision.dtype": "bf16", "precision.master_weights": True}),
-    Feature("fp16", "fp16 with a loss scale and fp32 masters", {"precision.dtype": "fp16"}),
+    Feature(
+        "full", "blocks computed again in the backward pass", "Memory", {"train.recompute": "full"}, {}, ("recompute",)
+    ),
+    Feature("chunked", "the logits some columns at a time", "Memory", {"train.loss_chunk_size": 5}),
+    Feature(
+        "bf16", "bf16 with fp32 masters", "Precision", {"precision.dtype": "bf16", "precision.master_weights": True}
+    ),
+    Feature("fp16", "fp16 with a loss scale and fp32 masters", "Precision", {"precision.dtype": "fp16"}),
     Feature(
         "pure-bf16",
         "bf16 without fp32 masters",
+        "Precision",
         {"precision.dtype": "bf16", "precision.master_weights": False},
     ),
     Feature(
         "compressed",
         "gradients summed in 16 bits",
+        "Precision",
         {"parallel.gradient_compression": "fp16"},
         {"parallel.dp": 2, "precision.dtype": "fp32"},
         ("dp", "compression"),
     ),
-    Feature("compile", "compiled layers", {"train.compile": True}),
-    Feature("tied", "tied embeddings", {"model.tie_embeddings": True}),
-    Feature("documents", "attention that stops at documents", {"data.separate_documents": True}),
-    Feature("rope", "rotary positions", {"model.position_embedding": "rope"}),
+    Feature("compile", "compiled layers", "Compilation and accumulation", {"train.compile": True}),
+    Feature("tied", "tied embeddings", "Model", {"model.tie_embeddings": True}),
+    Feature("documents", "attention that stops at documents", "Model", {"data.separate_documents": True}),
+    Feature("rope", "rotary positions", "Model", {"model.position_embedding": "rope"}),
     Feature(
         "llama",
         "GQA, QK-norm, a sliding window, SwiGLU",
+        "Model",
         {"model.architecture": "llama"},
         {"model.num_key_value_heads": 2, "model.sliding_window": 5, "model.qk_norm": True},
     ),
     Feature(
         "experts",
         "a mixture of experts with a capacity and its losses",
+        "Model",
         {"model.num_experts": 4},
         {
             "model.architecture": "llama",
@@ -131,12 +151,18 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "ep",
         "experts shared among replicas",
+        "Axes",
         {"parallel.ep": 2},
         {"parallel.dp": 2, "model.num_experts": 4, "model.architecture": "llama"},
         ("dp", "experts"),
     ),
-    Feature("dropout", "dropout", {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}),
-    Feature("accumulation", "several micro-batches a step", {"train.gradient_accumulation_steps": 2}),
+    Feature("dropout", "dropout", "Model", {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}),
+    Feature(
+        "accumulation",
+        "several micro-batches a step",
+        "Compilation and accumulation",
+        {"train.gradient_accumulation_steps": 2},
+    ),
 )
 SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "compressed")
 """Features that compute or sum in 16 bits, whose results are near those of fp64 but not equal up to its rounding."""
@@ -160,8 +186,12 @@ _BASE: dict[str, Settings] = {
 """A small model with nothing switched on."""
 
 
-def config_with(features: Iterable[Feature]) -> Config:
+def config_with(features: Iterable[Feature], further: Settings | None = None) -> Config:
     """A small config with these features on, resolved.
+
+    Args:
+        features: to switch on.
+        further: settings that override theirs.
 
     Raises:
         UserError: they cannot be combined.
@@ -176,7 +206,7 @@ def config_with(features: Iterable[Feature]) -> Config:
             counts = isinstance(value, int) and not isinstance(value, bool) and key != "parallel.zero"
             settings[key] = max(value, settings.get(key, value)) if counts else value
     sections = {name: dict(values) for name, values in _BASE.items()}
-    for key, value in settings.items():
+    for key, value in {**settings, **(further or {})}.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
     return resolve(config_of(sections), vocab_size=1)
@@ -218,52 +248,3 @@ def cells() -> Iterator[Cell]:
             yield Cell(first, second)
         except UserError as error:
             yield Cell(first, second, str(error))
-
-
-_INTRODUCTION = """\
-# Compatibility of features
-
-<!-- Written by `make docs` from threefold/config/rules/features.py and compatibility.py. -->
-
-✓: the two together give the results of one process, up to rounding; the test suite runs every such pair. A number: the
-config is refused before any worker starts, with a sentence such as the one below. –: two values of one setting.
-"""
-
-
-def markdown() -> str:
-    """The page: the features, the table of every pair, the reasons."""
-    found = {frozenset((cell.first.name, cell.second.name)): cell for cell in cells()}
-    reasons: dict[Rule | None, str] = {}
-    for cell in found.values():
-        if not cell.works:
-            reasons.setdefault(cell.rule, cell.reason)
-    numbers = {rule: str(number) for number, rule in enumerate(reasons, 1)}
-    lines = [_INTRODUCTION, "| | feature | switched on by |", "|---|---|---|"]
-    lines += [f"| **{feature.name}** | {feature.title} | {_switches(feature)} |" for feature in FEATURES]
-    lines += ["", "| | " + " | ".join(feature.name for feature in FEATURES) + " |", "|---|" + ":-:|" * len(FEATURES)]
-    for row in FEATURES:
-        others = ((column, found.get(frozenset((row.name, column.name)))) for column in FEATURES)
-        marks = (_alone(row is column) if cell is None else _mark(cell, numbers) for column, cell in others)
-        lines.append(f"| **{row.name}** | " + " | ".join(marks) + " |")
-    lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons.values(), 1))]
-    return "\n".join(lines) + "\n"
-
-
-def _switches(feature: Feature) -> str:
-    given = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in feature.settings.items())
-    needs = ", ".join(
-        f"`{key}` {_yaml(value)}" + (" or more" if type(value) is int else "") for key, value in feature.needs.items()
-    )
-    return f"{given}; needs {needs}" if needs else given
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _alone(same: bool) -> str:
-    return " " if same else "–"
-
-
-def _mark(cell: Cell, numbers: dict[Rule | None, str]) -> str:
-    return "✓" if cell.works else numbers[cell.rule]
