@@ -17,7 +17,7 @@ from threefold.inference.model import Trained
 from threefold.inference.sampling import Sampling
 from threefold.models.gpt import huggingface as gpt
 from threefold.models.gpt.config import Activation
-from threefold.models.layers.activation import ACTIVATIONS
+from threefold.ops.activation import ACTIVATIONS
 
 TOLERANCE = 1e-5
 SHARD = 20_000  # bytes: several files for every model here

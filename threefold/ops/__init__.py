@@ -1,1 +1,2 @@
-"""Faster kernels for operations that torch has: linear layers, attention and cross-entropy on a CPU."""
+"""Faster kernels for operations that torch has: linear layers, attention and cross-entropy on a CPU; and activation
+functions by name."""

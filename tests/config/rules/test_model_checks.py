@@ -110,7 +110,7 @@ def test_sizes_that_do_not_fit(model: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
     ("model", "parallel", "expected"),
     [
-        (llama(num_attention_heads=12, num_key_value_heads=6), {"tp": 4}, "parallel.tp is 4 but must divide model.num_key_value_heads 6 or be a multiple of it; use 3."),
+        (llama(num_attention_heads=12, num_key_value_heads=6, hidden_size=288), {"tp": 4}, "parallel.tp is 4 but must divide model.num_key_value_heads 6 or be a multiple of it; use 3."),
         (llama(num_attention_heads=12, num_key_value_heads=3, hidden_size=288), {"tp": 2}, "parallel.tp is 2 but must divide model.num_key_value_heads 3 or be a multiple of it; use 1."),
         (llama(num_attention_heads=8, num_key_value_heads=2), {"tp": 5}, "parallel.tp is 5 but must divide model.num_attention_heads 8; use 4."),
         (mixture(expert_ffn_hidden_size=9), {"tp": 2}, "model.expert_ffn_hidden_size is 9 but must be a multiple of parallel.tp 2; use 8."),

@@ -9,10 +9,10 @@ decides its masks.
 from torch import Tensor, nn
 
 from threefold.models.gpt.config import GPTConfig
-from threefold.models.layers.activation import ACTIVATIONS
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear, PositionEmbedding, SampleInfo
 from threefold.models.layers.rope_scaling import rope_scaling
+from threefold.ops.activation import ACTIVATIONS
 from threefold.random.dropout import Dropout
 
 
