@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from threefold.errors import UserError
     from threefold.launch.failure import RankFailed
     from threefold.models.loss_terms import CountedLoss, LossTerm
+    from threefold.parallel.pipeline.partition import (
+        layers_by_rank,
+        partition_by_class,
+        partition_by_cost,
+        partition_uniform,
+        partition_uniform_chunks,
+    )
     from threefold.parallel.tensor.functional import Splitter, split
     from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from threefold.parallel.tensor.loss import ParallelCrossEntropy
@@ -45,8 +52,13 @@ __all__ = [
     "UserError",
     "VocabParallelEmbedding",
     "init_mesh",
+    "layers_by_rank",
     "load_config",
     "notebook_launcher",
+    "partition_by_class",
+    "partition_by_cost",
+    "partition_uniform",
+    "partition_uniform_chunks",
     "run",
     "sample_keys",
     "spawn",
@@ -71,8 +83,13 @@ _MODULES: Final = {
     "UserError": "errors",
     "VocabParallelEmbedding": "parallel.tensor.layers",
     "init_mesh": "api.mesh",
+    "layers_by_rank": "parallel.pipeline.partition",
     "load_config": "config",
     "notebook_launcher": "api.launch",
+    "partition_by_class": "parallel.pipeline.partition",
+    "partition_by_cost": "parallel.pipeline.partition",
+    "partition_uniform": "parallel.pipeline.partition",
+    "partition_uniform_chunks": "parallel.pipeline.partition",
     "run": "api.launch",
     "sample_keys": "random.dropout",
     "spawn": "api.launch",

@@ -2,7 +2,10 @@
 
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +30,10 @@ def test_importing_the_package_imports_no_torch() -> None:
 def test_a_name_that_does_not_exist_proposes_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"has no attribute 'load_confg'; did you mean 'load_config'\?"):
         threefold.load_confg  # noqa: B018
+
+
+def test_the_package_says_that_it_has_types() -> None:
+    """PEP 561: the marker lies in the package, and in what is built of it."""
+    assert files("threefold").joinpath("py.typed").is_file()
+    packaged = tomllib.loads((Path(threefold.__file__).parents[1] / "pyproject.toml").read_text())
+    assert packaged["tool"]["setuptools"]["package-data"] == {"threefold": ["py.typed"]}

@@ -97,3 +97,16 @@ def refusal() -> str:
 
 def test_mesh_refuses_a_wrong_world(pool) -> None:
     assert all("not a multiple of tp · pp = 4" in message for message in pool.run(3, refusal))
+
+
+def test_replicas_that_share_a_copy_of_some_experts() -> None:
+    """Of eight replicas, two for each half of the experts in a group of four; or four parts, whole on each rank."""
+    layout = Layout(dp=8, ep=2)
+    assert layout.expert_shard_groups(4) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert layout.expert_shard_copy_groups(4) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    layout = Layout(dp=8, ep=4)
+    assert layout.expert_shard_groups(2) == [[rank] for rank in (0, 4, 1, 5, 2, 6, 3, 7)]
+    assert layout.expert_shard_copy_groups(2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    layout = Layout(dp=4, ep=2, cp=2)
+    assert layout.expert_shard_groups(2) == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert layout.expert_shard_copy_groups(2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
