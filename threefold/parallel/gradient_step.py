@@ -99,7 +99,7 @@ class GradientStep:
         modules = self.model.modules()
         self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
         self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
-        self._padding = 0
+        self._padding = self._samples = 0
         self._sums: TermSums | None = None
         self.runner = self._make_runner(activation)
 
@@ -130,8 +130,8 @@ class GradientStep:
             scale: what the loss is multiplied by for the backward pass (loss scaling), and gradients divided by.
 
         Returns:
-            this replica's term of the mean loss (on the last stage, zero elsewhere), and how many valid tokens, or
-            with `loss` samples, the global batch has.
+            this replica's term of the mean loss (on the last stage, zero elsewhere), and how many valid tokens the
+            global batch has; samples, where it is no `TokenBatch`.
 
         Raises:
             UserError: batch and model or loss do not fit together, or there is nothing to compute a loss of.
@@ -159,7 +159,7 @@ class GradientStep:
         """
         term, counted = self.compute_gradients(batch, step, loss, rows)
         if self._sums is not None:
-            return self._summed(self._sums, counted)
+            return self._summed(self._sums, self._samples)
         (total,) = self._sum_over_ranks(self._own_summands(term.double().view(1) * counted))
         return _of_tokens(total, counted, len(batch.labels) * self.mesh.dp.size)
 
@@ -195,9 +195,12 @@ class GradientStep:
         """This rank's samples, what the global batch counts, and what each micro-batch's loss is multiplied by."""
         if loss is not None:
             local, counted, self._sums = self._own_samples(batch, loss, rows, step)
+            self._samples = counted
+            if _is_of_tokens(batch):
+                counted, self._padding = self._count(batch)
             return local, counted, scale
         self._sums = None
-        if not isinstance(getattr(batch, "tokens", None), Tensor):
+        if not _is_of_tokens(batch):
             raise UserError(
                 f"The batch is a {type(batch).__name__} without tokens and labels, and there is no loss; give the loss "
                 "as a function of the last layer's output and the batch."
@@ -226,7 +229,7 @@ class GradientStep:
                 f"{setting} but a loss function of the user's needs whole sequences; use "
                 f"{'cp 1' if self.mesh.cp.size > 1 else 'sequence_parallel false'}."
             )
-        if isinstance(getattr(batch, "tokens", None), Tensor) and not isinstance(batch, tuple):
+        if _is_of_tokens(batch):
             rows, batch = batch.rows, tokens_and_labels(batch)
         size = batch_size(batch)
         data = map_tensors(batch, lambda tensor: tensor.to(self.mesh.device))
@@ -306,6 +309,11 @@ class GradientStep:
             None if fact is None else fact.to(device) for fact in (keys, batch.documents, weights, batch.positions)
         )
         return LocalBatch(tokens, labels, SampleInfo(*facts))
+
+
+def _is_of_tokens(batch: Any) -> bool:
+    """Whether it is a `TokenBatch`; a `NamedTuple` with such fields is a batch of the user's own."""
+    return isinstance(getattr(batch, "tokens", None), Tensor) and not isinstance(batch, tuple)
 
 
 def _of_tokens(total: float, count: int, samples: int) -> LossSums:

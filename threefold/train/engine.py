@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.models.loss_terms import LOSS, LossFunction
+from threefold.models.loss_terms import LossFunction
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
@@ -32,7 +32,7 @@ class StepResult:
         loss: mean over the valid tokens of the global batch, or as an own loss says.
         grad_norm: global norm of the gradient, before it was clipped.
         lr: the learning rate of this update.
-        tokens: valid tokens of the global batch, those without ignored labels; with an own loss its samples.
+        tokens: valid tokens of the global batch, those without ignored labels; of a batch without tokens its samples.
         skipped: whether the gradient was not finite, so that no update was made.
         loss_scale: what the loss was multiplied by for the backward pass; None where it never is.
         padding: tokens that fill the global batch's samples up to their length.
@@ -143,15 +143,18 @@ class Engine(GradientStep):
         return StepResult(loss, norm, lr, tokens, not finite, used, self._padding, self._terms)
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
-        """Summed loss and number of valid tokens of a global batch (with an own loss, the mean times its samples, and
-        their number); gradients and randomness stay as they are.
+        """Summed loss and number of valid tokens of a global batch; gradients and randomness stay as they are.
+
+        Of an own loss with one term, its sum and what it counts; of one with several, the mean times the number of
+        samples, and that.
 
         As a trained model is used: experts drop no token, whatever their capacity.
         """
         found = self.eval_batch(batch, self.loss)
-        if self.loss is not None:
+        if len(found.counts) > 1:
             return found.loss * found.samples, found.samples
-        return found.sums[LOSS], int(found.counts[LOSS])
+        (name,) = found.counts
+        return found.weighted[name], int(found.counts[name])
 
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float]:
         """The mean loss and the norm of the gradient."""
