@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from threefold.errors import UserError
     from threefold.launch.failure import RankFailed
     from threefold.models.loss_terms import CountedLoss, LossTerm
+    from threefold.models.plan import Plan
+    from threefold.models.sharding import Column, Constant, ModelPlan, Normal, PerHead, Replicated, Row, Vocab
     from threefold.parallel.pipeline.partition import (
         layers_by_rank,
         partition_by_class,
@@ -36,7 +38,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Axis",
+    "Column",
     "ColumnParallelLinear",
+    "Constant",
     "CountedLoss",
     "DataLoader",
     "DistributedBatchSampler",
@@ -44,12 +48,19 @@ __all__ = [
     "Layout",
     "LossTerm",
     "Mesh",
+    "ModelPlan",
+    "Normal",
     "ParallelCrossEntropy",
+    "PerHead",
+    "Plan",
     "RandomStreams",
     "RankFailed",
+    "Replicated",
+    "Row",
     "RowParallelLinear",
     "Splitter",
     "UserError",
+    "Vocab",
     "VocabParallelEmbedding",
     "init_mesh",
     "layers_by_rank",
@@ -67,7 +78,9 @@ __all__ = [
 
 _MODULES: Final = {
     "Axis": "comm.axis",
+    "Column": "models.sharding",
     "ColumnParallelLinear": "parallel.tensor.layers",
+    "Constant": "models.sharding",
     "CountedLoss": "models.loss_terms",
     "DataLoader": "data.map_dataset",
     "DistributedBatchSampler": "data.map_dataset",
@@ -75,12 +88,19 @@ _MODULES: Final = {
     "Layout": "comm.layout",
     "LossTerm": "models.loss_terms",
     "Mesh": "comm.mesh",
+    "ModelPlan": "models.sharding",
+    "Normal": "models.sharding",
     "ParallelCrossEntropy": "parallel.tensor.loss",
+    "PerHead": "models.sharding",
+    "Plan": "models.plan",
     "RandomStreams": "random.rng",
     "RankFailed": "launch.failure",
+    "Replicated": "models.sharding",
+    "Row": "models.sharding",
     "RowParallelLinear": "parallel.tensor.layers",
     "Splitter": "parallel.tensor.functional",
     "UserError": "errors",
+    "Vocab": "models.sharding",
     "VocabParallelEmbedding": "parallel.tensor.layers",
     "init_mesh": "api.mesh",
     "layers_by_rank": "parallel.pipeline.partition",

@@ -7,7 +7,7 @@ import pytest
 from tests.verify.support import task, verify
 from threefold.config import load_config
 from threefold.errors import UserError
-from threefold.verify.model_source import FileSource
+from threefold.models.source import FileSource
 from threefold.verify.report import DEPARTS, EQUAL, UNSPLIT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"

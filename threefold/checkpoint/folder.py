@@ -5,6 +5,7 @@ RUN/checkpoints/step_00000100/
     tensors.json          their index
     config.yaml           the resolved config of the run
     tokenizer.json        the tokenizer of its data, if that is known
+    model.py              the file of an own model, where the run's model is one
     checkpoint.json       the manifest, written last: the `Facts` below and every other file's size and checksum
 
 Version 1 had `*.distcp` and `.metadata`, as torch.distributed.checkpoint stores tensors, and no checksums.
@@ -23,11 +24,13 @@ from typing import Final
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.manifest import PARTIAL, Facts, read_manifest
 from threefold.config import Config, load_config, resolve
+from threefold.config.model import OWN
 from threefold.config.schedules import is_schedule_file
 
 FOLDER: Final = "checkpoints"
 CONFIG: Final = "config.yaml"
 TOKENIZER: Final = "tokenizer.json"
+OWN_MODEL: Final = "model.py"
 DIVERGED: Final = ".diverged"
 """Ending of a checkpoint after which the loss was not finite; kept, and never resumed from."""
 
@@ -94,7 +97,24 @@ def stored_config(path: Path) -> Config:
     config = load_config(path / CONFIG)
     if is_schedule_file(config.parallel.schedule):
         config = load_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
-    return resolve(config, 1)  # the data's vocabulary was checked when it was stored
+    return resolve(_with_own_file(config, path), 1)  # the data's vocabulary was checked when it was stored
+
+
+def _with_own_file(config: Config, path: Path) -> Config:
+    """A checkpoint's config, an own model being that of the checkpoint's own copy of its file."""
+    if config.model.architecture != OWN:
+        return config
+    copy, name = path / OWN_MODEL, config.model.file.partition(":")[2]
+    file = (f"{copy}:{name}" if name else str(copy)) if copy.is_file() else ""
+    return config.model_copy(update={"model": config.model.model_copy(update={"file": file})})
+
+
+def remembered_model(run_dir: Path) -> str | None:
+    """The file and name of the own model of a run's newest checkpoint, as `--model` takes them; None without one."""
+    for path in reversed(folders(run_dir)):
+        if (path / OWN_MODEL).is_file() and (path / CONFIG).is_file():
+            return stored_config(path).model.file or None
+    return None
 
 
 def newest(run_dir: Path) -> Checkpoint | None:

@@ -1,13 +1,18 @@
 """Whether the names and shapes of a checkpoint's tensors match the model that its config describes."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 import torch
 
 from threefold.checkpoint.tensor_names import MODEL
+from threefold.checkpoint.tensors import stored_tensors
 from threefold.config import ModelConfig
+from threefold.errors import UserError
+from threefold.files import shown
 from threefold.models.registry import make_model
+from threefold.models.sharding import ModelPlan
 
 _BLOCKS: Final = "blocks."
 _SIZES: Final[Mapping[str, tuple[str | None, ...]]] = {
@@ -31,6 +36,43 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
     """
     weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
     return next(_misfits(model, weights), None)
+
+
+def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
+    """Check that the weights of a checkpoint are those of an own model, as its file makes it now.
+
+    Args:
+        model: resolved.
+        plan: of the model.
+        checkpoint: its folder.
+
+    Raises:
+        UserError: one is missing, is unknown or has another shape.
+    """
+    weights = {
+        name.removeprefix(MODEL): shape
+        for name, (shape, _) in stored_tensors(checkpoint).items()
+        if name.startswith(MODEL)
+    }
+    with torch.device("meta"):
+        named = make_model(model).named_parameters()
+    expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in named}
+    if reason := next(_differences(expected, weights), None):
+        raise UserError(
+            f"The model of {shown(model.file)} is not the one that {checkpoint} was made with: {reason}; restore the "
+            "file, or start a new run in another folder."
+        )
+
+
+def _differences(expected: Shapes, weights: Shapes) -> Iterator[str]:
+    """What is different between the weights of a model and those that are stored, as clauses."""
+    for name in [*expected, *sorted(weights.keys() - expected.keys())]:
+        if name not in weights:
+            yield f"it has {name}, which the checkpoint lacks"
+        elif name not in expected:
+            yield f"the checkpoint has {name}, which it lacks"
+        elif weights[name] != expected[name]:
+            yield f"its {name} is {_shown(expected[name])} and the checkpoint's is {_shown(weights[name])}"
 
 
 def _misfits(model: ModelConfig, weights: Shapes) -> Iterator[str]:

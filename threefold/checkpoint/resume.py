@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import Checkpoint, folders, newest
+from threefold.checkpoint.folder import OWN_MODEL, Checkpoint, folders, newest
 from threefold.checkpoint.selection import Damaged, check_whole, select_checkpoint
 from threefold.comm.layout import Layout
 from threefold.config import Config
@@ -15,13 +15,14 @@ from threefold.data.dataset import open_dataset
 from threefold.data.mixture import whole_shares
 from threefold.data.text.text_encoding import TextRule
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import read_text, shown
 
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
 """Prefixes of settings that change no result."""
 _FREE_KEYS = frozenset(
     (
         "data.path",  # its content is compared instead
+        "model.file",  # likewise
         "data.tokenizer",
         "data.key",
         "data.cache",
@@ -150,11 +151,29 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
             f"set it to {checkpoint.step + 1} at least to resume."
         )
     warnings = [f"{key} is {now!r} from here on; up to now it was {before!r}." for key, before, now in changes]
+    warnings += [*_changed_model(checkpoint, config), *_ended_decay(choice.config, config)]
     return Resumption(
         checkpoint,
-        (*choice.warnings, *warnings, *_ended_decay(choice.config, config), *_restarted_streams(checkpoint, config)),
+        (*choice.warnings, *warnings, *_restarted_streams(checkpoint, config)),
         choice.passed,
     )
+
+
+def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
+    """A sentence if the file of an own model is another than the checkpoint's copy.
+
+    Raises:
+        UserError: its weights are others, too.
+    """
+    if not config.model.file:
+        return
+    from threefold.checkpoint.model_match import require_match
+    from threefold.models.registry import model_plan
+
+    require_match(config.model, model_plan(config.model, config.data.sequence_length), checkpoint.path)
+    file, copy = config.model.file.partition(":")[0], checkpoint.path / OWN_MODEL
+    if not copy.is_file() or read_text(Path(file)) != read_text(copy):
+        yield f"{shown(file)} has changed since {checkpoint.path}; it is used as it is now."
 
 
 def _ended_decay(stored: Config, config: Config) -> Iterator[str]:

@@ -18,6 +18,7 @@ from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, Checkpoint, folders, stored_config
 from threefold.checkpoint.manifest import Manifest, read_manifest
 from threefold.config import Config
+from threefold.config.model import OWN
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -126,8 +127,8 @@ def _inspect(path: Path) -> tuple[Checkpoint, Config]:
     shapes = {name: tensor.shape for name, tensor in index.items()}
     _check_small(manifest, data, shapes)
     config = _config(path)
-    if reason := model_mismatch(config.model, shapes):
-        raise DamagedCheckpoint(path, reason)
+    if config.model.architecture != OWN and (reason := model_mismatch(config.model, shapes)):
+        raise DamagedCheckpoint(path, reason)  # an own model's file may have changed since: `require_match`
     return Checkpoint(path, manifest.facts), config
 
 
@@ -150,7 +151,8 @@ def _more_exactly(damage: DamagedCheckpoint, shapes: "Shapes") -> DamagedCheckpo
     from threefold.checkpoint.model_match import model_mismatch
 
     try:
-        reason = model_mismatch(_config(damage.path).model, shapes)
+        model = _config(damage.path).model
+        reason = None if model.architecture == OWN else model_mismatch(model, shapes)
     except DamagedCheckpoint as unusable:
         reason = unusable.reason
     return DamagedCheckpoint(damage.path, f"{damage.reason}, and {reason}") if reason else damage

@@ -13,7 +13,7 @@ from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 
 _NOT_OF_THE_FUNCTION = frozenset(
-    ("preset", "initializer_range", "hidden_dropout", "embedding_dropout", "attention_dropout")
+    ("preset", "file", "initializer_range", "hidden_dropout", "embedding_dropout", "attention_dropout")
 )
 
 

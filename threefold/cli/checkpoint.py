@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from threefold.byte_sizes import format_bytes, parse_bytes
+from threefold.cli.options import ModelFile, model_file
 
 app = typer.Typer(help="Import and export Hugging Face models.", no_args_is_help=True)
 
@@ -63,15 +64,19 @@ def export(
             help="Data type of the weights.", show_default="the run's precision.dtype; of an imported model, its own"
         ),
     ] = None,
+    model: ModelFile = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file size, such as 500MB.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads."""
+    """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads.
+
+    Of a model of your own: its weights under its own names, beside its file.
+    """
     from threefold.cli.data_view import Bars, print_table
     from threefold.huggingface.export_hf import Export, export_model
 
     with Bars() as bars:
-        made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite), bars)
+        made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite, model_file(model)), bars)
     for warning in made.warnings:
         typer.echo(f"Warning: {warning}", err=True)
     print_table(
@@ -80,7 +85,7 @@ def export(
             ("family", made.family),
             ("after", f"{made.step:,} steps"),
             ("parameters", f"{made.parameters:,}"),
-            ("layers", f"{made.config.model.num_layers}"),
+            *((("layers", f"{blocks}"),) if (blocks := made.config.model.blocks) is not None else ()),
             ("weights", f"{made.dtype}, {format_bytes(made.bytes)}"),
             ("files", f"{made.files[0]}" + (f" and {len(made.files) - 1} more" if len(made.files) > 1 else "")),
             ("other files", ", ".join(made.texts)),

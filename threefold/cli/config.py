@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from threefold.cli.options import ConfigFile, Overrides
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, with_model
 from threefold.errors import UserError
 
 app = typer.Typer(help="Show, size and convert configs.", no_args_is_help=True)
@@ -23,13 +23,13 @@ def show(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def size(config: ConfigFile, overrides: Overrides = None) -> None:
+def size(config: ConfigFile, model: ModelFile = None, overrides: Overrides = None) -> None:
     """Print the parameter count of CONFIG's model and the memory of each rank's shards, without starting any."""
     from threefold.cli.size_view import print_size
     from threefold.config import load_config
     from threefold.config.resolve import check_settings
 
-    given = load_config(config, overrides or ())
+    given = load_config(config, with_model(overrides, model))
     check_settings(given)
     from threefold.data.vocabulary import resolve_without_data
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, SpecialTokensName, TensorRanks
+from threefold.cli.options import (
+    DeviceName,
+    DtypeName,
+    ModelFile,
+    PipelineRanks,
+    RunFolder,
+    SpecialTokensName,
+    TensorRanks,
+    model_file,
+)
 
 if TYPE_CHECKING:
     from threefold.inference.eval_tasks import EncodedTexts, EvalTask, Metric
@@ -45,6 +54,7 @@ def evaluate(
     dp: Annotated[
         int, typer.Option("--dp", min=1, help="Data-parallel replicas; each evaluates a part of the windows.")
     ] = 1,
+    own_model: ModelFile = None,
     tp: TensorRanks = 1,
     pp: PipelineRanks = 1,
     dtype: DtypeName = "fp32",
@@ -59,7 +69,7 @@ def evaluate(
     from threefold.inference.prompt_files import read_texts
     from threefold.launch.inference_run import InferenceRun
 
-    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device)
+    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, model_file(own_model))
     counted = loss_tokens or inference.trained.config.data.loss_tokens
     chosen = _task(task, _context(context, inference), stride, counted)
     if json is not None:

@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.cli.options import DeviceName, DtypeName, PipelineRanks, RunFolder, SpecialTokensName, TensorRanks
+from threefold.cli.options import (
+    DeviceName,
+    DtypeName,
+    ModelFile,
+    PipelineRanks,
+    RunFolder,
+    SpecialTokensName,
+    TensorRanks,
+    model_file,
+)
 from threefold.cli.streams import read_standard_input
 from threefold.errors import OutputLost
 
@@ -37,6 +46,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 16,
     special_tokens: SpecialTokensName = None,
     show_special: Annotated[bool, typer.Option("--show-special", help="Also print special tokens.")] = False,
+    own_model: ModelFile = None,
     tp: TensorRanks = 1,
     pp: PipelineRanks = 1,
     dtype: DtypeName = "fp32",
@@ -58,7 +68,7 @@ def generate(
     request = GenerationRequest(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
-    inference = InferenceRun.prepare(run, Layout(tp=tp, pp=pp), dtype, device)
+    inference = InferenceRun.prepare(run, Layout(tp=tp, pp=pp), dtype, device, model_file(own_model))
     given = given or [read_standard_input().rstrip("\n")]
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]

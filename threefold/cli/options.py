@@ -1,5 +1,7 @@
 """Parameters that several commands share."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,6 +11,10 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; d
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated."),
+]
+ModelFile = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FILE.py[:NAME]", help="A model of your own, from a Python file."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 TensorRanks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
@@ -29,3 +35,28 @@ SpecialTokensName = Annotated[
 DeviceName = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="auto: GPUs if there is one per rank.")
 ]
+
+
+def with_model(overrides: Sequence[str] | None, model: str | None) -> list[str]:
+    """The overrides of a command, with those that `--model` stands for.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    file = model_file(model)
+    own = [] if file is None else ["model.architecture=own", f"model.file={json.dumps(file)}"]
+    return [*(overrides or ()), *own]
+
+
+def model_file(model: str | None) -> str | None:
+    """What `--model` names, with the whole path of the file.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if model is None:
+        return None
+    from threefold.config.model_file import split_model_file
+
+    file, name = split_model_file(model)
+    return f"{file}:{name}" if name else str(file)

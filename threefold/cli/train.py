@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from threefold.cli.data_view import Bars
-from threefold.cli.options import ConfigFile, Overrides
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, with_model
 from threefold.errors import OutputLost
 from threefold.files import shown
 
@@ -50,6 +50,7 @@ def train(
         Path | None,
         typer.Option(metavar="RUN", help="Run folder.", show_default="runs/NAME for NAME.yaml"),
     ] = None,
+    model: ModelFile = None,
     overrides: Overrides = None,
     resume: Annotated[
         ResumeChoice,
@@ -76,7 +77,12 @@ def train(
             from threefold.config import load_config
             from threefold.launch.training_run import prepare_training
 
-            given = load_config(config, overrides or ())
+            given = load_config(config, with_model(overrides, model))
+            if model is None and resume is not ResumeChoice.NO and not given.model.file:
+                from threefold.checkpoint.folder import remembered_model
+
+                if remembered := remembered_model(folder):
+                    given = load_config(config, with_model(overrides, remembered))
             _require_ranks(console, given)
             with Bars() as bars:  # its thread must end before the workers are forked
                 run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars)

@@ -72,7 +72,7 @@ def verify(
         JsonView,
         TableView,
     )  # import torch, which error messages above need not wait for
-    from threefold.verify.model_source import ConfigSource, FileSource
+    from threefold.models.source import ConfigSource, FileSource
     from threefold.verify.verifier import Verification, choose_batches, verifier
 
     task = Verification(small, steps, choose_batches(given), FileSource.parse(model) if model else ConfigSource(), full)

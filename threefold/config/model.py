@@ -37,12 +37,16 @@ MOST_HEADS: Final = 2**16
 WIDEST: Final = 2**20
 WIDEST_FFN: Final = 2**24
 
+OWN: Final = "own"
+"""The family of models of a user's own file or program."""
+
 FAMILIES: Final = Registry(
     "model.architecture",
     "threefold.model_families",
     {
         "gpt": "threefold.models.gpt:FAMILY",
         "llama": "threefold.models.llama:FAMILY",
+        "own": "threefold.models.own:FAMILY",
     },
 )
 """The families of models, each a `threefold.models.family.Family`; its `config` is the class of its `model` section."""
@@ -76,7 +80,7 @@ class ModelConfig(Section):
     """A published model whose sizes are taken; settings given beside it override the preset's."""
     architecture: Annotated[str, NameIn(FAMILIES)] = "gpt"
     """The family: `gpt` (layer norms, biases, GELU), or `llama` (root-mean-square norms, rotary positions, SwiGLU), of
-    which Qwen, Mistral and, with `num_experts`, Mixtral are kinds."""
+    which Qwen, Mistral and, with `num_experts`, Mixtral are kinds; or `own`, the model of `file`."""
     num_layers: int = Field(default=8, ge=1, le=MOST_LAYERS)
     """Transformer blocks."""
     hidden_size: int = Field(default=256, ge=1, le=WIDEST)
@@ -200,6 +204,21 @@ class ModelConfig(Section):
         """Layers at the start without experts."""
         return 0
 
+    @unless_setting
+    def file(self) -> str:
+        """The Python file of an own model; empty where there is none."""
+        return ""
+
+    @unless_setting
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of an own model's constructor."""
+        return {}
+
+    @property
+    def blocks(self) -> int | None:
+        """How many blocks there are; None where the config does not say."""
+        return self.num_layers
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, from 0, has experts."""
         return self.num_experts > 0 and layer >= self.dense_layers and (layer + 1) % self.moe_every == 0
@@ -285,7 +304,8 @@ class ModelConfig(Section):
         given = {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **given}
         if cls is ModelConfig:
             name = given.get("architecture")
-            name = cls.model_fields["architecture"].default if name is None else name
+            if name is None:
+                name = OWN if given.get("file") else cls.model_fields["architecture"].default
             if isinstance(name, str) and name in FAMILIES:
                 return FAMILIES.load(name).config.model_validate(given)
         foreign = {name: kind for name in given if name not in cls.model_fields and (kind := _class_with(name))}

@@ -1,7 +1,7 @@
 """`threefold checkpoint export`: the newest checkpoint of a run to a folder of Hugging Face."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,10 +15,12 @@ from threefold.checkpoint.selection import SelectedCheckpoint, select_checkpoint
 from threefold.checkpoint.tensor_names import MODEL
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config
+from threefold.config.model import OWN
 from threefold.data.progress import Progress
 from threefold.host import return_freed_memory
 from threefold.huggingface.config_mapping import choose_type, left_out, write_model
 from threefold.huggingface.import_hf import PRECISIONS
+from threefold.huggingface.own_model import write_constructor
 from threefold.huggingface.shards import Planned, Shards
 from threefold.huggingface.sidecar_files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.sidecar_files import imported_config, write_texts
@@ -46,6 +48,7 @@ class Export:
         dtype: of the files, a key of `PRECISIONS`; None for what the run computes in, or, where it made no update, what
             each weight is stored in.
         overwrite: whether a folder at `out` is replaced.
+        model: of an own model, the file that makes it; None for the checkpoint's own copy.
     """
 
     run: Path
@@ -53,6 +56,7 @@ class Export:
     shard_bytes: int = 5_000_000_000
     dtype: str | None = None
     overwrite: bool = False
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,27 +113,31 @@ def export_model(request: Export, progress: Progress) -> Exported:
 def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> Exported:
     checkpoint, config = choice.checkpoint, choice.config
     imported = imported_config(checkpoint.path)
-    kind = choose_type(config.model, imported.get("model_type"))
+    own = config.model.architecture == OWN
+    kind = None if own else choose_type(config.model, imported.get("model_type"))
     stored = {
         name.removeprefix(MODEL): facts
         for name, facts in stored_tensors(checkpoint.path).items()
         if name.startswith(MODEL)
     }
-    weights = _by_tensor(kind, config, stored)
+    weights = dict.fromkeys(stored, None) if kind is None else _by_tensor(kind, config, stored)
     dtypes = {name: _dtype(request, checkpoint, config, dtype) for name, (_, dtype) in stored.items()}
     planned = [
         Planned(tensor, shape, dtypes[name])
         for name, slabs in weights.items()
-        for weight in slabs
-        for tensor, shape in weight.source_shapes().items()
+        for tensor, shape in _shapes(name, stored[name][0], slabs)
     ]
     total = sum(each.bytes for each in planned)
     by_bytes = {dtype: sum(each.bytes for each in planned if each.dtype == dtype) for dtype in dtypes.values()}
     dtype = str(max(by_bytes, key=lambda each: by_bytes[each])).removeprefix("torch.")
     progress.phase("Exporting", total)
     with staged_directory(request.out, inputs=[request.run], overwrite=request.overwrite) as partial:
-        values = write_model(config.model, kind, dtype, checkpoint.facts.eod, imported)
-        (partial / THEIR_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        if kind is None:
+            made = write_constructor(choice, request.model, partial)
+        else:
+            values = write_model(config.model, kind, dtype, checkpoint.facts.eod, imported)
+            (partial / THEIR_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            made = (THEIR_CONFIG,)
         texts = write_texts(checkpoint.path, partial)
         with Shards(partial, planned, request.shard_bytes) as shards:
             _write(
@@ -137,9 +145,10 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             )
             shards.finish()
     parameters = sum(prod(each.shape) for each in planned)
-    lost = left_out(config.model, kind)
-    names = (tuple(shards.names), (THEIR_CONFIG, *texts))
-    return Exported(kind.name, config, checkpoint.step, parameters, dtype, total, *names, lost, choice.warnings)
+    lost = () if kind is None else left_out(config.model, kind)
+    names = (tuple(shards.names), (*made, *texts))
+    family = "own model" if kind is None else kind.name
+    return Exported(family, config, checkpoint.step, parameters, dtype, total, *names, lost, choice.warnings)
 
 
 def _by_tensor(kind: HuggingFaceType, config: Config, stored: Stored) -> dict[str, list[WeightMap]]:
@@ -149,6 +158,15 @@ def _by_tensor(kind: HuggingFaceType, config: Config, stored: Stored) -> dict[st
     for weight in kind.weights(config.model, shapes):
         weights[weight.name].append(weight)
     return weights
+
+
+def _shapes(name: str, shape: tuple[int, ...], slabs: list[WeightMap] | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of the files that are made of one of ours, and their shapes; of an own model it is that itself."""
+    if slabs is None:
+        yield name, shape
+    else:
+        for slab in slabs:
+            yield from slab.source_shapes().items()
 
 
 def _place(name: str) -> tuple[int, int, str]:
@@ -164,14 +182,14 @@ def _dtype(request: Export, checkpoint: Checkpoint, config: Config, stored: torc
 
 
 def _write(
-    folder: Path, weights: dict[str, list[WeightMap]], facts: Stored, shards: Shards, progress: Progress
+    folder: Path, weights: Mapping[str, list[WeightMap] | None], facts: Stored, shards: Shards, progress: Progress
 ) -> None:
     for names in _batches(facts):
         ours = {name: torch.empty(facts[name][0], dtype=facts[name][1]) for name in names}
         load_tensors_alone({MODEL + name: tensor for name, tensor in ours.items()}, folder)
         for name in names:
-            for weight in weights[name]:
-                tensors = split(weight, ours[name])
+            slabs = weights[name]
+            for tensors in [{name: ours[name]}] if slabs is None else [split(slab, ours[name]) for slab in slabs]:
                 shards.write(tensors)
                 progress.advance(sum(tensor.numel() * facts[name][1].itemsize for tensor in tensors.values()))
 

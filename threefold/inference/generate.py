@@ -7,6 +7,7 @@ replace ended sequences in the same way.
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -117,7 +118,9 @@ def generate_tokens(
     waiting = deque(_sequences(prompts, request))
     rows = min(request.batch_size, len(waiting))
     longest = max((len(prompt) for prompt in prompts), default=0) + request.max_new_tokens
-    with caching(model.stage, rows, min(model.context, longest)) as cache:
+    # Which modules of an own model look at other positions is not known, so that nothing of them is kept.
+    keeping = nullcontext() if model.trained.is_own else caching(model.stage, rows, min(model.context, longest))
+    with keeping as cache:
         active = [waiting.popleft() for _ in range(rows)]
         while active:
             chosen = _choose(model, active, _next_logits(model, cache, active), request)
@@ -254,15 +257,28 @@ def _sequences(prompts: Sequence[Sequence[int]], request: GenerationRequest) -> 
         seen[text] += 1
 
 
-def _next_logits(model: Model, cache: Cache, active: list[_Sequence]) -> Tensor | None:
+def _next_logits(model: Model, cache: Cache | None, active: list[_Sequence]) -> Tensor | None:
     """Logits [B, V] of the next token of each sequence, on the last stage; None elsewhere."""
     for sequence in active:
         sequence.fit(model.context)
+    if cache is None:
+        return _logits_of_all(model, active)
     _fill(model, cache, [row for row, sequence in enumerate(active) if not sequence.is_cached], active)
     device = model.mesh.device
     cache.cursor.advance([len(sequence.tokens) - 1 - sequence.start for sequence in active], device)
     hidden = model.hidden(torch.tensor([sequence.tokens[-1:] for sequence in active]))
     return None if hidden is None else model.whole_logits(hidden[:, 0])
+
+
+def _logits_of_all(model: Model, active: list[_Sequence]) -> Tensor | None:
+    """As `_next_logits`, by computing all tokens again; those after a sequence's end are hidden by causal attention."""
+    held = [sequence.tokens[sequence.start :] for sequence in active]
+    for sequence in active:
+        sequence.is_cached = True  # when it is truncated, keep half of the context, as a model with a cache does
+    longest = max(map(len, held))
+    hidden = model.hidden(torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in held]))
+    lasts = [len(tokens) - 1 for tokens in held]
+    return None if hidden is None else model.whole_logits(hidden[torch.arange(len(held)), lasts])
 
 
 def _fill(model: Model, cache: Cache, rows: list[int], active: list[_Sequence]) -> None:
@@ -290,10 +306,12 @@ def _choose(model: Model, active: list[_Sequence], logits: Tensor | None, reques
     return found
 
 
-def _replace_ended(active: list[_Sequence], waiting: deque[_Sequence], cache: Cache, model: Model) -> list[_Sequence]:
+def _replace_ended(
+    active: list[_Sequence], waiting: deque[_Sequence], cache: Cache | None, model: Model
+) -> list[_Sequence]:
     """The sequences of the next step: waiting ones take the rows of those that have ended."""
     after = [sequence if sequence.left or not waiting else waiting.popleft() for sequence in active]
     active_rows = [row for row, sequence in enumerate(after) if sequence.left]
-    if 0 < len(active_rows) < len(after):
+    if cache is not None and 0 < len(active_rows) < len(after):
         cache.keep(active_rows, model.mesh.device)
     return [after[row] for row in active_rows]

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint
+from threefold.checkpoint.model_match import require_match
 from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
 from threefold.checkpoint.tensor_names import MODEL
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
+from threefold.comm.collectives import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
+from threefold.config.model import OWN
 from threefold.data.chat.chat_template import ChatTemplate
 from threefold.data.text.document_encoding import DocumentEncoder
 from threefold.data.text.text_encoding import SpecialTokens, TextEncoder, TextRule
@@ -28,11 +31,13 @@ from threefold.errors import UserError
 from threefold.huggingface.sidecar_files import PREFIX, end_tokens
 from threefold.models.layers.decoder import NOTHING
 from threefold.models.registry import make_model, model_plan
+from threefold.models.sharding import VocabLoss
 from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parallelize import parallelize
 from threefold.parallel.pipeline.partition import partition_by_cost
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
+from threefold.parallel.plan_check import check_tensor_axis
 
 _WORTH_THREADS = 10_000_000
 """Parameter count from which one token is enough work for several threads; smaller models are slower with them."""
@@ -46,27 +51,37 @@ class Trained:
         checkpoint: its folder and manifest.
         config: that of the checkpoint.
         warnings: a sentence that names the damaged checkpoints that were skipped, if any.
+        model: of an own model, the file that makes it; None for the checkpoint's own copy.
     """
 
     checkpoint: Checkpoint
     config: Config
     warnings: tuple[str, ...] = ()
+    model: str | None = None
 
     @classmethod
-    def find(cls, run: Path, damaged: Damaged | None = None) -> Self:
+    def find(cls, run: Path, damaged: Damaged | None = None, model: str | None = None) -> Self:
         """The newest good checkpoint of a run.
 
         Args:
             run: run folder.
             damaged: checkpoints that loading found damaged.
+            model: of an own model, the file that makes it, `FILE.py` or `FILE.py:NAME`; None for the run's own copy.
 
         Raises:
-            UserError: there is none.
+            UserError: there is none, or `model` is given and the run's model is of a family of this package.
         """
         choice = select_checkpoint(
             run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged
         )
-        return cls(choice.checkpoint, choice.config, choice.warnings)
+        config = choice.config
+        if model is not None:
+            if config.model.architecture != OWN:
+                raise UserError(
+                    f"--model is {model} but the model of {run} is a {config.model.architecture}; leave --model out."
+                )
+            config = config.model_copy(update={"model": config.model.model_copy(update={"file": model})})
+        return cls(choice.checkpoint, config, choice.warnings, model)
 
     def check(self, layout: Layout) -> None:
         """Check that the layout is supported for the model.
@@ -74,7 +89,10 @@ class Trained:
         Raises:
             UserError: it is not.
         """
-        plan = model_plan(self.config.model, 1)
+        plan = model_plan(self.config.model, self.config.data.sequence_length)
+        if self.is_own:
+            require_match(self.config.model, plan, self.checkpoint.path)
+        check_tensor_axis(plan, layout.tp, "--tp")
         for key, unit in plan.units("tp").items():
             if not unit.fits(layout.tp):
                 multiple = " or be a multiple of it" if unit.repeated else ""
@@ -88,6 +106,11 @@ class Trained:
                 f"--pp is {layout.pp} but the model has {layers} layers, its embedding and its head included; "
                 f"use {layers} at most."
             )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a user's own model, not one of a family of this package."""
+        return self.config.model.architecture == OWN
 
     @property
     def has_tokenizer(self) -> bool:
@@ -164,13 +187,14 @@ class Trained:
                 return trained._load(mesh, dtype)
             except DamagedCheckpoint as damage:
                 damaged[damage.path] = damage.reason
-                trained = from_first(mesh.world, lambda: type(self).find(self.checkpoint.run_dir, damaged))
+                trained = from_first(mesh.world, lambda: type(self).find(self.checkpoint.run_dir, damaged, self.model))
 
     def _load(self, mesh: Mesh, dtype: str) -> "Model":
         config = self.config.model
         plan = model_plan(config, self.config.data.sequence_length)
         stages = StageMap(tuple(partition_by_cost(plan.costs, mesh.pp.size)), tuple(range(mesh.pp.size)))
-        (stage,) = parallelize(lambda: make_model(config), plan, Parallelism(mesh, stages, dtype=DTYPES[dtype])).stages
+        how = Parallelism(mesh, stages, dtype=DTYPES[dtype])
+        (stage,) = parallelize(lambda: make_model(config), plan, how, seed=self.config.train.seed).stages
         weights = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
         (load_tensors_alone if mesh.is_alone else load_tensors)(weights, self.checkpoint.path)
         return Model(self, stage.eval().requires_grad_(False), mesh, DTYPES[dtype])
@@ -242,22 +266,43 @@ class Model:
         pp = self.mesh.pp
         x = tokens.to(self.mesh.device)
         if not pp.is_first:
-            shape = (*tokens.shape, self.trained.config.model.hidden_size)
+            width = self._received_width() if self.trained.is_own else self.trained.config.model.hidden_size
+            shape = (*tokens.shape, width)
             x = pp.receive_(torch.empty(shape, dtype=self.dtype, device=self.mesh.device), pp.index - 1)
         layers = self.stage.layer_names
         for name in layers[:-1] if self.stage.gives_loss else layers:
             x = self.stage.get_submodule(name)(x, NOTHING)
         if pp.is_last:
             return x
+        if self.trained.is_own:
+            pp.send(torch.tensor([x.shape[-1]], device=x.device), pp.index + 1)
         pp.send(x, pp.index + 1)
         return None
+
+    def _received_width(self) -> int:
+        """The width of the activations that the stage before sends, which no setting of an own model says."""
+        pp = self.mesh.pp
+        return int(pp.receive_(torch.empty(1, dtype=torch.int64, device=self.mesh.device), pp.index - 1))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """This tp rank's columns of the logits [..., columns], from `hidden` [..., H] on the last stage."""
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         out: Tensor = self.stage.get_submodule(self.stage.layer_names[-1])(flat)
-        return out.view(*hidden.shape[:-1], out.shape[-1])
+        if self.trained.is_own and not self._cuts_logits:
+            rows = self.trained.config.model.vocab_size
+            if out.shape[-1] != rows:
+                raise UserError(
+                    f"model.vocab_size is {rows} but the model's last layer gives {out.shape[-1]} logits; train it "
+                    f"with model.vocab_size {out.shape[-1]}."
+                )
+            out = local_part(out, self.mesh.tp, -1)
+        return out.reshape(*hidden.shape[:-1], out.shape[-1])
+
+    @cached_property
+    def _cuts_logits(self) -> bool:
+        """Whether the last layer of an own model gives each tp rank its own columns of the logits."""
+        return any(isinstance(rule, VocabLoss) for rule in self.stage.model_plan.split.values())
 
     @contextmanager
     def few_threads(self) -> Iterator[None]:

@@ -33,14 +33,28 @@ class InferenceRun:
     device: Device
 
     @classmethod
-    def prepare(cls, run_dir: Path, layout: Layout, dtype: str, device: Literal["auto", "cpu", "cuda"]) -> Self:
+    def prepare(
+        cls,
+        run_dir: Path,
+        layout: Layout,
+        dtype: str,
+        device: Literal["auto", "cpu", "cuda"],
+        model: str | None = None,
+    ) -> Self:
         """Check everything before a rank starts.
+
+        Args:
+            run_dir: run folder.
+            layout: of the ranks.
+            dtype: of weights and computation.
+            device: of the ranks; "auto" for GPUs if there is one per rank.
+            model: as of `Trained.find`.
 
         Raises:
             UserError: `run_dir` has no checkpoint, or one without a tokenizer, the layout is unsupported for the model,
                 the launcher started another number of ranks, or there are fewer GPUs than ranks.
         """
-        trained = Trained.find(run_dir)
+        trained = Trained.find(run_dir, model=model)
         trained.check(layout)
         trained.tokenizer()
         launched = find_launched_rank()

@@ -13,6 +13,7 @@ from threefold.checkpoint.resume import Resume, continues, find_resumption, has_
 from threefold.checkpoint.warm_start import find_warm_start
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
+from threefold.config.model import OWN
 from threefold.config.resolve import check_settings
 from threefold.data.dataset import open_dataset
 from threefold.data.progress import SILENT, Progress
@@ -68,6 +69,8 @@ class _Checked:
         """With the largest micro-batch size that fits into a rank's memory, unless the given settings determine it."""
         config, device = self.given, self.resolved.train.device
         if config.train.micro_batch_size is not None or config.train.gradient_accumulation_steps is not None:
+            return self.resolved
+        if config.model.architecture == OWN:  # whose activations no formula gives
             return self.resolved
         from threefold.plan.memory import largest_micro_batch  # imports torch, which no check needs
 

@@ -9,10 +9,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from threefold.config.divisors import divisors
 from threefold.models.name_pattern import Patterns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADS: Final = "heads"
+"""The name of a unit that no setting counts, but a rule itself."""
 
 
 class Cut(NamedTuple):
@@ -101,15 +107,19 @@ class Column(Split):
 
     Args:
         unit: of the output features; None where they may be cut anywhere.
+        heads: the same in short: how many heads (or other units of equal width) the output features are; 0 where they
+            may be cut anywhere. The tensor axis has to divide it.
     """
 
     unit: Unit | None = None
+    heads: int = 0
 
     parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
     needs_tensor_axis = True
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
-        return {} if self.unit is None else {"tp": self.unit}
+        unit = _unit(self.unit, self.heads)
+        return {} if unit is None else {"tp": unit}
 
 
 @dataclass(frozen=True)
@@ -118,22 +128,30 @@ class Row(Split):
 
     Args:
         unit: of the input features; None where they may be cut anywhere.
+        heads: as of `Column`, of the input features.
     """
 
     unit: Unit | None = None
+    heads: int = 0
 
     parameters = {"weight": (Cut("tp", 1),), "bias": ()}  # noqa: RUF012
     needs_tensor_axis = True
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
-        return {} if self.unit is None or parameter == "bias" else {"tp": self.unit}
+        unit = _unit(self.unit, self.heads)
+        return {} if unit is None or parameter == "bias" else {"tp": unit}
+
+
+def _unit(unit: Unit | None, heads: int) -> Unit | None:
+    return Unit(HEADS, heads) if unit is None and heads else unit
 
 
 @dataclass(frozen=True)
 class Vocab(Split):
-    """An embedding table whose rows are split, anywhere."""
+    """An embedding table whose rows are split, anywhere; or the linear layer that makes logits, split likewise, whose
+    output every rank gathers whole."""
 
-    parameters = {"weight": (Cut("tp", 0),)}  # noqa: RUF012
+    parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
     needs_tensor_axis = True
 
 
@@ -219,7 +237,28 @@ class Constant:
     value: float
 
 
-Initial = Normal | Constant
+@dataclass(frozen=True)
+class Drawn:
+    """Initial values that a function such as `torch.nn.init.xavier_uniform_` draws.
+
+    A rank holds one whole parameter at a time while it keeps its shard.
+
+    Args:
+        fill: fills a whole parameter in place, with torch's random numbers.
+    """
+
+    fill: Callable[["Tensor"], object]
+
+
+@dataclass(frozen=True)
+class AsConstructed:
+    """The initial values that the model's own constructor draws.
+
+    Every rank makes the whole model once, in its memory and not in that of its device, and keeps its shards.
+    """
+
+
+Initial = Normal | Constant | Drawn | AsConstructed
 
 
 @dataclass(frozen=True)
@@ -240,6 +279,9 @@ class ModelPlan:
             backward pass; each is in one of the layers.
         shared: groups of modules that share all their parameters, stored under the name of a group's first.
         kinds: the class of each layer, for stages with equally many layers of one class; may be left out.
+        bare: pattern of the names of parameters that are in no module of `split` → how they are cut.
+        constructed: whether buffers have the values that the model's constructor gives them; they are constants, which
+            no checkpoint has. Without, a model may have none.
 
     Raises:
         ValueError: a name shares the weights of one that itself shares another's.
@@ -253,6 +295,8 @@ class ModelPlan:
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared: tuple[tuple[str, ...], ...] = ()
     kinds: tuple[str, ...] = ()
+    bare: Mapping[str, Split] = field(default_factory=dict)
+    constructed: bool = False
 
     def __post_init__(self) -> None:
         borrowed = {user: owner for owner, *users in self.tied_groups() for user in users}
@@ -266,7 +310,9 @@ class ModelPlan:
         return Patterns(self.split)
 
     def split_of(self, parameter: str) -> Split | None:
-        """How the module of a parameter is cut; None where no pattern of `split` matches it."""
+        """How the module of a parameter is cut, or a bare parameter itself; None where no pattern matches it."""
+        if self.bare and (found := Patterns(self.bare).naming(parameter)) is not None:
+            return self.bare[found]
         found = self.patterns.deciding(parameter.rpartition(".")[0])
         return None if found is None else self.split[found]
 

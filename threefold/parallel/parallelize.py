@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from threefold.dtypes import DTYPES
+from threefold.models.construct import ConstructedModel
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
 from threefold.ops.kernels import DeferrableWeight
@@ -21,7 +22,7 @@ from threefold.parallel.parameter import is_of_experts, like, local, replace_par
 from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
-from threefold.parallel.plan_check import check_plan
+from threefold.parallel.plan_check import check_plan, check_tensor_axis
 from threefold.parallel.recompute import apply_recompute, unwrapped
 from threefold.parallel.settings import TrainingSettings
 from threefold.parallel.shard_modules import shard_modules
@@ -66,7 +67,9 @@ class TrainableModel(ParallelModel):
 
 
 @overload
-def parallelize(make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism) -> ParallelModel: ...
+def parallelize(
+    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, *, seed: int = 0
+) -> ParallelModel: ...
 
 
 @overload
@@ -76,7 +79,12 @@ def parallelize(
 
 
 def parallelize(
-    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: TrainingSettings | None = None
+    make_model: Callable[[], nn.Module],
+    plan: ModelPlan,
+    how: Parallelism,
+    training: TrainingSettings | None = None,
+    *,
+    seed: int = 0,
 ) -> ParallelModel:
     """This rank's part of a model. Collective over the world.
 
@@ -85,6 +93,7 @@ def parallelize(
         plan: the model's layers and how each weight is cut.
         how: which shards this rank has.
         training: the settings of a model that is trained; None for one whose weights are only used.
+        seed: of the run that trained it, for the latter; its buffers follow from it if its constructor draws them.
 
     Raises:
         UserError: the plan does not fit the model, or has no such `recompute`.
@@ -92,15 +101,17 @@ def parallelize(
     with torch.device("meta"):
         model = make_model()
     check_plan(model, plan)
+    check_tensor_axis(plan, how.mesh.tp.size)
     # Stages.
     numbers = how.stages.held_by(how.mesh.pp.index)
     stages = [Stage(model, plan, *how.stages.layers(number)) for number in numbers]
     # Tensor, sequence, context and expert parallelism: parallel layers in the place of single-device ones.
-    shard_modules(stages, plan.split, how.context_for(plan))
+    shard_modules(stages, plan.split, how.context_for(plan), plan.bare)
     # Tied weights.
     _tie(stages, plan)
+    constructed = ConstructedModel(make_model, seed if training is None else training.seed)
     if training is None:
-        _allocate(stages, how)
+        _allocate(stages, how, constructed)
         return ParallelModel(stages, plan, how)
     tied = TiedWeights(plan, how.stages, how.mesh)
     # Activation checkpointing (recompute), of modules that draw in sequence with their random streams; chunked losses.
@@ -112,11 +123,11 @@ def parallelize(
     if training.compile:
         _compile(stages)
     # Data parallelism, or ZeRO.
-    _allocate(stages, how)
+    _allocate(stages, how, constructed)
     gradients = _make_gradients(stages, how, training.gradient_compression)
     # Initial weights.
     weights = make_weights(whole_parameters(stages), how.master_dtype)
-    initialise_(weights, plan, training.seed, gradients)
+    initialise_(weights, plan, training.seed, gradients, constructed)
     return TrainableModel(stages, plan, how, tied, streams, gradients, weights)
 
 
@@ -156,14 +167,28 @@ def _compile(stages: Sequence[Stage]) -> None:
         layer.compile(recompile_limit=8 * len(layers))
 
 
-def _allocate(stages: Sequence[Stage], how: Parallelism) -> None:
-    """Give the parameters memory, the values not yet set."""
+def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: ConstructedModel) -> None:
+    """Give the parameters memory, the values not yet set, and the buffers their values."""
+    for stage in stages:
+        if stage.model_plan.constructed:
+            _set_buffers(stage, constructed, how)
     if how.zero is None:
         _allocate_on(stages, how.mesh.device, how.dtype, how.deferred)
     else:
         # Sharded while still without memory, in the width of the master weights.
         _allocate_on(stages, torch.device("meta"), how.master_dtype)
         shard_parameters(stages, how.zero, how.mesh, how.dtype)
+
+
+def _set_buffers(stage: Stage, constructed: ConstructedModel, how: Parallelism) -> None:
+    """Give the buffers of a stage the values that the model's constructor gives them, those of floats in the dtype of
+    the computation."""
+    for name, buffer in list(stage.named_buffers(remove_duplicate=False)):
+        if buffer.is_meta:
+            value = constructed.buffer(name)
+            parent, _, attribute = name.rpartition(".")
+            dtype = how.dtype if value.is_floating_point() else value.dtype
+            setattr(stage.get_submodule(parent), attribute, value.to(how.mesh.device, dtype))
 
 
 def _allocate_on(

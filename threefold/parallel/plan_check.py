@@ -7,9 +7,10 @@ from math import isfinite
 
 from torch import Tensor, nn
 
+from threefold.config.divisors import nearest_divisor
 from threefold.errors import UserError
 from threefold.models.name_pattern import matches
-from threefold.models.sharding import Constant, ModelPlan, Normal, PerHead, Replicated, Split
+from threefold.models.sharding import HEADS, Column, Initial, ModelPlan, PerHead, Replicated, Split
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.torch_private.tensors import child_names
 
@@ -35,10 +36,32 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     _check_layers(modules, plan)
     _check_listed(parameters, plan)
     _check_decided(modules, parameters, plan)
+    _check_bare(parameters, plan)
     _check_splits(modules, plan)
     _check_recompute(modules, plan)
     _check_ties(modules, parameters, plan)
     _check_values(modules, parameters, plan)
+
+
+def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") -> None:
+    """Check that the size of the tensor axis divides the heads that the rules of a plan name.
+
+    Args:
+        plan: of the model.
+        size: of the tensor axis.
+        setting: that it follows from.
+
+    Raises:
+        UserError: it does not; or the plan cuts nothing over that axis.
+    """
+    for pattern, rule in plan.split.items():
+        for parameter in rule.parameters or ():
+            unit = rule.units(parameter).get("tp")
+            if unit is not None and unit.setting == HEADS and unit.count % size:
+                raise UserError(
+                    f"{setting} is {size} but must divide the {unit.count} heads of {pattern!r}; use "
+                    f"{nearest_divisor(size, unit.count)}."
+                )
 
 
 def _check_names(modules: Mapping[str, nn.Module]) -> None:
@@ -127,6 +150,18 @@ def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn
             )
 
 
+def _check_bare(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
+    """Each pattern of bare parameters matches one, and its rule leaves it whole."""
+    for pattern, rule in plan.bare.items():
+        if not isinstance(rule, _WITHIN):
+            raise UserError(
+                f"shard has {type(rule).__name__} at {pattern!r}, which is a bare parameter; use Replicated() or "
+                "PerHead(), or make it the weight of a module."
+            )
+        if not any(matches(name, pattern) for name in parameters):
+            raise UserError(f"shard has {pattern!r}, which no parameter has for a name{_nearest(pattern, parameters)}.")
+
+
 def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
     """Each split is for the kind of module that it decides for, and for all that this module holds."""
     whole: dict[str, str] = {}
@@ -159,6 +194,13 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> No
     if wanted and not isinstance(module, wanted):
         kinds = " or a ".join(each.__name__ for each in wanted)
         raise UserError(f"{said}, which is for a {kinds}, but {name!r} is a {kind}; use Replicated() or another split.")
+    unit = next((unit for parameter in split.parameters or () if (unit := split.units(parameter).get("tp"))), None)
+    features = getattr(module, "out_features" if isinstance(split, Column) else "in_features", 0)
+    if unit is not None and unit.setting == HEADS and features % unit.count:
+        raise UserError(
+            f"{said} with heads={unit.count}, which must divide the {features} features of {name!r}; use "
+            f"heads={nearest_divisor(unit.count, features)}."
+        )
     held = [each for each, _ in module.named_parameters()]
     foreign = [each for each in held if each not in (held if split.parameters is None else split.parameters)]
     if foreign:
@@ -228,14 +270,14 @@ def _split_name(name: str, plan: ModelPlan) -> str:
 def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
     """Each parameter has an initial value, and nothing else needs one."""
     for name, buffer in _buffers(modules):
-        if buffer.is_meta:
+        if buffer.is_meta and not plan.constructed:
             raise UserError(f"The model keeps the buffer {name!r}, which nothing initialises; compute it instead.")
     for name in parameters:
         try:
             initial = plan.initial(plan.whole_name(name))
         except Exception as error:
             raise UserError(f"initial({plan.whole_name(name)!r}) raises {type(error).__name__}: {error}.") from error
-        if not isinstance(initial, Normal | Constant):
+        if not isinstance(initial, Initial):
             raise UserError(
                 f"initial({plan.whole_name(name)!r}) returns {initial!r} but must return a Normal or a Constant."
             )

@@ -1,6 +1,6 @@
 """Replaces modules by parallel layers, by the sharding rules of a model's plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,7 +10,7 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.layers.experts import Experts
 from threefold.models.layers.router import Routing
-from threefold.models.name_pattern import Patterns
+from threefold.models.name_pattern import Patterns, matches
 from threefold.models.sharding import (
     AttentionCore,
     Column,
@@ -62,7 +62,9 @@ def _row(rule: Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
     return RowParallelLinear.from_linear(module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim)
 
 
-def _vocab(rule: Vocab, module: nn.Embedding, context: ShardingContext) -> nn.Module:
+def _vocab(rule: Vocab, module: nn.Embedding | nn.Linear, context: ShardingContext) -> nn.Module:
+    if isinstance(module, nn.Linear):
+        return ColumnParallelLinear.from_linear(module, context.tp, sequence_dim=context.sequence_dim)
     return VocabParallelEmbedding.from_embedding(module, context.tp, sequence_dim=context.sequence_dim)
 
 
@@ -105,7 +107,7 @@ def _unchanged(rule: Split, module: nn.Module, context: ShardingContext) -> nn.M
 SHARDINGS: dict[type[Split], Sharding] = {
     Column: Sharding((nn.Linear,), _column),
     Row: Sharding((nn.Linear,), _row),
-    Vocab: Sharding((nn.Embedding,), _vocab),
+    Vocab: Sharding((nn.Embedding, nn.Linear), _vocab),
     VocabLoss: Sharding((nn.Module,), _vocab_loss),
     AttentionCore: Sharding((CausalAttention,), _attention_core),
     OverContext: Sharding((Rotary,), _over_context),
@@ -118,18 +120,24 @@ SHARDINGS: dict[type[Split], Sharding] = {
 """Rule → how it is applied."""
 
 
-def shard_modules(stages: Sequence[nn.Module], table: Mapping[str, Split], context: ShardingContext) -> None:
+def shard_modules(
+    stages: Sequence[nn.Module],
+    table: Mapping[str, Split],
+    context: ShardingContext,
+    bare: Collection[str] = (),
+) -> None:
     """Replace each module that the table names by its version for `context`, in place.
 
     Args:
         stages: all stages of a rank, as they may have modules in common.
         table: of the whole model.
         context: the axes that the versions are made for.
+        bare: patterns of parameters that the table says nothing of, and that stay whole.
 
     Raises:
         ValueError: a parameter is in no module of the table.
     """
-    named = [(stage, *each) for stage in stages for each in _named(stage, table)]
+    named = [(stage, *each) for stage in stages for each in _named(stage, table, bare)]
     if not context.divides:
         return
     made: dict[nn.Module, nn.Module] = {}  # a module that appears in several places is split once
@@ -150,11 +158,11 @@ def _shard(rule: Split, module: nn.Module, context: ShardingContext) -> nn.Modul
     return make(rule, module, context)
 
 
-def _named(model: nn.Module, table: Mapping[str, Split]) -> list[tuple[str, nn.Module, Split]]:
+def _named(model: nn.Module, table: Mapping[str, Split], bare: Collection[str]) -> list[tuple[str, nn.Module, Split]]:
     """The modules inside that the table names, and how each is split."""
     patterns = Patterns(table)
     for name, _ in model.named_parameters():
-        if patterns.deciding(name.rpartition(".")[0]) is None:
+        if patterns.deciding(name.rpartition(".")[0]) is None and not any(matches(name, each) for each in bare):
             raise ValueError(
                 f"the split table says nothing about the parameter {name!r}; give it Replicated() at least"
             )

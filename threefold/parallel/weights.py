@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threefold.models.sharding import ModelPlan, Normal
+from threefold.models.construct import ConstructedModel, drawn
+from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.parameter import local, offset
 from threefold.random.keys import stream_key
@@ -41,10 +42,16 @@ def make_weights(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -
     return weights
 
 
-def initialise_(weights: Sequence[Weight], plan: ModelPlan, seed: int, gradients: Gradients) -> None:
+def initialise_(
+    weights: Sequence[Weight],
+    plan: ModelPlan,
+    seed: int,
+    gradients: Gradients,
+    constructed: ConstructedModel | None = None,
+) -> None:
     """Set masters and model to the initial weights of `seed`, the masters at their full width."""
     for weight in weights:
-        draw_(weight.master, weight.parameter, weight.name, plan, seed)
+        draw_(weight.master, weight.parameter, weight.name, plan, seed, constructed)
     publish_(weights, gradients)
 
 
@@ -58,7 +65,14 @@ def publish_(weights: Sequence[Weight], gradients: Gradients) -> None:
 
 
 @torch.no_grad()
-def draw_(into: Tensor, parameter: Tensor, name: str, plan: ModelPlan, seed: int) -> Tensor:
+def draw_(
+    into: Tensor,
+    parameter: Tensor,
+    name: str,
+    plan: ModelPlan,
+    seed: int,
+    constructed: ConstructedModel | None = None,
+) -> Tensor:
     """Fill `into`, of the local shape of `parameter`, with the initial values of that part.
 
     Args:
@@ -67,9 +81,16 @@ def draw_(into: Tensor, parameter: Tensor, name: str, plan: ModelPlan, seed: int
         name: the parameter's name in the whole model.
         plan: says which values it starts from.
         seed: the run's seed.
+        constructed: the whole model, for values that are as its constructor draws them.
     """
-    initial = plan.initial(name)
+    initial, starts = plan.initial(name), offset(parameter)
     if isinstance(initial, Normal):
-        key = stream_key("weights", seed, name)
-        return fill_normal_(into, initial.std, key, tuple(parameter.shape), offset(parameter))
-    return into.fill_(initial.value)
+        return fill_normal_(into, initial.std, stream_key("weights", seed, name), tuple(parameter.shape), starts)
+    if isinstance(initial, Constant):
+        return into.fill_(initial.value)
+    if isinstance(initial, Drawn):
+        whole = drawn(initial.fill, name, tuple(parameter.shape), seed)
+    else:
+        assert constructed is not None  # `parallelize` passes it
+        whole = constructed.parameter(name)
+    return into.copy_(whole[tuple(slice(start, start + size) for start, size in zip(starts, into.shape, strict=True))])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,14 +10,15 @@ from threefold.checkpoint.resume import Resume
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Axis, Mesh
 from threefold.config import Config
+from threefold.config.model import OWN
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.host import keep_freed_memory
-from threefold.models.layers.decoder import Decoder
-from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import ModelPlan
+from threefold.models.source import ConfigSource, MakeModel, ModelSource
 from threefold.parallel.parallelism import stage_map
 from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.source_check import check_layout, check_source
 from threefold.train.callbacks.base import RunContext
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.registry import make_callbacks
@@ -32,7 +32,12 @@ from threefold.train.token_check import TokenCheck
 
 
 def train(
-    config: Config, run_dir: Path, resume: Resume, asked: Callable[[], int] = lambda: 0, reads: bool = True
+    config: Config,
+    run_dir: Path,
+    resume: Resume,
+    asked: Callable[[], int] = lambda: 0,
+    reads: bool = True,
+    source: ModelSource = ConfigSource(),  # noqa: B008
 ) -> Stopped | None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
@@ -42,6 +47,7 @@ def train(
         resume: whether to resume from its newest checkpoint; "auto" does if there is one.
         asked: returns the number of the signal that ends the run, 0 for none.
         reads: whether this rank checks the token files of its host in the background.
+        source: of the model.
 
     Returns:
         None after the last step; else the step at which a signal ended the run, the same on every rank.
@@ -58,26 +64,29 @@ def train(
     stop = Stop(asked, run_dir, watches=mesh.rank == 0)
     dataset = open_dataset(config)
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
-        plan = model_plan(config.model, config.data.sequence_length)
-        engine = Engine(partial(make_model, config.model), plan, mesh, config, stop)
+        make_model, plan = source.load(config)
+        engine = Engine(make_model, plan, mesh, config, stop)
         checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents())
         step, lines = start.load(checkpoints)
         check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
         if mesh.rank == 0:
-            _announce(config, mesh, loader)
+            _announce(config, mesh, loader, make_model, plan)
             for line in lines:
                 say(line)
         callbacks = [DataCheck(mesh, config.log.every), check, *make_callbacks(RunContext(config, run_dir, mesh))]
         return Trainer(engine, loader, config, callbacks, checkpoints).fit(step)
 
 
-def check_division(config: Config) -> None:
-    """Check, before any process starts, that the layers can be partitioned into stages as a resolved config says.
+def check_division(config: Config, source: ModelSource = ConfigSource()) -> None:  # noqa: B008
+    """Check, before any process starts, that the layers can be partitioned into stages as a resolved config says, and
+    that an own model suits its plan and the layout.
 
     Raises:
-        UserError: they cannot.
+        UserError: they cannot, or it does not.
     """
-    stage_map(model_plan(config.model, config.data.sequence_length), config)
+    if config.model.architecture == OWN:
+        check_source(source, config)
+    check_layout(source, config)
 
 
 def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
@@ -91,9 +100,9 @@ def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
     return Loader(dataset.samples("train"), heldout, share, config.train.seed, config.data.separate_documents)
 
 
-def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
+def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel, plan: ModelPlan) -> None:
     with torch.device("meta"):
-        model = make_model(config.model)
+        model = make_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = config.train
     samples, read = len(loader.train), train.max_steps * train.global_batch_size
@@ -108,11 +117,10 @@ def _announce(config: Config, mesh: Mesh, loader: Loader) -> None:
         part = next(part for part in loader.train.parts if part.name == name)
         say(f"  {part.weight:.2%} are of {name}, whose {len(part.samples):,} samples are read {epochs:.2g} times.")
     if mesh.pp.size > 1:
-        plan = model_plan(config.model, config.data.sequence_length)
         _announce_stages(model, plan, stage_map(plan, config))
 
 
-def _announce_stages(model: Decoder, plan: ModelPlan, stages: StageMap) -> None:
+def _announce_stages(model: torch.nn.Module, plan: ModelPlan, stages: StageMap) -> None:
     """Two lines for each pipeline stage: its rank on the pp axis and its parameters; and its layers one by one.
 
     A tied weight is counted once, at the first stage that uses it.

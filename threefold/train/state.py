@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete
+from threefold.checkpoint.folder import CONFIG, OWN_MODEL, TOKENIZER, Checkpoint, complete
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
@@ -15,7 +15,9 @@ from threefold.config import Config
 from threefold.data.chat.chat_template import CONFIG_FILE
 from threefold.data.content_checksums import Content
 from threefold.data.dataset import Dataset
+from threefold.files import read_text
 from threefold.huggingface.sidecar_files import PREFIX, carried_by
+from threefold.models.source import file_source
 from threefold.random.rng import STREAMS, stored_as
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.engine import Engine
@@ -66,6 +68,8 @@ class Checkpoints:
         if engine.mesh.world.is_first:
             # Model and data with every setting resolved, as the weights depend on them; the rest as it was given.
             self._texts = {CONFIG: config.to_yaml_as_given(resolved=("model", "data"))}
+            if config.model.file:
+                self._texts[OWN_MODEL] = read_text(file_source(config.model).path)
             if dataset.tokenizer_file is not None:
                 self._texts[TOKENIZER] = dataset.tokenizer_file.read_text(encoding="utf-8")
             if dataset.template is not None:

@@ -11,11 +11,11 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
 from threefold.models.loss_terms import LossFunction
+from threefold.models.source import ModelSource
 from threefold.parallel.parameter import axes_of, offset
 from threefold.train.engine import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import Comparison, Error, Held
-from threefold.verify.model_source import ModelSource
 from threefold.verify.own_batches import OwnBatches
 from threefold.verify.reference import Trace
 

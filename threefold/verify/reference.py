@@ -18,16 +18,17 @@ from threefold.config import Config
 from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
 from threefold.labels import IGNORE_INDEX
+from threefold.models.construct import construct, drawn
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, inputs_from
-from threefold.models.sharding import Initial, ModelPlan, Normal
+from threefold.models.sharding import Constant, Drawn, Initial, ModelPlan, Normal
+from threefold.models.source import ModelSource
 from threefold.random.dropout import sample_keys
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
 from threefold.train.schedule import learning_rate
 from threefold.verify.batches import BatchSource
-from threefold.verify.model_source import ModelSource
 from threefold.verify.own_batches import OwnBatches
 from threefold.verify.reference_optimizers import reference_optimizer
 
@@ -81,10 +82,10 @@ def one_process(
         rows: the global batches.
         loss: of the model's output and the batch.
     """
-    model = make_model().to(DTYPES[config.precision.dtype])
+    model = construct(make_model, config.train.seed).to(DTYPES[config.precision.dtype])
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        _draw_(parameter, plan.initial(name), stream_key("weights", config.train.seed, name))
+        _draw_(parameter, plan.initial(name), name, config.train.seed)
     optimizer = reference_optimizer(parameters, config.optimizer, plan)
     trace = Trace(initial=_copies(parameters))
     trace.leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
@@ -154,12 +155,15 @@ def _own_loss(model: nn.Module, plan: ModelPlan, batch: Any, step: int, config: 
 
 
 @torch.no_grad()
-def _draw_(parameter: nn.Parameter, initial: Initial, key: int) -> None:
-    """Set a whole parameter to its initial values."""
+def _draw_(parameter: nn.Parameter, initial: Initial, name: str, seed: int) -> None:
+    """Set a whole parameter to its initial values, unless it has them from the model's constructor."""
     if isinstance(initial, Normal):
+        key = stream_key("weights", seed, name)
         fill_normal_(parameter, initial.std, key, tuple(parameter.shape), (0,) * parameter.dim())
-    else:
+    elif isinstance(initial, Constant):
         parameter.fill_(initial.value)
+    elif isinstance(initial, Drawn):
+        parameter.copy_(drawn(initial.fill, name, tuple(parameter.shape), seed))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

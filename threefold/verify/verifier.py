@@ -12,11 +12,12 @@ from threefold.config import Config
 from threefold.data.dataset import names_data
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.models.source import ConfigSource, ModelSource
+from threefold.parallel.source_check import check_source
 from threefold.verify.batches import BatchSource, RandomBatches, TokenFileBatches
 from threefold.verify.compare import TOLERANCE, coverage
 from threefold.verify.layout_selection import Selection
 from threefold.verify.layout_spec import LayoutSpec
-from threefold.verify.model_source import ConfigSource, ModelSource, check_source
 from threefold.verify.rank_worker import run_rank
 from threefold.verify.reference import Trace, write_trace
 from threefold.verify.report import FAILED, LayoutResult, judge

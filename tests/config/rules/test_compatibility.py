@@ -18,9 +18,9 @@ from threefold.config.rules.compatibility import RULES
 from threefold.config.rules.compatibility_page import CONDITIONS, Condition, answers, features_named, markdown, refusals
 from threefold.config.rules.features import FEATURES, SIXTEEN_BIT, Cell, Feature, cells, config_with
 from threefold.errors import UserError
+from threefold.models.source import ConfigSource
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import GRADIENT, LOSS, Error
-from threefold.verify.model_source import ConfigSource
 from threefold.verify.rank_worker import RankReport, run_rank
 from threefold.verify.reference import write_trace
 

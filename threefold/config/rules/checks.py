@@ -106,11 +106,11 @@ def _check_precision(config: Config) -> None:
 
 
 def _check_recompute(config: Config) -> None:
-    train, layers = config.train, config.model.num_layers
+    train, layers = config.train, config.model.blocks
     if train.recompute_every > 1 and train.recompute != "full":
         rule = f"train.recompute is {train.recompute}, which does not count blocks; use 1 or train.recompute full"
         raise problem(config, "train.recompute_every", rule)
-    if train.recompute_every > layers:
+    if layers is not None and train.recompute_every > layers:
         raise problem(config, "train.recompute_every", f"model.num_layers is {layers}; use at most {layers}")
 
 

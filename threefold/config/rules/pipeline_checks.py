@@ -34,12 +34,14 @@ def _check_partition(config: Config) -> None:
 
 
 def _check_stages(config: Config) -> None:
-    parallel, layers, schedule = config.parallel, config.model.num_layers, config.parallel.pipeline_schedule
+    parallel, layers, schedule = config.parallel, config.model.blocks, config.parallel.pipeline_schedule
     needed = schedule.stages_per_rank
     if needed is not None and parallel.stage_chunks != needed:
         other = "interleaved" if needed == 1 else "zero-bubble"
         rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
         raise problem(config, "parallel.stage_chunks", rule)
+    if layers is None:  # an own model, whose plan has the layers
+        return
     if parallel.pp > layers:
         rule = f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
         raise problem(config, "parallel.pp", rule)

@@ -1,0 +1,101 @@
+"""A user's own model in the commands: train, size, resume in another layout, generate, evaluate and export."""
+
+import json
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support import own_token_model
+from tests.support.command import Command
+from tests.train.support import steps_of
+
+FILE = Path(own_token_model.__file__)
+CONFIG = """\
+data: {{path: {tokens}, sequence_length: 16, split: "80,20"}}
+model: {{hidden_size: 18}}
+train: {{max_steps: 4, global_batch_size: 8, eval_every: 0, device: cpu}}
+optimizer: {{lr: 1e-2, eps: 1e-5, warmup_steps: 1, decay_steps: 20}}
+checkpoint: {{every: 2}}
+"""
+
+
+def command(*arguments: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "threefold", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config, a copy of the model's file, and a run of two layouts that no longer has the file."""
+    folder = tmp_path_factory.mktemp("own")
+    config, file, run = folder / "own.yaml", folder / "mine.py", folder / "run"
+    config.write_text(CONFIG.format(tokens=tokens))
+    file.write_text(FILE.read_text())
+    own = ("--model", f"{file}:Tiny")
+    command("train", config, *own, "--run-dir", folder / "alone")
+    command("train", config, *own, "--run-dir", run, "--set", "parallel.tp=2", "--set", "train.max_steps=2")
+    file.unlink()
+    layout = ("--set", "parallel.pp=2", "--set", "parallel.dp=2", "--set", "parallel.tp=1")
+    command("train", config, "--run-dir", run, "--resume", *layout)
+    return folder
+
+
+def test_a_run_resumes_in_another_layout_without_its_file(trained: Path) -> None:
+    alone, run = ([step["loss"] for step in steps_of(trained / name).values()] for name in ("alone", "run"))
+    assert len(alone) == 4
+    assert run == pytest.approx(alone, rel=1e-4)
+
+
+def test_it_generates_the_same_in_every_layout(trained: Path) -> None:
+    given = ("--prompt", "The with", "--prompt", "a", "--max-new-tokens", "20", "--dtype", "fp64")
+    alone = command("generate", trained / "run", *given)
+    assert len(alone) > len("The with")
+    assert command("generate", trained / "run", *given, "--tp", "2", "--pp", "2") == alone
+
+
+def test_it_is_exported_for_plain_torch(trained: Path, threefold: Command) -> None:
+    out = trained / "exported"
+    ended = threefold("checkpoint", "export", trained / "run", "--out", out)
+    assert ended.status == 0, ended.error
+    made = json.loads((out / "model.json").read_text())
+    assert (made["file"], made["name"], made["tied"]) == (
+        "model.py",
+        "Tiny",
+        {"head.output.weight": "embed.tokens.weight"},
+    )
+    spec = spec_from_file_location("exported", out / made["file"])
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = getattr(module, made["name"])(**made["arguments"])
+    left = model.load_state_dict(load_file(out / "model.safetensors"), strict=False)
+    assert (left.missing_keys, left.unexpected_keys) == (["head.output.weight"], [])
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.isfinite(model(ids)).all()
+    assert "own model" in ended.output
+
+
+def test_mistakes_of_the_option_are_one_sentence(trained: Path, threefold: Command) -> None:
+    config = trained / "own.yaml"
+    for command_line, sentence in (
+        (("train", config, "--model", "nowhere.py"), "--model is nowhere.py but nowhere.py is not a file; name a"),
+        (("config", "size", config, "--model", FILE, "--set", "model.arguments={bloks: 2}"), "the nearest is blocks."),
+        (("generate", trained / "run", "--tp", "4", "--prompt", "a"), "--tp is 4 but must divide the 6 heads of"),
+        (("config", "size", config, "--set", "model.arguments={blocks: 2}"), "use architecture own or leave it out"),
+    ):
+        ended = threefold(*command_line)
+        assert ended.status == 2
+        assert sentence in ended.error
+        assert ended.error.count("\n") == 1
+    size = threefold("config", "size", config, "--model", FILE, "--set", "model.arguments={blocks: 2}")
+    assert size.status == 0
+    assert "Parameters: " in size.output

@@ -1,0 +1,65 @@
+"""A user's own model trains in any layout with the losses of one process, and resumes in another."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import own_token_model
+from tests.train.support import Run, steps_of, train_rank
+from threefold.checkpoint.folder import OWN_MODEL, newest, remembered_model
+from threefold.errors import UserError
+from threefold.launch.worker_pool import WorkerError
+
+FILE = Path(own_token_model.__file__)
+
+
+def own_run(run: Run, file: Path = FILE, **changes: object) -> Run:
+    own = (
+        ("model.architecture", "own"),
+        ("model.file", f"{file}:Tiny"),
+        ("model.arguments", {"blocks": 3}),
+        ("model.hidden_size", 18),
+    )
+    return run.but(dropout=0.0, set=own, **changes)
+
+
+def losses(folder: Path) -> list[float]:
+    return [step["loss"] for step in steps_of(folder).values()]
+
+
+def test_losses_are_those_of_one_process_and_a_run_resumes_in_another_layout(
+    pool, small_run: Run, tmp_path: Path
+) -> None:
+    run = own_run(small_run, steps=6)
+    [printed] = pool.run(1, train_rank, run, tmp_path / "alone")
+    assert "Training 12,840 parameters" in printed
+    alone = losses(tmp_path / "alone")
+    assert alone[-1] < alone[0]
+    for number, (before, after) in enumerate(
+        [({"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}), ({"tp": 2, "pp": 2}, {"dp": 4})]
+    ):
+        folder = tmp_path / str(number)
+        first, second = run.but(steps=3, **before), run.but(**after)
+        pool.run(first.world_size, train_rank, first, folder)
+        pool.run(second.world_size, train_rank, second, folder, True)
+        assert losses(folder) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_checkpoint_has_the_file_of_its_model(pool, small_run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.read_text())
+    run = own_run(small_run, file, steps=1)
+    pool.run(1, train_rank, run, tmp_path / "run")
+    checkpoint = newest(tmp_path / "run")
+    assert checkpoint is not None
+    copy = checkpoint.path / OWN_MODEL
+    assert copy.read_text() == file.read_text()
+    assert remembered_model(tmp_path / "run") == f"{copy}:Tiny"
+    file.write_text(f"# Changed.\n{FILE.read_text()}")
+    [printed] = pool.run(1, train_rank, run.but(steps=2), tmp_path / "run", True)
+    assert f"{file} has changed since {checkpoint.path}; it is used as it is now." in printed
+    file.write_text(FILE.read_text().replace("inner: int = 25", "inner: int = 26"))
+    with pytest.raises(WorkerError) as told:
+        pool.run(1, train_rank, run.but(steps=3), tmp_path / "run", True)
+    assert isinstance(told.value.error, UserError)
+    assert "blocks.0.up.weight is 26 × 18 and the checkpoint's is 25 × 18; restore the file, or" in str(told.value)

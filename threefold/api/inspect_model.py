@@ -1,0 +1,181 @@
+"""What a model is made of and how it is cut: `threefold inspect`, and `threefold.inspect` in Python."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import StringIO
+from math import prod
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from threefold.errors import UserError
+from threefold.models.plan import Plan, as_pattern
+from threefold.models.proposal import Proposal, propose
+from threefold.models.sharding import ModelPlan, Split
+from threefold.parallel.plan_check import check_plan, check_tensor_axis
+from threefold.parallel.shard_shapes import Place, Shard, local_shape
+
+_WIDTH = 160
+
+
+@dataclass(frozen=True)
+class InspectedModule:
+    """Modules of one kind, whose names differ in their numbers alone, or a bare parameter.
+
+    Attributes:
+        pattern: their names.
+        kind: their class.
+        count: how many there are.
+        parameters: of all of them.
+        per_rank: of those, how many the first rank of the tensor axis holds.
+        rule: how they are cut.
+        undecided: why nothing could be said, where the plan is proposed; else empty.
+    """
+
+    pattern: str
+    kind: str
+    count: int
+    parameters: int
+    per_rank: int
+    rule: str
+    undecided: str = ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The modules of a model and their cuts; its text is a table.
+
+    Attributes:
+        modules: that have parameters, in the model's order.
+        tp: ranks of the tensor axis that sizes are given for.
+        layers: of the plan, in order.
+        proposal: the plan that was proposed, as Python; empty where the model has one.
+    """
+
+    modules: tuple[InspectedModule, ...]
+    tp: int
+    layers: tuple[str, ...]
+    proposal: str = ""
+
+    @property
+    def undecided(self) -> tuple[str, ...]:
+        """The patterns of which the proposed plan could say nothing."""
+        return tuple(module.pattern for module in self.modules if module.undecided)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; a tied weight counts once."""
+        return sum(module.parameters for module in self.modules)
+
+    def __str__(self) -> str:
+        table = Table(box=None, pad_edge=False, title_justify="left")
+        for title, align in (("module", "left"), ("class", "left"), ("number", "right"), ("parameters", "right")):
+            table.add_column(title, justify=align, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column("proposed cut" if self.proposal else "cut", no_wrap=True)
+        table.add_column(f"per rank, tp {self.tp}", justify="right", no_wrap=True)
+        for each in self.modules:
+            rule = f"{each.rule} ?" if each.undecided else each.rule
+            table.add_row(
+                each.pattern, each.kind, f"{each.count:,}", f"{each.parameters:,}", rule, f"{each.per_rank:,}"
+            )
+        total = sum(each.per_rank for each in self.modules)
+        table.add_row("together", "", "", f"{self.parameters:,}", "", f"{total:,}")
+        text = StringIO()
+        Console(file=text, width=_WIDTH, highlight=False, no_color=True).print(table)
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        lines.append(f"layers: {_run(self.layers)}")
+        for each in self.modules:
+            if each.undecided:
+                lines.append(f"undecided: {each.pattern}: {each.undecided}.")
+        return "\n".join([*lines, *(["", self.proposal] if self.proposal else [])])
+
+
+def inspect(
+    model: Callable[..., nn.Module] | nn.Module,
+    plan: Plan | ModelPlan | None = None,
+    *,
+    tp: int = 2,
+    arguments: Mapping[str, Any] | None = None,
+) -> Inspection:
+    """The modules of a model with their parameters, and how each is cut.
+
+    A model without a plan gets a proposed one, by the classes and names of its modules; what could not be decided is
+    listed, and the plan is printed as Python that can be pasted. Nothing is allocated.
+
+    Args:
+        model: a class or function that makes the model, or a model.
+        plan: of it; by default the class's attribute `plan`, or a proposed one.
+        tp: ranks of the tensor axis to give sizes for.
+        arguments: keyword arguments of `model`.
+
+    Raises:
+        UserError: the plan does not fit the model, or `tp` does not divide its heads.
+
+    Example:
+        >>> import threefold as t3
+        >>> from torch import nn
+        >>> print(t3.inspect(lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))))  # doctest: +ELLIPSIS
+        module...
+    """
+    if tp < 1:
+        raise UserError(f"tp is {tp} but must be at least 1.")
+    if isinstance(model, nn.Module):
+        made = model
+    else:
+        with torch.device("meta"):
+            made = model(**(arguments or {}))
+    chosen = plan if plan is not None else getattr(model, "plan", None)
+    return inspect_made(made, chosen, tp)
+
+
+def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> Inspection:
+    """As `inspect`, of a model that is made already."""
+    proposal = propose(model) if plan is None else None
+    given = proposal.plan if proposal is not None else plan
+    complete = given.build(model) if isinstance(given, Plan) else given
+    assert complete is not None
+    check_plan(model, complete)
+    check_tensor_axis(complete, tp, "tp")
+    return Inspection(
+        tuple(_modules(model, complete, tp, proposal)),
+        tp,
+        tuple(given.layers) if given is not None else (),
+        "" if proposal is None else proposal.source(),
+    )
+
+
+def _modules(model: nn.Module, plan: ModelPlan, tp: int, proposal: Proposal | None) -> list[InspectedModule]:
+    found: dict[str, InspectedModule] = {}
+    owners: dict[str, set[str]] = {}
+    for name, parameter in model.named_parameters():  # a tied weight once
+        owner, _, own = name.rpartition(".")
+        module, rule = model.get_submodule(owner), plan.split_of(name)
+        assert rule is not None  # as `check_plan` says
+        is_bare = bool(plan.bare) and plan.patterns.deciding(owner) is None
+        pattern, kind = (as_pattern(name), "Parameter") if is_bare else (as_pattern(owner), type(module).__name__)
+        owners.setdefault(pattern, set()).add(name if is_bare else owner)
+        before = found.get(pattern)
+        held = prod(local_shape(tuple(parameter.shape), rule, own, Place(tp=Shard(0, tp))))
+        undecided = proposal.undecided.get(pattern, "") if proposal else ""
+        found[pattern] = InspectedModule(
+            pattern,
+            kind,
+            len(owners[pattern]),
+            parameter.numel() + (before.parameters if before else 0),
+            held + (before.per_rank if before else 0),
+            _told(rule),
+            undecided,
+        )
+    return list(found.values())
+
+
+def _told(rule: Split) -> str:
+    heads = getattr(rule, "heads", 0)
+    return f"{type(rule).__name__}{f' by {heads} heads' if heads else ''}"
+
+
+def _run(layers: tuple[str, ...]) -> str:
+    return ", ".join(layers) if len(layers) <= 8 else f"{', '.join(layers[:3])}, … {layers[-1]} ({len(layers)})"

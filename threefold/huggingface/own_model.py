@@ -1,0 +1,43 @@
+"""Export of an own model: beside its weights, which keep its own names, what makes it in plain PyTorch."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from threefold.checkpoint.folder import OWN_MODEL
+from threefold.checkpoint.selection import SelectedCheckpoint
+from threefold.config import ModelConfig
+from threefold.models.source import file_source
+
+CONSTRUCTOR: Final = "model.json"
+"""Says what to call in the model's file, with which keyword arguments, and which of its parameters are stored under
+the name of another."""
+
+
+def write_constructor(choice: SelectedCheckpoint, file: str | None, folder: Path) -> tuple[str, ...]:
+    """Write an own model's file, and how to make the model with it.
+
+    Args:
+        choice: the checkpoint.
+        file: that makes the model, `FILE.py` or `FILE.py:NAME`; None for the checkpoint's own copy.
+        folder: to write to.
+
+    Returns:
+        the names of the files written.
+
+    Raises:
+        UserError: the file cannot be used, or there is none, as the model was given in Python.
+    """
+    config = choice.config.model if file is None else choice.config.model.model_copy(update={"file": file})
+    source = file_source(config)
+    name, arguments = source.constructor(config)
+    _, plan = source.load_section(config)
+    values = {"file": OWN_MODEL, "name": name, "arguments": _plain(arguments), "tied": dict(plan.ties)}
+    shutil.copyfile(source.path, folder / OWN_MODEL)
+    (folder / CONSTRUCTOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return OWN_MODEL, CONSTRUCTOR
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.settings() if isinstance(value, ModelConfig) else value for name, value in arguments.items()}

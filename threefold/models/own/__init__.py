@@ -1,0 +1,11 @@
+"""The family of models that a user brings along: a Python file, or objects of a program."""
+
+from threefold.models.family import Family
+from threefold.models.own.config import OwnConfig
+
+FAMILY = Family(
+    title="own model",
+    config=OwnConfig,
+    model="threefold.models.own.model:make_own_model",
+    plan="threefold.models.own.model:own_plan",
+)

@@ -1,0 +1,19 @@
+"""The model and the plan that `model.file` names."""
+
+from torch import nn
+
+from threefold.config.model import ModelConfig
+from threefold.models.sharding import ModelPlan
+from threefold.models.source import file_source
+
+
+def make_own_model(config: ModelConfig) -> nn.Module:
+    """The whole, single-device model."""
+    make, _ = file_source(config).load_section(config)
+    return make()
+
+
+def own_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
+    """How it is sharded."""
+    _, plan = file_source(config).load_section(config)
+    return plan

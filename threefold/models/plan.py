@@ -1,0 +1,256 @@
+"""The plan of one's own model in short form: what it leaves out follows from the model."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from threefold.errors import UserError
+from threefold.models.name_pattern import Patterns, matches
+from threefold.models.sharding import AsConstructed, Drawn, Initial, ModelPlan, Replicated, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_LOOK_UP = 16
+"""A look-up has no multiply-adds, but its gradient and its memory traffic are not free: the share of a matrix product
+with the table that it costs."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model of your own is cut: over pipeline stages by its layers, over the tensor axis by the rules of `shard`.
+
+    Patterns are dotted names in which `*` stands for any one part and `**` for several. Of patterns that match the same
+    module the most specific decides, for it and everything inside it.
+
+    Args:
+        layers: names or patterns of the modules that the model runs through, in order; a pattern such as `blocks.*`
+            stands for its modules in the model's order. Every parameter has to be in one of them.
+        shard: pattern of modules, or of bare parameters, to the rule by which they are cut: `Column`, `Row`, `Vocab`,
+            `Replicated`, `PerHead`. Norms and parameters of one element are `Replicated` where nothing is said. None
+            for a model that no tensor axis cuts.
+        tied: pairs (user, owner) of parameters that are one; those that the model itself makes one are found without.
+        costs: pattern of layers to what each costs to run, in any unit. By default the multiply-adds of its weights.
+        recompute: mode of `train.recompute` to the modules that it computes again. By default `full` computes the
+            layers again that a pattern of `layers` stands for, or all if there is no pattern.
+        initial: pattern of parameters to their initial values: `Normal(std)`, `Constant(value)` or a function that
+            fills a tensor, such as `torch.nn.init.xavier_uniform_`. The others are as the model's constructor draws
+            them, for which each rank makes the whole model once.
+
+    Example:
+        >>> import threefold as t3
+        >>> plan = t3.Plan(
+        ...     layers=["embed", "blocks.*", "head"],
+        ...     shard={
+        ...         "embed": t3.Vocab(),
+        ...         "blocks.*.up": t3.Column(),
+        ...         "blocks.*.down": t3.Row(),
+        ...         "head.output": t3.Vocab(),
+        ...     },
+        ... )
+    """
+
+    layers: Sequence[str]
+    shard: Mapping[str, Split] | None = None
+    tied: Sequence[tuple[str, str]] = ()
+    costs: Mapping[str, float] = field(default_factory=dict)
+    recompute: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    initial: "Mapping[str, Initial | Callable[[Tensor], object]]" = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layers, str) or not all(isinstance(each, str) for each in self.layers):
+            raise UserError(f"layers is {self.layers!r} but must be a list of names, such as ['embed', 'blocks.*'].")
+        for pattern, rule in (self.shard or {}).items():
+            if isinstance(rule, type) and issubclass(rule, Split):
+                raise UserError(f"shard has the class {rule.__name__} at {pattern!r}; write {rule.__name__}().")
+            if not isinstance(rule, Split):
+                raise UserError(
+                    f"shard has {rule!r} at {pattern!r} but must have a rule, such as Column(), Row() or Replicated()."
+                )
+        for pair in self.tied:
+            if isinstance(pair, str) or len(pair) != 2:
+                raise UserError(f"tied has {pair!r} but must have pairs of names, (user, owner).")
+
+    def build(self, model: "nn.Module") -> ModelPlan:
+        """The complete plan of a model.
+
+        Args:
+            model: the whole model, on any device (the meta device will do).
+
+        Raises:
+            UserError: a pattern matches nothing, or parameters are left of which nothing is said.
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        _refuse_running_statistics(modules)
+        layers, stacked = self._expanded(modules)
+        split, bare = self._rules(modules, parameters)
+        _require_decided(parameters, split, bare, modules)
+        for what, patterns, names in (
+            ("shard", split, modules),
+            ("initial", self.initial, parameters),
+            ("costs", self.costs, layers),
+        ):
+            _require_use(what, patterns, names)
+        return ModelPlan(
+            split=split,
+            bare=bare,
+            layers=layers,
+            costs=tuple(self._cost(name, modules) for name in layers),
+            initial=_InitialValues(dict(self.initial)),
+            ties=self._ties(parameters),
+            recompute={"full": tuple(stacked or layers)} | {mode: tuple(own) for mode, own in self.recompute.items()},
+            kinds=tuple(type(modules[name]).__name__ if name in modules else "" for name in layers),
+            constructed=True,
+        )
+
+    def _expanded(self, modules: "Mapping[str, nn.Module]") -> tuple[tuple[str, ...], list[str]]:
+        """The layers by name, and those of them that a pattern stands for."""
+        names: list[str] = []
+        stacked: list[str] = []
+        for pattern in self.layers:
+            if "*" not in pattern:
+                names.append(pattern)
+                continue
+            found = [name for name in modules if name and matches(name, pattern)]
+            if not found:
+                raise UserError(f"layers has {pattern!r}, which no module of the model has for a name.")
+            names += found
+            stacked += found
+        return tuple(names), stacked
+
+    def _rules(
+        self, modules: "Mapping[str, nn.Module]", parameters: "Mapping[str, nn.Parameter]"
+    ) -> tuple[dict[str, Split], dict[str, Split]]:
+        """The rules of modules, and those of bare parameters."""
+        if self.shard is None:
+            return {
+                name: Replicated() for name in dict.fromkeys(each.split(".")[0] for each in parameters if "." in each)
+            }, {}
+        split: dict[str, Split] = {}
+        bare: dict[str, Split] = {}
+        for pattern, rule in self.shard.items():
+            named = any(name and matches(name, pattern) for name in modules)
+            if named or not any(matches(name, pattern) for name in parameters):
+                split[pattern] = rule
+            else:
+                bare[pattern] = rule
+        given, given_bare = Patterns(split), Patterns(bare)
+        for name, parameter in parameters.items():
+            owner = name.rpartition(".")[0]
+            if given.deciding(owner) is not None or given_bare.naming(name) is not None:
+                continue
+            if owner and _is_norm(modules[owner]):
+                split[owner] = Replicated()
+            elif parameter.numel() == 1:
+                bare[name] = Replicated()
+        return split, bare
+
+    def _cost(self, layer: str, modules: "Mapping[str, nn.Module]") -> float:
+        for pattern, cost in self.costs.items():
+            if matches(layer, pattern):
+                return float(cost)
+        return _multiply_adds(modules[layer]) if layer in modules else 0.0
+
+    def _ties(self, parameters: "Mapping[str, nn.Parameter]") -> dict[str, str]:
+        """Each further name of a parameter with the name that it is stored under."""
+        ties = dict(self.tied)
+        owners = {parameters[owner]: owner for owner in ties.values() if owner in parameters}
+        for name, parameter in parameters.items():
+            owner = owners.setdefault(parameter, name)
+            if owner != name:
+                ties.setdefault(name, owner)
+        return ties
+
+
+class _InitialValues:
+    """The initial values of each parameter by its name."""
+
+    def __init__(self, rules: "dict[str, Initial | Callable[[Tensor], object]]") -> None:
+        self._rules, self._patterns = rules, Patterns(rules)
+
+    def __call__(self, name: str) -> Initial:
+        pattern = self._patterns.naming(name)
+        if pattern is None:
+            return AsConstructed()
+        rule = self._rules[pattern]
+        return rule if isinstance(rule, Initial) else Drawn(rule)
+
+
+def _is_norm(module: "nn.Module") -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)
+
+
+def _multiply_adds(layer: "nn.Module") -> float:
+    """Multiply-adds of a layer for each token, as far as they follow from its weights."""
+    from torch import nn
+
+    total = 0.0
+    for module in layer.modules():
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        total += size / _LOOK_UP if isinstance(module, nn.Embedding) else size
+    return total
+
+
+def _refuse_running_statistics(modules: "Mapping[str, nn.Module]") -> None:
+    for name, module in modules.items():
+        if getattr(module, "track_running_stats", False):  # BatchNorm, InstanceNorm
+            raise UserError(
+                f"{name!r} is a {type(module).__name__}, which keeps statistics of the samples of its own rank, so "
+                "that the layout would change the result; use a LayerNorm or GroupNorm."
+            )
+
+
+def _require_decided(
+    parameters: "Mapping[str, nn.Parameter]",
+    split: Mapping[str, Split],
+    bare: Mapping[str, Split],
+    modules: "Mapping[str, nn.Module]",
+) -> None:
+    """Check that something is said of each parameter.
+
+    Raises:
+        UserError: naming the modules and bare parameters that are left.
+    """
+    by_module, by_name = Patterns(split), Patterns(bare)
+    left: list[str] = []
+    for name in parameters:
+        if by_module.deciding(name.rpartition(".")[0]) is None and by_name.naming(name) is None:
+            left.append(name)
+    if not left:
+        return
+    found = list(dict.fromkeys(_named(name, modules) for name in left))
+    idle = [pattern for pattern in split if not any(matches(name, pattern) for name in modules if name)]
+    correction = f", and correct {idle[0]!r}, which no module or parameter of the model has for a name" if idle else ""
+    shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    raise UserError(
+        f"shard says nothing about {shown}; give {'each' if len(found) > 1 else 'it'} Column(), Row(), Vocab() or "
+        f"Replicated(){correction}."
+    )
+
+
+def _require_use(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
+    """Check that each pattern matches a name."""
+    for pattern in patterns:
+        if not any(name and matches(name, pattern) for name in names):
+            kind = {"shard": "module or parameter", "initial": "parameter", "costs": "layer"}[what]
+            close = get_close_matches(pattern, [name for name in names if name], n=1)
+            near = f"; the nearest is {close[0]!r}" if close else ""
+            raise UserError(f"{what} has {pattern!r}, which no {kind} of the model has for a name{near}.")
+
+
+def _named(parameter: str, modules: "Mapping[str, nn.Module]") -> str:
+    """What a rule would name for a parameter, as a pattern, and its class."""
+    owner, _, own = parameter.rpartition(".")
+    module = modules[owner]
+    if own in ("weight", "bias") and type(module).__module__.startswith("torch."):
+        return f"{as_pattern(owner)!r} ({type(module).__name__})"
+    return f"{as_pattern(parameter)!r} (a bare parameter)"
+
+
+def as_pattern(name: str) -> str:
+    """A name with `*` in the place of its numbers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,394 @@
+"""Where a run's model comes from: its config, a Python file of the user's, or objects of a Python program."""
+
+import inspect
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache, partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+from threefold.config import Config, ModelConfig
+from threefold.config.model import OWN
+from threefold.config.model_file import split_model_file
+from threefold.errors import UserError
+from threefold.models.plan import Plan
+from threefold.models.registry import family_of, make_model, model_plan
+from threefold.models.sharding import ModelPlan
+
+MakeModel = Callable[[], nn.Module]
+AnyPlan = Plan | ModelPlan | Callable[..., Plan | ModelPlan]
+"""A plan, or a function of the `model` section that returns one."""
+
+_SECTION: Final = ("config", "cfg")
+"""Parameters of a model's constructor that get the whole `model` section."""
+
+
+class ModelSource(ABC):
+    """Where a model comes from. Can be pickled, so that workers load it by themselves."""
+
+    @abstractmethod
+    def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+        """A function that makes the model of a resolved config, and its sharding plan.
+
+        Raises:
+            UserError: there is no such model, or it does not have what it needs.
+        """
+
+    @abstractmethod
+    def describe(self, config: Config) -> str:
+        """Name of the model for the output."""
+
+    def loss(self, config: Config) -> Callable[..., Any] | None:
+        """The loss that belongs to the model; None where its last layer returns it."""
+        return None
+
+    def configured(self, config: Config) -> Config:
+        """A config, not resolved yet, whose `model` section says where the model comes from."""
+        return config
+
+
+@dataclass(frozen=True)
+class ConfigSource(ModelSource):
+    """The model that the config names."""
+
+    def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+        return partial(make_model, config.model), model_plan(config.model, config.data.sequence_length)
+
+    def describe(self, config: Config) -> str:
+        if config.model.architecture == OWN:
+            return str(file_source(config.model))
+        experts = f" with {config.model.num_experts} experts" if config.model.num_experts else ""
+        return family_of(config.model).title + experts
+
+    def loss(self, config: Config) -> Callable[..., Any] | None:
+        return file_source(config.model).loss(config) if config.model.architecture == OWN else None
+
+    def __str__(self) -> str:
+        return "the model of the config"
+
+
+@dataclass(frozen=True)
+class FileSource(ModelSource):
+    """A Python file with a model and its plan.
+
+    Either it has `make_model(config)` and `plan(config)`, a function that returns the plan; `config` is the `model`
+    section. Or `name` is a class or function that makes the model, and the plan is its attribute `plan`, or the file's
+    variable `plan`. A function or variable `loss` is the model's loss.
+
+    Attributes:
+        path: the file.
+        name: of the model's class or of a function that makes it; in a file with `make_model`, of the plan instead.
+    """
+
+    path: Path
+    name: str = ""
+
+    @classmethod
+    def parse(cls, text: str, setting: str = "--model") -> "FileSource":
+        """`FILE.py`, or `FILE.py:NAME`.
+
+        Raises:
+            UserError: there is no such file.
+        """
+        return cls(*split_model_file(text, setting))
+
+    def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+        return self.load_section(config.model)
+
+    def load_section(self, config: ModelConfig) -> tuple[MakeModel, ModelPlan]:
+        """As `load`, from the `model` section.
+
+        Raises:
+            UserError: the file cannot be imported, lacks a function, or a function returns the wrong type.
+        """
+        module = self._import()
+        factory, plan = self._parts(module)
+        make = partial(self._make, factory, config)
+        return make, complete_plan(plan, make, config, self.path.name, self._plan_name)
+
+    def loss(self, config: Config) -> Callable[..., Any] | None:
+        """The file's `loss`, or that of the model's class."""
+        module = self._import()
+        found = getattr(getattr(module, self.name, None), "loss", None) or getattr(module, "loss", None)
+        if found is not None and not callable(found):
+            raise UserError(f"{self.path.name}: loss is {found!r} but must be a function loss(output, batch).")
+        return cast("Callable[..., Any] | None", found)
+
+    def constructor(self, config: ModelConfig) -> tuple[str, dict[str, Any]]:
+        """The name of what makes the model, and its keyword arguments.
+
+        Raises:
+            UserError: as `load`.
+        """
+        factory, _ = self._parts(self._import())
+        name = factory.__name__
+        if name == "make_model":
+            return name, {"config": config}
+        return name, bound_arguments(factory, config, f"{self.path.name}: {name}")
+
+    def describe(self, config: Config) -> str:
+        return str(self)
+
+    def configured(self, config: Config) -> Config:
+        return with_own_model(config, f"{self.path}:{self.name}" if self.name else str(self.path))
+
+    def __str__(self) -> str:
+        return f"{self.path.name}:{self.name or self._plan_name}"
+
+    @property
+    def _plan_name(self) -> str:
+        return "plan"
+
+    def _parts(self, module: ModuleType) -> tuple[Callable[..., Any], Any]:
+        """What makes the model, and its plan."""
+        named = getattr(module, self.name, None) if self.name else None
+        if _is_model_class(named) or (callable(named) and not hasattr(module, "make_model")):
+            plan = getattr(named, "plan", None) or getattr(module, "plan", None)
+            if plan is None:
+                raise UserError(
+                    f"{self.path.name} has no plan of {self.name}; give the class the attribute plan, or the file the "
+                    "variable plan: a Plan (`threefold inspect` proposes one)."
+                )
+            return cast(Callable[..., Any], named), plan
+        if not self.name and not hasattr(module, "make_model"):
+            return self._only_class(module)
+        make = self._function(module, "make_model")
+        plan = getattr(module, self.name or "plan", None)
+        return make, plan if isinstance(plan, Plan | ModelPlan) else self._function(module, self.name or "plan")
+
+    def _only_class(self, module: ModuleType) -> tuple[Callable[..., Any], Any]:
+        """The file's one class of a model that has a plan."""
+        own = [kind for kind in vars(module).values() if _is_model_class(kind) and kind.__module__ == module.__name__]
+        planned = [kind for kind in own if getattr(kind, "plan", None) is not None]
+        if len(planned) == 1:
+            return planned[0], planned[0].plan
+        if not own:
+            return self._function(module, "make_model"), None
+        example = (planned or own)[-1].__name__
+        raise UserError(
+            f"{self.path.name} has no function make_model; it needs make_model(config), which returns the model, or "
+            f"name the model's class, as in {self.path.name}:{example}."
+        )
+
+    def _make(self, factory: Callable[..., Any], config: ModelConfig) -> nn.Module:
+        said = f"{self.path.name}: {factory.__name__}"
+        takes_section = factory.__name__ == "make_model"
+        positional = (config,) if takes_section else ()
+        written = "config" if takes_section else ""
+        named = {} if takes_section else bound_arguments(factory, config, said)
+        model = _call(factory, positional, named, said=f"{said}({written})")
+        if not isinstance(model, nn.Module):
+            raise UserError(f"{said}({written}) returns a {_kind(model)} but must return a Module.")
+        return model
+
+    def _function(self, module: ModuleType, name: str) -> Callable[..., Any]:
+        found = getattr(module, name, None)
+        if not callable(found):
+            needs = f"{name}(config), which returns the {'model' if name == 'make_model' else 'ModelPlan'}"
+            raise UserError(f"{self.path.name} has no function {name}; it needs {needs}.")
+        return cast(Callable[..., Any], found)
+
+    def _import(self) -> ModuleType:
+        try:
+            found = os.stat(self.path)
+            return _imported(str(self.path), found.st_mtime_ns, found.st_size)
+        except Exception as error:
+            raise UserError(f"{self.path.name} cannot be imported: {_told(error)}.") from error
+
+
+@dataclass(frozen=True)
+class ObjectSource(ModelSource):
+    """A model and its plan as objects of this program; workers find the class again by its module.
+
+    Attributes:
+        model: its class, or a function that makes it.
+        plan: of it; None where it is the class's attribute `plan`.
+        own_loss: as core's `loss(output, batch)`; None where the last layer returns the loss.
+    """
+
+    model: Callable[..., nn.Module]
+    plan: AnyPlan | None = None
+    own_loss: Callable[..., Any] | None = None
+
+    def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+        plan = self.plan if self.plan is not None else getattr(self.model, "plan", None)
+        if plan is None:
+            raise UserError(f"{self} has no plan; pass plan=Plan(…), or give the class the attribute plan.")
+        make = partial(self._make, config.model)
+        return make, complete_plan(plan, make, config.model, str(self), "plan")
+
+    def loss(self, config: Config) -> Callable[..., Any] | None:
+        return self.own_loss
+
+    def describe(self, config: Config) -> str:
+        return str(self)
+
+    def configured(self, config: Config) -> Config:
+        return with_own_model(config, "")
+
+    def __str__(self) -> str:
+        return getattr(self.model, "__name__", type(self.model).__name__)
+
+    def _make(self, config: ModelConfig) -> nn.Module:
+        model = _call(self.model, (), bound_arguments(self.model, config, str(self)), said=f"{self}()")
+        if not isinstance(model, nn.Module):
+            raise UserError(f"{self}() returns a {_kind(model)} but must return a Module.")
+        return model
+
+
+def as_source(model: "str | Callable[..., nn.Module]", plan: AnyPlan | None = None) -> ModelSource:
+    """The source of a model.
+
+    Args:
+        model: a class, a function that makes the model, or `"FILE.py:NAME"`.
+        plan: of the model; None where the class or the file has it.
+
+    Raises:
+        UserError: it is something else, such as a model that is made already.
+    """
+    if isinstance(model, str):
+        if plan is not None:
+            raise UserError(f"model is {model!r} and plan is given too; the file has the plan, so leave plan out.")
+        return FileSource.parse(model, "model")
+    if isinstance(model, nn.Module) or not callable(model):
+        raise UserError(
+            f"model is a {_kind(model)} but must be a class or a function that makes the model, such as "
+            f"{_kind(model) if isinstance(model, nn.Module) else 'MyModel'}: each rank makes its own part."
+        )
+    return ObjectSource(model, plan)
+
+
+def file_source(config: ModelConfig) -> FileSource:
+    """The file of an own model (`model.file`).
+
+    Raises:
+        UserError: there is none, as the model was given in Python; or it is not there.
+    """
+    if not config.file:
+        raise UserError(
+            "model.file is not set, as the model was given to Python as an object; name its file, as in --model "
+            "model.py:MyModel."
+        )
+    return FileSource.parse(config.file, "model.file")
+
+
+def with_own_model(config: Config, file: str) -> Config:
+    """A config, not resolved, with the model of a file; empty for one that is given in Python."""
+    from threefold.config.loading import config_of
+
+    sections = config.sections()
+    sections["model"] = {key: value for key, value in sections["model"].items() if key != "preset"} | {
+        "architecture": OWN,
+        "file": file,
+    }
+    changed = config_of(sections)
+    changed._origins, changed._derived = config._origins, config._derived
+    return changed
+
+
+def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, name: str) -> ModelPlan:
+    """The plan that the engine reads, of a `Plan`, a `ModelPlan` or a function that returns one.
+
+    Raises:
+        UserError: it is none of them, or does not fit the model.
+    """
+    if callable(plan):
+        takes_config = bool(inspect.signature(plan).parameters)
+        written = f"{said}: {plan.__name__}({'config' if takes_config else ''})"
+        plan = _call(plan, (config,) if takes_config else (), {}, said=written)
+        if not isinstance(plan, Plan | ModelPlan):
+            raise UserError(f"{written} returns a {_kind(plan)} but must return a ModelPlan.")
+    if isinstance(plan, ModelPlan):
+        return plan
+    if not isinstance(plan, Plan):
+        raise UserError(f"{said}: {name} is a {_kind(plan)} but must be a Plan.")
+    with torch.device("meta"):
+        model = make()
+    try:
+        return plan.build(model)
+    except UserError as error:
+        raise UserError(f"{said}: {error}") from None
+
+
+def bound_arguments(factory: Callable[..., Any], config: ModelConfig, said: str) -> dict[str, Any]:
+    """The keyword arguments of a model's constructor: those of `model.arguments`, and for parameters without a default
+    the settings of their names; `config` is the whole section.
+
+    Raises:
+        UserError: an argument is unknown, or one is missing.
+    """
+    given: Mapping[str, Any] = config.arguments
+    parameters = [each for each in inspect.signature(factory).parameters.values() if each.kind not in _REST]
+    names = [each.name for each in parameters]
+    takes_any = any(each.kind is _REST[1] for each in inspect.signature(factory).parameters.values())
+    for name in given:
+        if name not in names and not takes_any:
+            close = get_close_matches(name, names, n=1)
+            near = f"; the nearest is {close[0]}" if close else ""
+            raise UserError(f"model.arguments has {name}, which {said} does not take{near}.")
+    bound = dict(given)
+    for parameter in parameters:
+        name = parameter.name
+        if name in bound or (parameter.default is not parameter.empty and name not in _SECTION):
+            continue
+        if name in _SECTION:
+            bound[name] = config
+        elif name in ModelConfig.model_fields:
+            bound[name] = getattr(config, name)
+        else:
+            raise UserError(f"{said} needs the argument {name}; give it as model.arguments: {{{name}: …}}.")
+    return bound
+
+
+_REST: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mapping[str, Any], said: str) -> Any:
+    try:
+        return function(*positional, **named)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{said} raises {_told(error)}.") from error
+
+
+def _is_model_class(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, nn.Module)
+
+
+@lru_cache(64)
+def _imported(file: str, changed: int, size: int) -> ModuleType:
+    """A file as a module; executed again where its content has changed."""
+    path = Path(file)
+    spec = spec_from_file_location(f"{path.stem}@{file}", file)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is no Python file")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    sys.path.insert(0, str(path.parent))  # as `python FILE.py` does
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _told(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}{': ' if first else ''}{first}"
