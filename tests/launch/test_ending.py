@@ -91,7 +91,8 @@ def test_all_ranks_end(tmp_path: Path, launcher: str, how: str, rank: int, other
     assert not any(runs(pid) for pid in pids)
     assert all(process.returncode for process in processes)
     told = [line for error in errors for line in error.splitlines() if line.startswith("RankFailed: ")]
-    assert len(told) <= 1
+    # Rank 0 of a Slurm step holds the store in which ranks see who failed first: without it each one left tells.
+    assert len(told) <= (RANKS - 1 if (launcher, how, rank) == ("slurm", "kill", 0) else 1)
     if how == "raise":
         assert told[0].startswith(f"RankFailed: rank {rank} failed: ValueError: the cat sat on the keyboard (log: ")
     elif launcher == "local":

@@ -93,7 +93,7 @@ def test_schedule(pool, expected, schedule: str, micro_batches: int, pp: int) ->
 @sweep("layout", EIGHT, ids=name, quick=(5,))
 def test_every_product_of_eight_ranks_for_ten_steps(pool, expected, layout: tuple[int, int, int]) -> None:
     _, tp, pp = layout
-    sizes = {"layers": 8 if pp == 8 else 4, "heads": 24 if tp == 8 else 12}
+    sizes = {"layers": 8 if pp == 8 else 4, **({"heads": 24, "ffn": 72} if tp == 8 else {})}
     check(pool, expected, Case(dtype="fp64", steps=10, accumulation=3, dropout=0.1, **sizes).with_layout(*layout))
 
 
