@@ -106,6 +106,25 @@ def test_shards_of_the_replicas_go_on_equal(
     assert same(broken_run(pool, first, second, tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")
 
 
+@sweep(
+    ("before", "after"),
+    [
+        ({"dp": 4, "set": (("parallel.zero", 3), ("parallel.zero_shards", 2), ("parallel.ep", 2))}, {"tp": 2}),
+        ({"dp": 2}, {"dp": 8, "set": (("parallel.zero", 1), ("parallel.zero_shards", 4), ("parallel.ep", 2))}),
+    ],
+    ids=str,
+    quick=(0,),
+)
+def test_copies_of_shared_experts_go_on_equal(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    model = (("model.architecture", "llama"), ("model.num_experts", 4), ("model.expert_ffn_hidden_size", 16))
+    run = small_run.but(dtype="fp64", steps=WHOLE, set=model)
+    pool.run(1, train_rank, run, tmp_path / "unbroken")
+    first, second = (run.but(**{**each, "set": run.set + each.get("set", ())}) for each in (before, after))
+    assert same(broken_run(pool, first, second, tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")
+
+
 @pytest.mark.slow
 def test_narrow_shards_go_on_bit_equal(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """The shards are the wide masters."""
