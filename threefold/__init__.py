@@ -9,8 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from threefold.api.checkpoint import load, save
     from threefold.api.launch import notebook_launcher, run, spawn
     from threefold.api.mesh import init_mesh
+    from threefold.api.model import DistributedModel, parallelize
+    from threefold.api.optimizer import DistributedOptimizer, distributed_optimizer
     from threefold.comm.axis import Axis
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Mesh
@@ -44,6 +47,8 @@ __all__ = [
     "CountedLoss",
     "DataLoader",
     "DistributedBatchSampler",
+    "DistributedModel",
+    "DistributedOptimizer",
     "Dropout",
     "Layout",
     "LossTerm",
@@ -62,16 +67,20 @@ __all__ = [
     "UserError",
     "Vocab",
     "VocabParallelEmbedding",
+    "distributed_optimizer",
     "init_mesh",
     "layers_by_rank",
+    "load",
     "load_config",
     "notebook_launcher",
+    "parallelize",
     "partition_by_class",
     "partition_by_cost",
     "partition_uniform",
     "partition_uniform_chunks",
     "run",
     "sample_keys",
+    "save",
     "spawn",
     "split",
 ]
@@ -84,6 +93,8 @@ _MODULES: Final = {
     "CountedLoss": "models.loss_terms",
     "DataLoader": "data.map_dataset",
     "DistributedBatchSampler": "data.map_dataset",
+    "DistributedModel": "api.model",
+    "DistributedOptimizer": "api.optimizer",
     "Dropout": "random.dropout",
     "Layout": "comm.layout",
     "LossTerm": "models.loss_terms",
@@ -102,16 +113,20 @@ _MODULES: Final = {
     "UserError": "errors",
     "Vocab": "models.sharding",
     "VocabParallelEmbedding": "parallel.tensor.layers",
+    "distributed_optimizer": "api.optimizer",
     "init_mesh": "api.mesh",
     "layers_by_rank": "parallel.pipeline.partition",
+    "load": "api.checkpoint",
     "load_config": "config",
     "notebook_launcher": "api.launch",
+    "parallelize": "api.model",
     "partition_by_class": "parallel.pipeline.partition",
     "partition_by_cost": "parallel.pipeline.partition",
     "partition_uniform": "parallel.pipeline.partition",
     "partition_uniform_chunks": "parallel.pipeline.partition",
     "run": "api.launch",
     "sample_keys": "random.dropout",
+    "save": "api.checkpoint",
     "spawn": "api.launch",
     "split": "parallel.tensor.functional",
 }

@@ -1,0 +1,190 @@
+"""A loop of one's own: its losses, gradients, norms and weights against the plain model in one process, and its
+checkpoints in another layout."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import threefold
+from tests.support.own_models import MaskedModel, masked_batch, masked_loss, plan_of
+from tests.support.parity import whole_tensors
+from tests.support.sweep import sweep
+from threefold.models.layers.decoder import SampleInfo
+from threefold.models.sharding import Normal
+from threefold.random.dropout import sample_keys
+from threefold.random.keys import stream_key
+from threefold.random.philox import fill_normal_
+
+PLAN, STEPS, SEED, CLIP = plan_of(3), 3, 4, 0.7
+SAMPLES = 24 * STEPS
+
+
+class Masked(Dataset):
+    """The samples of a few batches."""
+
+    def __init__(self) -> None:
+        batches = [masked_batch(step) for step in range(STEPS)]
+        self.parts = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: part[index] for name, part in self.parts.items()}
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """One that the package does not have, whose updates do not depend on rounding noise much."""
+    return torch.optim.Adagrad(parameters, lr=0.05, eps=1e-2, weight_decay=0.01)
+
+
+@dataclass
+class Trained:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    evaluated: float = 0.0
+
+
+def plain(dtype: torch.dtype) -> Trained:
+    """The model in one process, with torch alone: one pass over the global batch, torch's clip and optimizer."""
+    model = MaskedModel().to(dtype)
+    for name, parameter in model.named_parameters():
+        initial = PLAN.initial(name)
+        with torch.no_grad():
+            if isinstance(initial, Normal):
+                key = stream_key("weights", SEED, name)
+                fill_normal_(parameter, initial.std, key, tuple(parameter.shape), (0,) * parameter.dim())
+            else:
+                parameter.fill_(initial.value)
+    optimizer, found = optimizer_of(model.parameters()), Trained()
+    for step, batch in enumerate(threefold.DataLoader(Masked(), 24, seed=SEED)):
+        keys = sample_keys(SEED, step, torch.arange(24))
+        loss = mean_of(model(batch["ids"], batch["keep"], SampleInfo(keys)), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        found.losses.append(loss.item())
+    model.eval()
+    found.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    batch = masked_batch(9)
+    found.evaluated = mean_of(model(batch["ids"], batch["keep"], SampleInfo(None)), batch).item()
+    return found
+
+
+def mean_of(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    terms, counts = masked_loss.terms(output, batch), masked_loss.counts(batch)
+    size = terms["size"]
+    assert isinstance(size, tuple)
+    return terms["tokens"] / counts["tokens"] + size.weight * size.sum / counts["size"]
+
+
+def whole(model: threefold.DistributedModel, optimizer: threefold.DistributedOptimizer, attribute: str) -> Any:
+    """An attribute of each parameter, unsharded, of this rank's stages."""
+    seen: Any = SimpleNamespace(optimizer=optimizer, mesh=model.mesh, parallelism=model.gradient_step.parallelism)
+    return {name: tensor.clone() for name, tensor in whole_tensors(seen, attribute).items()}
+
+
+def made(sizes: dict[str, int], options: dict[str, Any]) -> Any:
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.parallelize(MaskedModel, PLAN, mesh, seed=SEED, **options)
+    optimizer = threefold.distributed_optimizer(optimizer_of(model.parameters()), model, clip_grad_norm=CLIP)
+    return model, optimizer, threefold.DataLoader(Masked(), 24, mesh, seed=SEED)
+
+
+def loop(sizes: dict[str, int], options: dict[str, Any]) -> Trained:
+    model, optimizer, loader = made(sizes, options)
+    found = Trained()
+    for batch in loader:
+        found.losses.append(model.train_batch(batch, masked_loss))
+        found.gradients.append(whole(model, optimizer, "gradient"))
+        found.norms.append(optimizer.step())
+        optimizer.zero_grad()
+    found.weights = whole(model, optimizer, "master")
+    dp, rows = model.mesh.dp, 24 // model.mesh.dp.size
+    mine = {name: part[dp.index * rows : (dp.index + 1) * rows] for name, part in masked_batch(9).items()}
+    found.evaluated = model.eval_batch(mine, masked_loss)
+    return found
+
+
+DEEP = {"dp": 2, "tp": 2, "pp": 2}
+CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    (DEEP, {"zero": 1, "micro_batches": 2, "dtype": torch.float64}),
+    (DEEP, {"zero": 1, "micro_batches": 2}),
+    ({"dp": 3, "tp": 2}, {"zero": 3, "dtype": torch.float64}),
+    ({"dp": 2, "tp": 3}, {"zero": 2, "micro_batches": 3, "dtype": torch.float64, "recompute": "full"}),
+    ({"pp": 3, "dp": 2}, {"micro_batches": 4, "dtype": torch.float64, "schedule": "gpipe"}),
+    ({}, {"dtype": torch.float64}),
+]
+
+
+@sweep(("sizes", "options"), CASES, quick=(0,))
+def test_a_loop_computes_what_the_plain_model_does(pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    dtype = options.get("dtype", torch.float32)
+    tight = {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-5}
+    (expected,) = pool.run(1, plain, dtype)
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    found = pool.run(ranks, loop, sizes, options)
+    assert {name for each in found for name in each.weights} == expected.weights.keys()
+    assert expected.norms[0] > CLIP  # the clip matters
+    for each in found:
+        assert (each.losses, each.norms) == (found[0].losses, found[0].norms)  # the same floats on every rank
+        assert each.losses == pytest.approx(expected.losses, rel=tight["rtol"])
+        assert each.norms == pytest.approx(expected.norms, rel=tight["rtol"])
+        assert each.evaluated == pytest.approx(expected.evaluated, rel=tight["rtol"])
+        for step, gradients in enumerate(each.gradients):
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected.gradients[step][name], **tight, msg=f"{step} {name}")
+        for name, weight in each.weights.items():
+            torch.testing.assert_close(weight, expected.weights[name], **tight, msg=name)
+
+
+def begun(sizes: dict[str, int], options: dict[str, Any], folder: Path) -> list[float]:
+    model, optimizer, loader = made(sizes, options)
+    losses = []
+    for step, batch in enumerate(loader):
+        losses.append(model.train_batch(batch, masked_loss))
+        optimizer.step()
+        if step == 0:
+            optimizer.param_groups[0]["lr"] = 0.03
+            threefold.save(folder, 1, model=model, optimizer=optimizer, loader=loader)
+    return losses
+
+
+def resumed(sizes: dict[str, int], options: dict[str, Any], folder: Path) -> tuple[int, list[float], float]:
+    model, optimizer, loader = made(sizes, options)
+    step = threefold.load(folder, model=model, optimizer=optimizer, loader=loader)
+    losses = []
+    for batch in loader:
+        losses.append(model.train_batch(batch, masked_loss))
+        optimizer.step()
+    return step, losses, optimizer.param_groups[0]["lr"]
+
+
+@sweep(
+    ("before", "after"),
+    [((DEEP, {"zero": 1, "micro_batches": 2}), ({"dp": 3, "tp": 2}, {"zero": 3})), (({}, {}), (DEEP, {}))],
+    quick=(0,),
+)
+def test_a_checkpoint_continues_in_another_layout(pool, tmp_path: Path, before: Any, after: Any) -> None:
+    """Weights, optimizer state, learning rate, dropout and place in the data."""
+    wide = {"dtype": torch.float64}
+    if after[0] == DEEP:
+        after = (DEEP, {"micro_batches": 2})
+    ranks = {str(DEEP): 8, str({"dp": 3, "tp": 2}): 6, "{}": 1}
+    (losses, *_) = pool.run(ranks[str(before[0])], begun, before[0], {**before[1], **wide}, tmp_path)
+    for step, rest, lr in pool.run(ranks[str(after[0])], resumed, after[0], {**after[1], **wide}, tmp_path):
+        assert (step, lr) == (1, 0.03)
+        assert rest == pytest.approx(losses[1:], rel=1e-9)
+    assert len(losses) == STEPS

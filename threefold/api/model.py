@@ -1,0 +1,234 @@
+"""`parallelize`: a model spread over a mesh, for a loop of one's own."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from threefold.api.arguments import naming_arguments
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+from threefold.models.loss_terms import LossFunction, LossSums
+from threefold.models.sharding import ModelPlan
+from threefold.parallel.gradient_step import GradientStep
+from threefold.parallel.settings import TrainingSettings
+from threefold.parallel.weights import publish_
+
+
+class _Builds(Protocol):
+    """A plan in short form."""
+
+    def build(self, model: nn.Module) -> ModelPlan:
+        """The complete plan of a model."""
+        ...
+
+
+class DistributedModel:
+    """This rank's part of a model, and the gradients of a global batch.
+
+    Made by `parallelize`. The optimizer updates `parameters()`: this rank's shards of the weights, in the dtype that
+    they are updated in.
+
+    Attributes:
+        mesh: of this rank.
+        last: the terms of the last loss, by name, and what they count.
+    """
+
+    def __init__(self, gradient_step: GradientStep) -> None:
+        self.gradient_step, self.mesh = gradient_step, gradient_step.mesh
+        self.last = LossSums()
+        self._updates = 0
+        self._has_gradients = False
+
+    @property
+    def updates(self) -> int:
+        """Updates that an optimizer has made; decides the dropout masks of the next step."""
+        return self._updates
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that no optimizer has used yet."""
+        return self._has_gradients
+
+    def parameters(self) -> Iterator[Tensor]:
+        """This rank's shards of the weights, which an optimizer updates; some may be empty."""
+        return (weight.master for weight in self.gradient_step.model.weights)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, with the name that each has in the whole model."""
+        return ((weight.name, weight.master) for weight in self.gradient_step.model.weights)
+
+    def train_batch(self, batch: Any, loss_fn: LossFunction | None = None) -> float:
+        """Forward and backward passes of a global batch, and the sum of the gradients over the replicas.
+
+        Collective over the world.
+
+        Args:
+            batch: this replica's samples: a tensor, or a tuple, list, mapping or `NamedTuple` of tensors with the
+                samples along dim 0. The first layer takes those that the parameters of its `forward` name, or all but
+                the last of a tuple. The same on all ranks of the replica.
+            loss_fn: `loss_fn(output, batch)` of the last layer's output: the mean over the samples of a micro-batch, or
+                terms by name (`CountedLoss`); None where the last layer computes the loss of tokens and labels.
+
+        Returns:
+            the mean loss of the global batch, the same float on every rank.
+
+        Raises:
+            UserError: batch, model and loss do not fit together, or the gradients of the batch before were not used.
+        """
+        if self._has_gradients:
+            raise UserError(
+                "train_batch is called before the optimizer has used the gradients of the batch before, which would be "
+                "lost; call optimizer.step() or optimizer.zero_grad() first."
+            )
+        _check_loss(loss_fn)
+        with naming_arguments():
+            self.last = self.gradient_step.train_batch(batch, self._updates, loss_fn)
+        self._has_gradients = True
+        return self.last.loss
+
+    def eval_batch(self, batch: Any, loss_fn: LossFunction | None = None) -> float:
+        """The mean loss of a global batch, without gradients and dropout; the same float on every rank.
+
+        Collective over the world.
+
+        Args:
+            batch, loss_fn: as of `train_batch`.
+
+        Raises:
+            UserError: batch, model and loss do not fit together.
+        """
+        _check_loss(loss_fn)
+        with naming_arguments():
+            self.last = self.gradient_step.eval_batch(batch, loss_fn)
+        return self.last.loss
+
+    def publish(self) -> None:
+        """Round the weights into the tensors that the model computes with, after `parameters()` were changed."""
+        publish_(self.gradient_step.model.weights, self.gradient_step.gradients)
+
+    def drop_gradients(self) -> None:
+        """Have the next batch begin anew."""
+        self._has_gradients = False
+
+    def updated(self, updates: int | None = None) -> None:
+        """Note that an optimizer has used the gradients, or that a checkpoint after `updates` was loaded."""
+        self._updates = self._updates + 1 if updates is None else updates
+        self._has_gradients = False
+
+
+def parallelize(
+    model: Callable[[], nn.Module],
+    plan: ModelPlan | _Builds,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype = torch.float32,
+    zero: Literal[0, 1, 2, 3] = 0,
+    zero_shards: int | None = None,
+    micro_batches: int = 1,
+    schedule: str = "1f1b",
+    partition: str | tuple[int, ...] = "cost",
+    recompute: str = "none",
+    recompute_every: int = 1,
+    gradient_compression: Literal["none", "fp16", "bf16"] = "none",
+    compile: bool = False,
+    seed: int = 0,
+) -> DistributedModel:
+    """Spread a single-device model over a mesh; its weights start as those of one process.
+
+    Collective over the world.
+
+    Args:
+        model: its class, or a function without arguments that makes it; called on the meta device, so that no rank
+            holds more than its shards.
+        plan: its layers and how each weight is cut.
+        mesh: of `init_mesh`.
+        dtype: of the computation; narrower than fp32, weights are kept and updated in fp32 (mixed precision).
+        zero: the ZeRO stage: what the replicas share of optimizer state (1), gradients (2) and weights (3).
+        zero_shards: replicas over which one copy is sharded; None for all.
+        micro_batches: parts in which a replica's samples are computed one after another; with a pipeline at least as
+            many as its stages.
+        schedule: of the pipeline, as `parallel.schedule` of a config.
+        partition: of the layers into stages, as `parallel.partition` of a config.
+        recompute: activation checkpointing: `none`, or a key of the plan's `recompute`, such as `full`.
+        recompute_every: of the layers that it treats, every so many-th.
+        gradient_compression: what gradients are rounded to while they are summed over the replicas.
+        compile: whether layers run through `torch.compile`.
+        seed: of initial weights and dropout.
+
+    Returns:
+        this rank's part of the model.
+
+    Raises:
+        UserError: the plan does not fit the model, or an argument not the mesh.
+
+    Example:
+        >>> mesh = threefold.init_mesh(dp=2, tp=2, pp=2)
+        >>> model = threefold.parallelize(MyModel, plan, mesh, zero=1, micro_batches=2)
+        >>> optimizer = threefold.distributed_optimizer(torch.optim.AdamW(model.parameters()), model)
+        >>> for batch in loader:
+        ...     loss = model.train_batch(batch, loss_fn)
+        ...     optimizer.step()
+    """
+    _check_mesh(mesh)
+    _check_model(model)
+    if not dtype.is_floating_point or dtype == torch.float16:
+        reason = "needs loss scaling" if dtype == torch.float16 else "is no float dtype"
+        raise UserError(f"dtype is {dtype}, which {reason}; use torch.bfloat16.")
+    if zero not in (0, 1, 2, 3):
+        raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use 1.")
+    if zero_shards is not None and (zero_shards < 1 or mesh.dp.size % zero_shards):
+        raise UserError(f"zero_shards is {zero_shards} but must divide dp {mesh.dp.size}; use {mesh.dp.size}.")
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise UserError(f"micro_batches is {micro_batches!r} but must be a whole number of at least 1; use 1.")
+    settings = TrainingSettings(
+        seed=seed,
+        micro_batches=micro_batches,
+        dtype=dtype,
+        zero=zero,
+        zero_shards=zero_shards,
+        gradient_compression=gradient_compression,
+        schedule=schedule,
+        partition=partition,
+        recompute=recompute,
+        recompute_every=recompute_every,
+        compile=compile,
+    )
+    with naming_arguments():
+        try:
+            return DistributedModel(GradientStep(model, _complete(plan, model), mesh, settings))
+        except ValueError as error:  # of a schedule that there is none of
+            raise UserError(f"{str(error).rstrip('.')}.") from error
+
+
+def _complete(plan: Any, model: Callable[[], nn.Module]) -> ModelPlan:
+    if isinstance(plan, ModelPlan):
+        return plan
+    if not hasattr(plan, "build"):
+        raise UserError(
+            f"plan is a {type(plan).__name__} but must be a Plan, which names the model's layers; make one."
+        )
+    with torch.device("meta"):
+        made: ModelPlan = plan.build(model())
+    return made
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, Mesh):
+        raise UserError(f"mesh is a {type(mesh).__name__} but must be a Mesh; make it with threefold.init_mesh().")
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        raise UserError(
+            f"model is a {type(model).__name__} that is made already, whole, on this rank; give its class or a "
+            "function that makes it, such as `lambda: MyModel(...)`."
+        )
+    if not callable(model):
+        raise UserError(f"model is {model!r} but must be a class or function that makes the model; give that.")
+
+
+def _check_loss(loss_fn: Any) -> None:
+    if loss_fn is not None and not callable(loss_fn):
+        raise UserError(f"loss_fn is {loss_fn!r} but must be a function of the output and the batch; give one.")
