@@ -43,7 +43,7 @@ RIGHT_FILES = {
     "all-to-all": ["parallel/expert/experts.py", "comm/axis.py"],
     "resume": ["checkpoint/resume.py", "launch/training_run.py"],
     "callback": ["train/callbacks/registry.py", "train/callbacks/base.py"],
-    "sampler": ["data/loader.py", "random/permutation.py"],
+    "sampler": ["data/loader.py", "data/map_dataset.py", "random/permutation.py"],
     "tied embeddings": ["parallel/pipeline/tied.py", "models/layers/decoder.py"],
     "load balancing loss": ["models/layers/router.py"],
     "gradient accumulation": ["parallel/pipeline/runner.py", "train/engine.py"],

@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from threefold.api.checkpoint import load, save
+    from threefold.api.horovod import (
+        DistributedOptimizer,
+        allreduce,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+    )
     from threefold.api.launch import notebook_launcher, run, spawn
     from threefold.api.mesh import init_mesh
     from threefold.api.model import DistributedModel, parallelize
-    from threefold.api.optimizer import DistributedOptimizer, distributed_optimizer
+    from threefold.api.optimizer import distributed_optimizer
+    from threefold.api.prepared.grad_sync import backward
+    from threefold.api.prepared.loader import gather_for_metrics
+    from threefold.api.prepared.prepare import clip_grad_norm_, prepare
     from threefold.comm.axis import Axis
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Mesh
@@ -67,7 +77,14 @@ __all__ = [
     "UserError",
     "Vocab",
     "VocabParallelEmbedding",
+    "allreduce",
+    "backward",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "clip_grad_norm_",
     "distributed_optimizer",
+    "gather_for_metrics",
     "init_mesh",
     "layers_by_rank",
     "load",
@@ -78,6 +95,7 @@ __all__ = [
     "partition_by_cost",
     "partition_uniform",
     "partition_uniform_chunks",
+    "prepare",
     "run",
     "sample_keys",
     "save",
@@ -94,7 +112,7 @@ _MODULES: Final = {
     "DataLoader": "data.map_dataset",
     "DistributedBatchSampler": "data.map_dataset",
     "DistributedModel": "api.model",
-    "DistributedOptimizer": "api.optimizer",
+    "DistributedOptimizer": "api.horovod",
     "Dropout": "random.dropout",
     "Layout": "comm.layout",
     "LossTerm": "models.loss_terms",
@@ -113,7 +131,14 @@ _MODULES: Final = {
     "UserError": "errors",
     "Vocab": "models.sharding",
     "VocabParallelEmbedding": "parallel.tensor.layers",
+    "allreduce": "api.horovod",
+    "backward": "api.prepared.grad_sync",
+    "broadcast_object": "api.horovod",
+    "broadcast_optimizer_state": "api.horovod",
+    "broadcast_parameters": "api.horovod",
+    "clip_grad_norm_": "api.prepared.prepare",
     "distributed_optimizer": "api.optimizer",
+    "gather_for_metrics": "api.prepared.loader",
     "init_mesh": "api.mesh",
     "layers_by_rank": "parallel.pipeline.partition",
     "load": "api.checkpoint",
@@ -124,6 +149,7 @@ _MODULES: Final = {
     "partition_by_cost": "parallel.pipeline.partition",
     "partition_uniform": "parallel.pipeline.partition",
     "partition_uniform_chunks": "parallel.pipeline.partition",
+    "prepare": "api.prepared.prepare",
     "run": "api.launch",
     "sample_keys": "random.dropout",
     "save": "api.checkpoint",

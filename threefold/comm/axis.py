@@ -249,10 +249,13 @@ class Axis:
         return into
 
     def broadcast_(self, tensor: Tensor, source: int) -> Tensor:
-        """Broadcast a contiguous tensor from index `source` of the axis."""
+        """Broadcast a tensor from index `source` of the axis, in place."""
         if self.size > 1:
             self.recorder.add(self.name, "broadcast", tensor)
-            dist.broadcast(tensor, self.ranks[source], group=self.group)
+            dense = tensor.contiguous()
+            dist.broadcast(dense, self.ranks[source], group=self.group)
+            if dense is not tensor:
+                tensor.copy_(dense)
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:

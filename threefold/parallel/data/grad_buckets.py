@@ -196,6 +196,19 @@ class JoinedGradients(Gradients):
             part.scale_(factor)
 
 
+def buckets_by_dtype(leaves: Iterable[Tensor], axis: Axis, wire: torch.dtype | None = None) -> Gradients:
+    """Buckets for leaves of any float dtypes, gradients narrower than fp32 added up in fp32.
+
+    Args:
+        leaves, axis, wire: as of `GradientBuckets`.
+    """
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for leaf in leaves:
+        groups.setdefault(torch.promote_types(leaf.dtype, torch.float32), []).append(leaf)
+    parts = [(group, GradientBuckets(group, axis, dtype, wire=wire)) for dtype, group in groups.items()]
+    return parts[0][1] if len(parts) == 1 else JoinedGradients(parts)
+
+
 def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Bucket]", leaf: Tensor) -> None:
     owner, part = buckets(), bucket()
     if owner is not None and part is not None:

@@ -13,8 +13,9 @@ are sharded over those of the same experts among them.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,12 +82,76 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
         # FSDP gets this tensor rank's shard as a plain tensor, so that layers compute with plain tensors.
         replace_parameters(stage, lambda parameter: nn.Parameter(local(parameter).detach()))
         _wrap_experts(stage, zero, dtype)
-        _wrap(stage, zero, dtype)
+        layers = [stage.get_submodule(name) for name in stage.layer_names]
+        _wrap(stage, layers, zero, _policy(stage, dtype))
         replace_parameters(stage, lambda parameter: _allocated(parameter, mesh.device))
         stage.to(mesh.device)  # makes torch take the new tensors over (and pad those that need it)
         for name, parameter in stage.named_parameters():
             experts = is_of_experts(before[name])
             _describe(parameter, before[name], zero.expert_shards if experts else zero.shards)
+
+
+def shard_values(module: nn.Module, zero: ZeroSharding) -> None:
+    """Cut the parameters of a module that has its values, in place; a rank keeps its shards.
+
+    Args:
+        module: any; each layer of its outermost `nn.ModuleList`s is gathered by itself, the rest together.
+        zero: the stage, and the ranks over which a copy is sharded.
+    """
+    before = dict(module.named_parameters())
+    replace_parameters(module, lambda each: nn.Parameter(local(each).detach(), requires_grad=each.requires_grad))
+    _wrap(module, _listed_layers(module), zero, MixedPrecisionPolicy(cast_forward_inputs=False))
+    for name, parameter in module.named_parameters():
+        _describe(parameter, before[name], zero.shards)
+
+
+def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
+    """Call `report(name)` when autograd has accumulated a gradient of a parameter of a module of `shard_values`."""
+    held: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
+    _find_held(module, module, "", held)
+    for wrapped, places in held.items():
+        watched: set[Tensor] = set()
+        wrapped.register_forward_pre_hook(partial(_watch, places, watched, report))
+
+
+def _find_held(
+    module: nn.Module,
+    wrapped: nn.Module,
+    prefix: str,
+    held: dict[nn.Module, list[tuple[nn.Module, str, str]]],
+) -> None:
+    """Which module gathers each parameter: the innermost around it that `fully_shard` made one that gathers."""
+    wrapped = module if isinstance(module, FSDPModule) else wrapped
+    for attribute, _ in module.named_parameters(recurse=False):
+        held.setdefault(wrapped, []).append((module, attribute, prefix + attribute))
+    for name, child in module.named_children():
+        _find_held(child, wrapped, f"{prefix}{name}.", held)
+
+
+def _watch(
+    places: Sequence[tuple[nn.Module, str, str]],
+    watched: set[Tensor],
+    report: Callable[[str], None],
+    _module: nn.Module,
+    _arguments: Any,
+) -> None:
+    # Called when the whole parameters have been gathered; torch keeps one object for each.
+    for owner, attribute, name in places:
+        parameter = getattr(owner, attribute)
+        if parameter.requires_grad and parameter not in watched:
+            watched.add(parameter)
+            parameter.register_post_accumulate_grad_hook(lambda _parameter, name=name: report(name))
+
+
+def _listed_layers(module: nn.Module) -> list[nn.Module]:
+    """The modules in its outermost lists, except containers, which are not called themselves."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            found += [each for each in child if not isinstance(each, nn.ModuleList | nn.ModuleDict)]
+        else:
+            found += _listed_layers(child)
+    return found
 
 
 def _wrap_experts(stage: Stage, zero: ZeroSharding, dtype: torch.dtype) -> None:
@@ -111,13 +176,11 @@ def _policy(stage: Stage, dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
 
 
-def _wrap(stage: Stage, zero: ZeroSharding, dtype: torch.dtype) -> None:
-    policy = _policy(stage, dtype)
-    layers = [stage.get_submodule(name) for name in stage.layer_names]
+def _wrap(root: nn.Module, layers: Sequence[nn.Module], zero: ZeroSharding, policy: MixedPrecisionPolicy) -> None:
     uses = Counter(parameter for layer in layers for parameter in layer.parameters())
-    # Layers with tied weights have to be gathered together: the stage does it, around all its layers.
+    # Layers with tied weights have to be gathered together: the root does it, around all its layers.
     alone = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
-    for module in (*alone, stage):
+    for module in (*alone, root):
         mesh, reshard = zero.shards.device_mesh, zero.stage == 3
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         _set_up(module, zero.shards)
@@ -167,10 +230,11 @@ class ShardedGradients(Gradients):
         zero: the stage and its axes.
     """
 
-    def __init__(self, stages: Sequence[Stage], zero: ZeroSharding) -> None:
+    def __init__(self, stages: Sequence[nn.Module], zero: ZeroSharding) -> None:
         self._zero = zero
         self._roots = [stage for stage in stages if isinstance(stage, FSDPModule)]
-        self._parameters = {local(stored(parameter)): parameter for stage in stages for parameter in stage.parameters()}
+        trained = (each for stage in stages for each in stage.parameters() if each.requires_grad)
+        self._parameters = {local(stored(parameter)): parameter for parameter in trained}
         self._experts = {leaf for leaf, parameter in self._parameters.items() if is_of_experts(stored(parameter))}
         self._gradients: dict[Tensor, Tensor] = {}
 

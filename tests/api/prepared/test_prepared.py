@@ -1,0 +1,211 @@
+"""What prepared objects do beside updates: data, metrics, precision, compression, state, schedules, subsets."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import threefold as t3
+from tests.api.prepared.scripts import Script, Updates, plain, prepared, run, worst
+from tests.support.sweep import sweep
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+
+
+class Numbers(IterableDataset[Tensor]):
+    """The numbers 0 to 10."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(11))
+
+
+def read_numbers(drop_last: bool) -> dict[str, list[list[int]]]:
+    """The global batches as `gather_for_metrics` gives them, of two epochs, and this replica's rows."""
+    torch.manual_seed(torch.distributed.get_rank())  # rank 0 decides about the order
+    found: dict[str, list[list[int]]] = {}
+    data = TensorDataset(torch.arange(11))
+    loaders = {
+        "shuffled": DataLoader(data, 4, shuffle=True, drop_last=drop_last),
+        "in order": DataLoader(data, batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7, 8, 9]]),
+        "stream": DataLoader(Numbers(), 4, drop_last=drop_last),
+    }
+    for name, loader in loaders.items():
+        loader = t3.prepare(loader)
+        found[name], found[f"{name}, own"] = [], []
+        for _ in range(2):
+            for batch in loader:
+                rows = batch if name == "stream" else batch[0]
+                whole, twice = t3.gather_for_metrics((rows, {"twice": 2 * rows}), loader)
+                assert (twice["twice"] == 2 * whole).all()
+                found[name].append(whole.tolist())
+                found[f"{name}, own"].append(rows.tolist())
+    return found
+
+
+def plain_numbers(drop_last: bool) -> list[list[int]]:
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDataset(torch.arange(11)), 4, shuffle=True, drop_last=drop_last)
+    return [rows.tolist() for _ in range(2) for (rows,) in loader]
+
+
+@sweep(("ranks", "drop_last"), [(3, False), (2, True), (4, False), (1, False)], quick=[0])
+def test_replicas_divide_the_batches_of_one_process(pool, ranks: int, drop_last: bool) -> None:
+    results = pool.run(ranks, read_numbers, drop_last)
+    shuffled = pool.run(1, plain_numbers, drop_last)[0]
+    stream = [[0, 1, 2, 3], [4, 5, 6, 7], *([] if drop_last else [[8, 9, 10]])] * 2
+    for found in results:
+        assert found["shuffled"] == shuffled
+        assert found["in order"] == [[0, 1, 2], [3], [4, 5, 6, 7, 8, 9]] * 2
+        assert found["stream"] == stream
+    parts = [found["in order, own"][2] for found in results]
+    assert sorted(row for part in parts for row in part) == [4, 5, 6, 7, 8, 9]
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_narrow_precision_computes_near_fp32_and_in_its_own_dtype(pool) -> None:
+    expected = pool.run(1, plain, Script("stack", "sgd"))[0]
+    for precision, bound in (("bf16", 0.05), ("fp16", 0.01)):
+        options = (("precision", precision), ("zero", 2))
+        found = pool.run(2, prepared, Script("stack", "sgd", options=options))[0]
+        assert 1e-5 < _distance(found, expected) < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_compressed_gradients_are_near_the_exact_ones(pool, dtype: str) -> None:
+    expected = pool.run(1, plain, Script("stack", "sgd"))[0]
+    found = pool.run(3, prepared, Script("stack", "sgd", options=(("compress", dtype),)))
+    assert 1e-6 < _distance(found[0], expected) < 0.05
+    assert all(worst(each, found[0]) == 0 for each in found)
+
+
+def _distance(found: Updates, expected: Updates) -> float:
+    """The relative error of the first gradients together."""
+    one = torch.cat([each.flatten() for each in found.gradients[0].values() if each is not None])
+    other = torch.cat([each.flatten() for each in expected.gradients[0].values() if each is not None])
+    return float((one - other).norm() / other.norm())
+
+
+def overflowing_step() -> tuple[bool, float, float, bool]:
+    """A step whose gradients overflow in fp16, and the next."""
+    model, optimizer = nn.Linear(1, 1, bias=False), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = t3.prepare(model, optimizer, schedule, precision="fp16")
+    before = model.weight.item()
+    rates = []
+    for scale in (1e38, 1.0):
+        t3.backward(model(torch.full((2, 1), 0.5)).sum() * scale, reduction="sum")
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        if scale > 1:
+            skipped = optimizer.step_was_skipped and model.weight.item() == before
+    return skipped, rates[0], rates[1], optimizer.step_was_skipped
+
+
+def test_an_overflow_in_fp16_skips_the_update_and_the_schedule(pool) -> None:
+    for found in pool.run(2, overflowing_step):
+        assert found == (True, 1.0, 0.5, False)
+
+
+def resumed(script: Script, first: dict[str, Any] | None) -> Any:
+    """Half of the epochs, or, from what they gave, the other half."""
+    torch.set_num_threads(1)
+    model, optimizer, loader = t3.prepare(*script.make(), **dict(script.options))
+    if first is None:
+        run(script, model, optimizer, loader)
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    model.load_state_dict(first["model"])
+    optimizer.load_state_dict(first["optimizer"])
+    return run(script, model, optimizer, loader)
+
+
+@sweep(
+    ("ranks", "script", "into"),
+    [
+        (2, Script("stack", "adamw", "float64", epochs=1, options=(("zero", 3),)), (3, (("zero", 1),))),
+        (3, Script("stack", "adafactor", "float64", epochs=1, options=(("zero", 1),)), (2, ())),
+        (1, Script("stack", "sgd", "float64", epochs=1), (4, (("zero", 2),))),
+        (2, Script("stack", "adafactor", "float64", epochs=1), (3, (("zero", 3),))),
+    ],
+    quick=[1],
+    ids=str,
+)
+def test_the_state_of_one_layout_goes_on_in_another(pool, ranks: int, script: Script, into: tuple[int, Any]) -> None:
+    first = pool.run(ranks, resumed, script, None)[0]
+    alone = pool.run(1, resumed, replace(script, options=()), first)[0]
+    for found in pool.run(into[0], resumed, replace(script, options=into[1]), first):
+        assert worst(found, alone) < 1e-10
+
+
+def in_parts() -> tuple[list[float], list[float]]:
+    """A model prepared first, its optimizer and loader later; and a model alone with an optimizer of torch."""
+    x = torch.linspace(-1, 2, 10).view(5, 2)
+    losses: tuple[list[float], list[float]] = ([], [])
+    torch.manual_seed(0)
+    model = t3.prepare(nn.Linear(2, 1))
+    again, optimizer = t3.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader, _ = t3.prepare(DataLoader(TensorDataset(x), 5), model)
+    assert again is model
+    for _ in range(3):
+        for (rows,) in loader:
+            t3.backward(model(rows).square().mean())
+            optimizer.step()
+            losses[0].append(optimizer.loss)
+    torch.manual_seed(0)
+    model = t3.prepare(nn.Linear(2, 1))
+    plain_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = x.tensor_split(torch.distributed.get_world_size())[torch.distributed.get_rank()]
+    for _ in range(3):
+        plain_optimizer.zero_grad()
+        t3.backward(model(own).square().mean(), count=len(own))
+        plain_optimizer.step()
+        losses[1].append(model.sync.loss)
+    return losses
+
+
+def test_objects_can_be_prepared_one_after_another(pool) -> None:
+    expected = pool.run(1, in_parts)[0]
+    assert expected[0] == pytest.approx(expected[1])
+    for found in pool.run(2, in_parts):
+        assert found[0] == pytest.approx(expected[0], rel=1e-5)
+        assert found[1] == pytest.approx(expected[0], rel=1e-5)
+
+
+def mean_over_tokens(labels: Tensor) -> Tensor:
+    """The gradient of a loss that is a mean over valid tokens, of which the replicas have different numbers."""
+    torch.manual_seed(0)
+    model = t3.prepare(nn.Linear(3, 4, bias=False), mesh=Mesh(Layout(dp=torch.distributed.get_world_size())))
+    share = len(labels) // model.mesh.dp.size
+    own = slice(model.mesh.dp.index * share, (model.mesh.dp.index + 1) * share)
+    x = torch.linspace(-1, 1, len(labels) * 15).view(len(labels), 5, 3)
+    loss = F.cross_entropy(model(x[own]).flatten(0, 1), labels[own].flatten(), ignore_index=-100)
+    t3.backward(loss, count=(labels[own] != -100).sum())
+    return model.weight.grad
+
+
+def test_a_mean_over_valid_tokens_counts_tokens(pool) -> None:
+    labels = torch.tensor([[0, 1, 2, 3, 0], [1, -100, -100, -100, -100], [2, 3, -100, -100, 1], [3, 0, 1, 2, 3]])
+    expected = pool.run(1, mean_over_tokens, labels)[0]
+    for found in pool.run(2, mean_over_tokens, labels):
+        torch.testing.assert_close(found, expected)
+
+
+def local_statistics() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = t3.prepare(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), sync_batch_norm=False)
+    x = torch.randn(4, 2) + torch.distributed.get_rank()
+    out = model(x)
+    t3.backward(out.mean())
+    return out.detach(), model.state_dict()["0.running_mean"]
+
+
+def test_statistics_of_a_replica_alone_on_request(pool) -> None:
+    first, second = pool.run(2, local_statistics)
+    assert first[0].mean() == pytest.approx(second[0].mean().item(), abs=1e-5)  # each normalized by itself
+    assert torch.equal(first[1], second[1])

@@ -1,0 +1,1 @@
+"""Any `nn.Module`, optimizer and `DataLoader` made distributed in one call."""

@@ -1,0 +1,328 @@
+"""The gradients of a prepared model, from the first backward pass of an update to the optimizer's step.
+
+The loss of a backward pass is the mean over this replica's rows. It is multiplied by their number; after the last
+backward pass of an update the summed gradients are divided by the number of rows of all replicas and backward passes,
+so that they are those of the mean over all these rows, however unevenly the replicas divide them.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite, log2
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from threefold.api.prepared.loader import BatchRows, CurrentBatch
+from threefold.api.prepared.nested import tensors_in
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+from threefold.parallel.data.grad_buckets import Gradients
+from threefold.parallel.parameter import is_split, like, local, stored
+from threefold.train.gradient_norm import squared_norm
+from threefold.train.loss_scale import LossScale
+
+Reduction = Literal["mean", "sum"]
+
+_ORIGIN = "threefold.prepared"
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a model's output comes from: kept on its node in the graph of autograd."""
+
+    sync: "GradSync"
+    rows: BatchRows | None
+
+
+class GradSync:
+    """Adds gradients up over backward passes and replicas.
+
+    Args:
+        parameters: the model's, by name, as it stores them; those that require gradients are trained.
+        partial_names: of those that every tensor rank holds whole and uses on its own heads alone.
+        gradients: where theirs are added up.
+        mesh: of the replicas.
+        accumulate: backward passes of an update.
+        loss_scale: of fp16; None for no scaling.
+        current: the batch that is in progress.
+        sharded: whether the parameters are sharded over the replicas, so that `note` has to be called for whole ones.
+        from_first: buffers that every replica takes from the first after each update.
+
+    Attributes:
+        all_parameters: the model's, the frozen ones too.
+        parameters: those that are trained.
+        leaves: the tensors that are trained, by name.
+        updates: how many sets of complete gradients there have been.
+        overflowed: whether the complete ones are not finite, so that the update is skipped.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        partial_names: Sequence[str],
+        gradients: Gradients,
+        mesh: Mesh,
+        accumulate: int,
+        loss_scale: LossScale | None,
+        current: CurrentBatch,
+        sharded: bool,
+        from_first: Sequence[Tensor] = (),
+    ) -> None:
+        self.all_parameters = dict(parameters)
+        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.gradients, self.mesh, self.accumulate = gradients, mesh, accumulate
+        self.loss_scale, self.current = loss_scale, current
+        self.updates, self.overflowed = 0, False
+        self.leaves = {name: local(stored(parameter)) for name, parameter in self.parameters.items()}
+        self._partial = [self.leaves[name] for name in partial_names if name in self.leaves]
+        self._passes = 0
+        self._reduction: Reduction = "mean"
+        self._nominal: float | None = None
+        self._weight = self._loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._arrived: set[str] = set()
+        self._used: dict[str, bool] = {}
+        self._mean_loss: Tensor | None = None
+        self._sharded, self._from_first = sharded, from_first
+        if not sharded:
+            for name, leaf in self.leaves.items():
+                leaf.register_post_accumulate_grad_hook(partial(_on_leaf, self.note_weakly, name))
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the update needs further backward passes."""
+        return self._passes > 0
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over all rows of the last update."""
+        if self._mean_loss is None:
+            raise UserError("There is no loss yet; call threefold.backward(loss) first.")
+        return float(self._mean_loss)
+
+    @property
+    def note_weakly(self) -> Callable[[str], None]:
+        """`note` for hooks of tensors: garbage collection does not find a cycle through them."""
+        return partial(_note, weakref.ref(self))
+
+    def mark(self, outputs: Any) -> None:
+        """Note on the outputs of the model which batch they are of."""
+        origin = _Origin(self, self.current.rows)
+        for tensor in tensors_in(outputs):
+            if tensor.grad_fn is not None:
+                _metadata(tensor.grad_fn)[_ORIGIN] = origin
+
+    def backward(
+        self, loss: Tensor, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None, retain: bool
+    ) -> None:
+        """One backward pass; the last of an update sums over the replicas."""
+        if self._passes and reduction != self._reduction:
+            raise UserError(
+                f"reduction is {reduction!r} but this update began with {self._reduction!r}; use one for all backward "
+                "passes of an update."
+            )
+        weight = self._weight_of(loss, rows, reduction, count)
+        scale = self._begin(weight, rows) if not self._passes else self._scale()
+        self._reduction = reduction
+        self._arrived.clear()
+        (loss * (weight * scale).to(loss.dtype)).backward(retain_graph=retain)
+        self._passes += 1
+        self._weight = self._weight + weight
+        self._loss = self._loss + weight * loss.detach().double()
+        if self._passes == self.accumulate or (rows is not None and rows.last):
+            self._finish()
+
+    def squared_norm(self) -> Tensor:
+        """Of the complete gradients of the whole model: each element counted once. fp64 scalar, on every rank."""
+        mesh = self.mesh
+        counted = [
+            self.gradients[leaf]
+            for name, leaf in self.leaves.items()
+            if self.gradients.is_in_norm(leaf) and (is_split(stored(self.parameters[name])) or mesh.tp.is_first)
+        ]
+        own = squared_norm(counted) if counted else torch.zeros((), dtype=torch.float64, device=mesh.device)
+        return mesh.world.all_reduce_(own)
+
+    def clip_(self, max_norm: float) -> Tensor | None:
+        """As `clip_grad_norm_`."""
+        if self.is_accumulating:
+            return None
+        if not self.updates:
+            raise UserError("clip_grad_norm_ was called before threefold.backward(loss); call it after that.")
+        norm = self.squared_norm().sqrt()
+        coefficient = max_norm / (float(norm) + _CLIP_EPS)
+        if coefficient < 1:
+            self.gradients.scale_(coefficient)
+            self._publish([parameter.grad is not None for parameter in self.parameters.values()])
+        return norm
+
+    def weights_changed(self) -> None:
+        """The optimizer has updated the weights."""
+        self.gradients.weights_changed()
+
+    def _weight_of(
+        self, loss: Tensor, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None
+    ) -> Tensor:
+        """What this loss counts: the number of what it is the mean of; for a sum 1."""
+        counts = 1.0 if rows is None else float(rows.own)
+        if rows is not None and rows.own == 0:
+            given: Tensor | float = 0.0
+        elif count is not None:
+            given = count
+        else:
+            given = 1.0 if reduction == "sum" else counts
+        return torch.as_tensor(given, dtype=torch.float64, device=loss.device).detach()
+
+    def _begin(self, weight: Tensor, rows: BatchRows | None) -> float:
+        self._weight = self._loss = torch.zeros_like(weight)
+        if self._nominal is None:
+            # Losses are divided by about what they will be, as large numbers would overflow in fp16.
+            total = float(self.mesh.dp.all_reduce(weight)) * self.accumulate
+            self._nominal = _power_of_two(total)
+        self.gradients.begin(self.accumulate)
+        for leaf in self.leaves.values():
+            held = self._bucket(leaf)
+            leaf.grad = held if held is not None and held.dtype == leaf.dtype else None
+        self._used = dict.fromkeys(self.leaves, False)
+        return self._scale()
+
+    def _bucket(self, leaf: Tensor) -> Tensor | None:
+        return None if self._sharded else self.gradients[leaf]
+
+    def _scale(self) -> float:
+        assert self._nominal is not None  # set by `_begin`
+        return (1.0 if self.loss_scale is None else self.loss_scale.value) / self._nominal
+
+    def _finish(self) -> None:
+        scale = self._scale()
+        self.gradients.finish()
+        if self._partial and self.mesh.tp.size > 1:
+            self.mesh.tp.all_reduce_together_([self.gradients[leaf] for leaf in self._partial])
+        used = [float(each) for each in self._used.values()]
+        flags = torch.tensor(used, dtype=torch.float64, device=self._weight.device)
+        totals = self.mesh.dp.all_reduce_(torch.cat([self._weight.view(1), self._loss.view(1), flags]))
+        weight, loss, *found = totals.tolist()
+        self._passes = 0
+        self.updates += 1
+        if weight <= 0:
+            raise UserError(
+                f"count adds up to {weight:g} over the update but must be above 0; leave batches out where it is 0."
+            )
+        divisor = weight if self._reduction == "mean" else 1.0
+        self._mean_loss = totals[1] / divisor
+        self.gradients.scale_(1.0 / (scale * divisor))
+        self._nominal = _power_of_two(divisor)
+        self.overflowed = False
+        if self.loss_scale is not None:
+            finite = isfinite(loss) and isfinite(float(self.squared_norm()))
+            self.loss_scale.held() if finite else self.loss_scale.overflowed()
+            self.overflowed = not finite
+        self._publish([flag > 0 for flag in found])
+        for buffer in self._from_first:
+            self.mesh.dp.broadcast_(buffer, 0)
+
+    def _publish(self, has_gradient: Sequence[bool]) -> None:
+        """Set `grad` of every parameter and of the tensor that is trained for it."""
+        for (name, parameter), used in zip(self.parameters.items(), has_gradient, strict=True):
+            leaf = self.leaves[name]
+            gradient = self.gradients[leaf].to(leaf.dtype) if used else None
+            leaf.grad = gradient
+            if parameter is not leaf:
+                parameter.grad = None if gradient is None else like(parameter, gradient)
+
+    def note(self, name: str) -> None:
+        """Autograd has accumulated a gradient of a parameter.
+
+        Raises:
+            UserError: the second one in a backward pass, whose sum over the replicas may have started.
+        """
+        if name in self._arrived:
+            raise UserError(
+                f"The parameter {name!r} got two gradients in one backward pass, as with reentrant activation "
+                "checkpointing of a weight that is used twice; use checkpoint(…, use_reentrant=False)."
+            )
+        self._arrived.add(name)
+        self._used[name] = True
+
+
+def _note(owner: "weakref.ref[GradSync]", name: str) -> None:
+    sync = owner()
+    if sync is not None:
+        sync.note(name)
+
+
+def _on_leaf(note: Callable[[str], None], name: str, _leaf: Tensor) -> None:
+    note(name)
+
+
+def _power_of_two(value: float) -> float:
+    """The nearest power of two, so that dividing by it rounds nothing; 1 where there is none."""
+    return 2.0 ** round(log2(value)) if value > 0 and isfinite(value) else 1.0
+
+
+def _metadata(node: Node) -> dict[Any, Any]:
+    """What may be noted on a node of autograd's graph; torch's stub has a method in its place."""
+    return cast(dict[Any, Any], node.metadata)
+
+
+def origin_of(loss: Tensor) -> _Origin | None:
+    """The prepared model, and its batch, that a loss was computed from; None where there is none."""
+    waiting, seen = deque([loss.grad_fn]), set()
+    while waiting:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(found := _metadata(node).get(_ORIGIN), _Origin):
+            return found
+        waiting.extend(following for following, _ in node.next_functions)
+    return None
+
+
+def backward(
+    loss: Tensor,
+    *,
+    reduction: Reduction = "mean",
+    count: Tensor | float | None = None,
+    retain_graph: bool = False,
+) -> None:
+    """The backward pass of a loss of a prepared model, in the place of `loss.backward()`.
+
+    Multiplies the loss as loss scaling and the number of rows need. After the last backward pass of an update (the
+    `accumulate`-th, or that of the loader's last batch) the gradients `.grad` are, on every rank, those of the mean
+    over the rows of all replicas and all these backward passes.
+
+    Args:
+        loss: scalar, of this replica's rows.
+        reduction: whether it is the mean over its rows, or their sum; with the latter gradients are those of the sum.
+        count: what the loss is a mean of, where that is not the rows: the number of valid tokens, say.
+        retain_graph: as in `torch.Tensor.backward`.
+
+    Raises:
+        UserError: the loss is not a scalar, or does not come from a prepared model.
+
+    Example:
+        ```python
+        logits = model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        t3.backward(loss, count=(labels != -100).sum())
+        ```
+    """
+    if not isinstance(loss, Tensor):
+        raise UserError(f"loss is of the type {type(loss).__name__} but must be a scalar tensor.")
+    if loss.dim() > 0 and loss.numel() != 1:
+        raise UserError(f"loss has the shape {[*loss.shape]} but must be a scalar; use loss.mean().")
+    if reduction not in ("mean", "sum"):
+        raise UserError(f"reduction is {reduction!r} but must be 'mean' or 'sum'; use 'mean'.")
+    origin = origin_of(loss)
+    if origin is None:
+        raise UserError(
+            "The loss does not come from a model that prepare returned; compute it from the output of that one, with "
+            "gradients enabled."
+        )
+    origin.sync.backward(loss.reshape(()), origin.rows, reduction, count, retain_graph)

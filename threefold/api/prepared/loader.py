@@ -1,0 +1,266 @@
+"""A `DataLoader` whose batches the replicas divide among them: the same global batches for every number of replicas."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from threefold.api.prepared.nested import map_tensors
+from threefold.comm.axis import Axis
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+
+_BATCHES_AT_ONCE = 4096
+"""Batches of which the first rank sends the indices in one message."""
+
+
+class BatchRows(NamedTuple):
+    """How much of a global batch a replica has.
+
+    Attributes:
+        own: its rows; 0 where the batch has fewer rows than there are replicas, and this one has a row of another's as
+            a filler, which counts for nothing.
+        total: rows of the global batch.
+        last: whether it is the last batch that the loader yields.
+    """
+
+    own: int
+    total: int
+    last: bool = False
+
+
+@dataclass
+class CurrentBatch:
+    """The batch that a prepared loader yielded last; None before the first and after the last."""
+
+    rows: BatchRows | None = None
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether this replica's only row is a filler."""
+        return self.rows is not None and self.rows.own == 0
+
+
+class _Part(NamedTuple):
+    """A replica's part of a batch: indices of the dataset, or the items themselves."""
+
+    own: int
+    total: int
+    items: Sequence[Any]
+
+
+class _Arrived(NamedTuple):
+    own: int
+    total: int
+    batch: Any
+
+
+class PreparedLoader:
+    """What `prepare` returns for a `DataLoader`: each iteration yields this replica's rows of the next global batch.
+
+    A global batch is what the `DataLoader` itself would yield on one process. The indices that its sampler draws on
+    rank 0 are sent to all ranks, so that the order follows from the seed of rank 0 and is the same for every number of
+    replicas. Rows are divided as evenly as they can be, in order. Where a batch, as the last of an epoch, has fewer
+    rows than there are replicas, some get a filler: one row, so that every replica runs the model as often as the
+    others, of which `backward` and `gather_for_metrics` count nothing.
+
+    An `IterableDataset` is read by every rank, which keeps its own rows; it has to yield the same on all ranks.
+
+    Attributes:
+        loader: the original; its other attributes can be read from this object as well.
+    """
+
+    def __init__(self, loader: DataLoader, mesh: Mesh, current: CurrentBatch) -> None:
+        if loader.batch_size is None and loader.batch_sampler is None:
+            raise UserError(
+                "The DataLoader has batch_size=None, so that its batches cannot be divided among replicas; give it a "
+                "batch_size."
+            )
+        if any(isinstance(each, DistributedSampler) for each in (loader.sampler, loader.batch_sampler)):
+            raise UserError(
+                "The DataLoader has a DistributedSampler, which would divide its batches a second time; make it with "
+                "shuffle=True or another sampler instead."
+            )
+        self.loader = loader
+        self._mesh, self._currents = mesh, [current]
+        self._rows: BatchRows | None = None
+        self._inner = _remade(loader, mesh)
+
+    def announce_to(self, current: CurrentBatch) -> None:
+        """Have another object know the batch that is in progress."""
+        self._currents.append(current)
+
+    def __len__(self) -> int:
+        """Batches of an epoch, as many as on one process."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        ahead: _Arrived | None = None
+        try:
+            for arrived in self._inner:
+                if ahead is not None:
+                    yield self._deliver(ahead, last=False)
+                ahead = arrived
+            if ahead is not None:
+                yield self._deliver(ahead, last=True)
+        finally:
+            self._announce(None)
+
+    def gather(self, values: Any) -> Any:
+        """As `gather_for_metrics(values, loader)`."""
+        rows = self._rows
+        if rows is None:
+            raise UserError(
+                "gather_for_metrics was called before the loader yielded a batch; call it inside the loop over it."
+            )
+        return map_tensors(values, lambda tensor: _gathered(tensor, rows, self._mesh.dp))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet, as in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def _deliver(self, arrived: _Arrived, last: bool) -> Any:
+        self._rows = BatchRows(arrived.own, arrived.total, last)
+        self._announce(self._rows)
+        device = self._mesh.device
+        if device.type == "cpu":
+            return arrived.batch
+        return map_tensors(arrived.batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _announce(self, rows: BatchRows | None) -> None:
+        for current in self._currents:
+            current.rows = rows
+
+
+def gather_for_metrics(values: Any, loader: Any) -> Any:
+    """The values of all rows of the current global batch, in its order, on every rank: to compute metrics of.
+
+    Rows that were added to fill up a replica's part are left out, so that each sample is counted once. Collective over
+    the replicas.
+
+    Args:
+        values: a tensor [rows, …] of this replica's rows, such as predictions or labels; or a tuple, list or mapping of
+            such tensors.
+        loader: the prepared loader that yielded the rows.
+
+    Returns:
+        the same with tensors [rows of the global batch, …].
+
+    Raises:
+        UserError: the loader is not a prepared one, or a tensor does not have one value for each row.
+
+    Example:
+        ```python
+        for x, y in valid_loader:
+            predicted, labels = t3.gather_for_metrics((model(x).argmax(-1), y), valid_loader)
+            correct += (predicted == labels).sum()
+        ```
+    """
+    if not isinstance(loader, PreparedLoader):
+        raise UserError(
+            f"loader is of the type {type(loader).__name__} but gather_for_metrics needs the one that prepare returned."
+        )
+    return loader.gather(values)
+
+
+def _gathered(tensor: Tensor, rows: BatchRows, axis: Axis) -> Tensor:
+    held = max(rows.own, 1)
+    if tensor.dim() == 0 or tensor.shape[0] != held:
+        raise UserError(
+            f"A tensor of shape {[*tensor.shape]} does not have one value for each of the replica's {held} rows; pass "
+            "values by row, such as losses with reduction='none'."
+        )
+    return axis.all_gather(tensor.detach()[: rows.own].contiguous(), dim=0)
+
+
+def _remade(loader: DataLoader, mesh: Mesh) -> DataLoader:
+    """A loader with the same dataset, workers and collation that reads this replica's parts."""
+    options: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.num_workers:
+        options["prefetch_factor"] = loader.prefetch_factor
+    collate: Any = _Collate(loader.collate_fn)
+    if isinstance(loader.dataset, IterableDataset):
+        assert loader.batch_size is not None  # a batch_sampler and an IterableDataset exclude each other
+        stream = _StreamOfParts(loader.dataset, loader.batch_size, loader.drop_last, mesh.dp.index, mesh.dp.size)
+        return DataLoader(stream, batch_size=None, collate_fn=collate, **options)
+    assert loader.batch_sampler is not None  # checked
+    parts = _PartSampler(loader.batch_sampler, mesh)
+    return DataLoader(_DatasetOfParts(loader.dataset), batch_size=None, sampler=parts, collate_fn=collate, **options)
+
+
+def _part(batch: Sequence[Any], index: int, replicas: int) -> _Part:
+    """A replica's part of a batch of at least one item."""
+    total = len(batch)
+    own = batch[total * index // replicas : total * (index + 1) // replicas]
+    return _Part(len(own), total, own or batch[:1])
+
+
+class _PartSampler:
+    """The indices of this replica's part of each batch, of the batches that the sampler of rank 0 draws."""
+
+    def __init__(self, batches: Iterable[Sequence[Any]], mesh: Mesh) -> None:
+        self._batches, self._mesh = batches, mesh
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # needed only where the loader has a length
+
+    def __iter__(self) -> Iterator[_Part]:
+        mesh = self._mesh
+        source = iter(self._batches) if mesh.rank == 0 else iter(())
+        while True:
+            drawn = [list(batch) for batch in islice(source, _BATCHES_AT_ONCE)]
+            drawn = mesh.world.gather_objects(drawn)[0]
+            for batch in drawn:
+                if batch:
+                    yield _part(batch, mesh.dp.index, mesh.dp.size)
+            if len(drawn) < _BATCHES_AT_ONCE:
+                return
+
+
+class _DatasetOfParts(Dataset[_Part]):
+    """A dataset whose index is a replica's part of a batch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, part: _Part) -> _Part:
+        many = getattr(self.dataset, "__getitems__", None)
+        items = many(list(part.items)) if many else [self.dataset[index] for index in part.items]
+        return part._replace(items=items)
+
+
+class _StreamOfParts(IterableDataset[_Part]):
+    """A replica's part of each batch of an iterable dataset."""
+
+    def __init__(self, dataset: Any, batch_size: int, drop_last: bool, index: int, replicas: int) -> None:
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.index, self.replicas = index, replicas
+
+    def __iter__(self) -> Iterator[_Part]:
+        source = iter(self.dataset)
+        while batch := list(islice(source, self.batch_size)):
+            if len(batch) < self.batch_size and self.drop_last:
+                return
+            yield _part(batch, self.index, self.replicas)
+
+
+class _Collate:
+    """Makes a batch of a part's items."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, part: _Part) -> _Arrived:
+        return _Arrived(part.own, part.total, self.collate(part.items))

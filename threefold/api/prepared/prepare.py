@@ -1,0 +1,283 @@
+"""`prepare`: a model, its optimizer and its data loader made distributed in one call, as `accelerate` does."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from threefold.api.mesh import init_mesh
+from threefold.api.prepared.batch_norm import batch_norm_buffers, has_batch_norm, use_global_statistics
+from threefold.api.prepared.grad_sync import GradSync
+from threefold.api.prepared.loader import CurrentBatch, PreparedLoader
+from threefold.api.prepared.module import PreparedModule
+from threefold.api.prepared.optimizer import (
+    PreparedOptimizer,
+    PreparedScheduler,
+    require_matches,
+)
+from threefold.api.prepared.tensor_parallel import shard_by_patterns
+from threefold.comm.mesh import Mesh
+from threefold.config import PrecisionConfig
+from threefold.dtypes import DTYPES
+from threefold.errors import UserError
+from threefold.launch.environment import find_launched_rank
+from threefold.models.sharding import Split
+from threefold.parallel.data.grad_buckets import Gradients, buckets_by_dtype
+from threefold.parallel.data.zero import ShardedGradients, make_zero_sharding, report_gradients, shard_values
+from threefold.parallel.parameter import local
+from threefold.plugins import one_of
+from threefold.train.loss_scale import LossScale
+
+PRECISIONS: Final = ("fp32", "bf16", "fp16")
+COMPRESSIONS: Final = ("none", "fp16", "bf16")
+_TAKEN: Final = (Optimizer, DataLoader, LRScheduler, PreparedLoader, PreparedScheduler)
+
+
+def prepare(
+    *objects: Any,
+    mesh: Mesh | None = None,
+    precision: str = "fp32",
+    zero: int = 0,
+    accumulate: int = 1,
+    compress: str = "none",
+    sync_batch_norm: bool = True,
+    tensor_parallel: Mapping[str, Split] | None = None,
+) -> Any:
+    """Make a model, its optimizer, its data loaders and its learning-rate schedule distributed.
+
+    The script's own loop stays as it is, but for `threefold.backward(loss)` in the place of `loss.backward()`. Its
+    batches, losses, gradients and updates are those of the same script on one process, up to rounding: a `DataLoader`
+    of batch size B yields its part of the same B rows to every replica. Collective: every rank calls it alike.
+
+    Every rank starts from the weights and buffers of rank 0. Batch normalization takes its statistics from all rows of
+    the global batch; other buffers stay as each rank computes them. A parameter that no replica used has no gradient.
+    Dropout draws from each rank's own generator.
+
+    Args:
+        objects: in any order, any of them left out: one `nn.Module`; optimizers of its parameters; `DataLoader`s;
+            learning-rate schedules of `torch.optim.lr_scheduler`. What `prepare` returned before may be passed again
+            beside new objects, as for an optimizer or a loader that is made later.
+        mesh: of dp and tp alone; None for as many replicas as there are ranks.
+        precision: `bf16` or `fp16` computes in that dtype where it is safe (`torch.autocast`), fp16 with a dynamic loss
+            scale; weights stay as they are. `fp32` computes in the dtype of the weights.
+        zero: 1 shards the optimizer state over the replicas, 2 gradients too, 3 weights too.
+        accumulate: backward passes of an update (gradient accumulation). `optimizer.step()` does nothing before the
+            last of them, or before the loader's last batch.
+        compress: sums gradients over the replicas in `fp16` or `bf16` (gradient compression); needs zero 0.
+        sync_batch_norm: with false, batch normalization takes its statistics from each replica's own rows, and after
+            each update every replica has the running statistics of the first.
+        tensor_parallel: pattern of module names → `Column()`, `Row()`, `Vocab()` …, for a mesh with tp; what it does
+            not name is whole on every tensor rank.
+
+    Returns:
+        the prepared objects in the order given; a single one by itself.
+
+    Raises:
+        UserError: an argument is wrong, or the objects do not belong together.
+
+    Example:
+        ```python
+        model, optimizer, loader = t3.prepare(model, optimizer, loader, precision="bf16", zero=1, accumulate=4)
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            t3.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
+    """
+    _check_options(precision, zero, accumulate, compress)
+    model = _model_among(objects)
+    if isinstance(model, PreparedModule):
+        mesh, sync = model.mesh, model.sync
+        current = sync.current
+        before: dict[str, nn.Parameter] = sync.all_parameters
+        _require_no_options(precision, zero, accumulate, compress)
+    else:
+        mesh = mesh or _mesh_of_all_ranks()
+        _check_mesh(mesh)
+        current = CurrentBatch()
+        before = {} if model is None else dict(model.named_parameters())
+    made: dict[int, Any] = {}
+    if model is not None:
+        for each in objects:
+            if isinstance(each, Optimizer) and not isinstance(each, PreparedOptimizer):
+                sharded = zero > 0 or mesh.tp.size > 1
+                require_matches(each, before, sharded)
+        if not isinstance(model, PreparedModule):
+            prepared = _prepare_model(
+                model, mesh, current, precision, zero, accumulate, compress, sync_batch_norm, tensor_parallel
+            )
+            made[id(model)], sync = prepared, prepared.sync
+        else:
+            made[id(model)] = model
+    for each in objects:
+        if isinstance(each, PreparedLoader):
+            each.announce_to(current)
+            made[id(each)] = each
+        elif isinstance(each, DataLoader):
+            made[id(each)] = PreparedLoader(each, mesh, current)
+        elif isinstance(each, PreparedOptimizer | PreparedScheduler):
+            made[id(each)] = each
+        elif isinstance(each, Optimizer):
+            made[id(each)] = PreparedOptimizer(each, before, sync)
+        elif isinstance(each, LRScheduler):
+            made[id(each)] = PreparedScheduler(each, sync)
+    results = tuple(made[id(each)] for each in objects)
+    return results[0] if len(results) == 1 else results
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor | None:
+    """Clip the gradients of a prepared model by their global norm: that of the whole model, whatever shards it.
+
+    Collective. Call it between `backward` and `optimizer.step()`.
+
+    Args:
+        model: what `prepare` returned.
+        max_norm: gradients of a larger norm are scaled down to it.
+
+    Returns:
+        the norm before clipping, the same on every rank; None while gradients are accumulated, when nothing is done.
+
+    Raises:
+        UserError: the model is not prepared, or there are no gradients yet.
+    """
+    if not isinstance(model, PreparedModule):
+        raise UserError(
+            f"model is of the type {type(model).__name__} but clip_grad_norm_ needs the one that prepare returned."
+        )
+    if not isinstance(max_norm, int | float) or not max_norm > 0:
+        raise UserError(f"max_norm is {max_norm} but must be above 0; use 1.0.")
+    return model.sync.clip_(float(max_norm))
+
+
+def _check_options(precision: str, zero: int, accumulate: int, compress: str) -> None:
+    if precision not in PRECISIONS:
+        raise UserError(f"precision is {precision!r} but must be {one_of(precision, list(PRECISIONS))}.")
+    if zero not in (0, 1, 2, 3):
+        raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use {1 if not isinstance(zero, int) else 3}.")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise UserError(f"accumulate is {accumulate!r} but must be a whole number of at least 1; use 1.")
+    if compress not in COMPRESSIONS:
+        raise UserError(f"compress is {compress!r} but must be {one_of(compress, list(COMPRESSIONS))}.")
+    if compress != "none" and zero:
+        raise UserError(
+            f"compress is {compress!r} but zero is {zero}, which sums gradients at their width; use zero=0."
+        )
+
+
+def _require_no_options(precision: str, zero: int, accumulate: int, compress: str) -> None:
+    if (precision, zero, accumulate, compress) != ("fp32", 0, 1, "none"):
+        raise UserError(
+            "The model is prepared already, so precision, zero, accumulate and compress are decided; leave them out."
+        )
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    for axis in ("pp", "cp", "ep"):
+        if mesh.layout.size(axis) > 1:
+            raise UserError(
+                f"The mesh has {axis} {mesh.layout.size(axis)} but prepare is for dp and tp; use {axis}=1, or "
+                "threefold.parallelize with a plan of the model."
+            )
+
+
+def _mesh_of_all_ranks() -> Mesh:
+    if dist.is_initialized() or find_launched_rank() is not None:
+        return init_mesh()
+    return Mesh.alone()
+
+
+def _model_among(objects: Sequence[Any]) -> nn.Module | None:
+    """The model to prepare, or the prepared one.
+
+    Raises:
+        UserError: the objects are not what `prepare` takes, or not together.
+    """
+    if not objects:
+        raise UserError("prepare was called without objects; pass a model, an optimizer or a DataLoader.")
+    models = []
+    for each in objects:
+        if isinstance(each, nn.Module):
+            models.append(each)
+        elif not isinstance(each, _TAKEN):
+            raise UserError(
+                f"prepare got an object of the type {type(each).__name__} but takes an nn.Module, optimizers, "
+                "DataLoaders and learning-rate schedules; leave it out."
+            )
+    if len(models) > 1:
+        raise UserError(
+            f"prepare got {len(models)} models but takes one; call it once for each, or put them into one nn.Module."
+        )
+    if not models:
+        for each in objects:
+            if isinstance(each, Optimizer | LRScheduler) and not isinstance(each, PreparedOptimizer):
+                raise UserError(
+                    f"prepare got a {type(each).__name__} without its model; pass the model, or what prepare returned "
+                    "for it, in the same call."
+                )
+    return models[0] if models else None
+
+
+def _prepare_model(
+    model: nn.Module,
+    mesh: Mesh,
+    current: CurrentBatch,
+    precision: str,
+    zero: int,
+    accumulate: int,
+    compress: str,
+    sync_batch_norm: bool,
+    tensor_parallel: Mapping[str, Split] | None,
+) -> PreparedModule:
+    _require_values(model)
+    model.to(mesh.device)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            mesh.world.broadcast_(tensor.detach(), 0)
+    partial = _shard_over_tensor_ranks(model, tensor_parallel, mesh)
+    buffers = [] if sync_batch_norm else batch_norm_buffers(model)
+    if sync_batch_norm and mesh.dp.size > 1 and has_batch_norm(model):
+        # Of its own, as sums of gradients may be in flight over dp.
+        axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
+        assert axis is not None  # each rank is in one of them
+        model = use_global_statistics(model, axis, current)
+    sharding = make_zero_sharding(mesh, zero, mesh.dp.size) if mesh.dp.size > 1 else None
+    if sharding is not None:
+        shard_values(model, sharding)
+        gradients: Gradients = ShardedGradients([model], sharding)
+    else:
+        leaves = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        gradients = buckets_by_dtype(leaves, mesh.dp, DTYPES.get(compress))
+    scale = LossScale.of(PrecisionConfig(dtype="fp16")) if precision == "fp16" else None
+    parameters = dict(model.named_parameters())
+    sync = GradSync(parameters, partial, gradients, mesh, accumulate, scale, current, sharding is not None, buffers)
+    if sharding is not None:
+        report_gradients(model, sync.note_weakly)
+    return PreparedModule(model, sync, mesh, None if precision == "fp32" else DTYPES[precision])
+
+
+def _shard_over_tensor_ranks(model: nn.Module, table: Mapping[str, Split] | None, mesh: Mesh) -> list[str]:
+    """The names of the parameters of whose gradient each tensor rank has a part."""
+    if table is not None:
+        return shard_by_patterns(model, table, mesh)
+    if mesh.tp.size > 1:
+        raise UserError(
+            f"The mesh has tp {mesh.tp.size} but tensor_parallel names no modules of the model; pass a table such as "
+            '{"**.up": Column(), "**.down": Row()}, or use tp=1.'
+        )
+    return []
+
+
+def _require_values(model: nn.Module) -> None:
+    trained = False
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+            raise UserError(f"The parameter {name!r} has no values yet; initialise it, or load its weights, first.")
+        trained = trained or parameter.requires_grad
+    if not trained:
+        raise UserError("The model has no parameters that require gradients; pass one that is trained.")
