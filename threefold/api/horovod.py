@@ -1,0 +1,270 @@
+"""Data parallelism in Horovod's manner: the optimizer sums the gradients, and `loss.backward()` stays as it is.
+
+Needs `torch.distributed` to be initialised, as `threefold.init_mesh()` or a launcher does.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from threefold.comm.axis import Axis, Recorder
+from threefold.dtypes import DTYPES
+from threefold.errors import UserError
+from threefold.parallel.data.grad_buckets import buckets_by_dtype
+from threefold.plugins import one_of
+
+COMPRESSIONS: Final = ("none", "fp16", "bf16")
+
+
+def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
+    """Give every rank the parameters of one: after it all start alike.
+
+    Args:
+        parameters: a `state_dict()`, or pairs of names and tensors as of `named_parameters()`; in place.
+        root_rank: whose.
+
+    Raises:
+        UserError: it is neither, or there is no such rank.
+
+    Example:
+        ```python
+        t3.broadcast_parameters(model.state_dict(), root_rank=0)
+        ```
+    """
+    world = _world()
+    _check_root(root_rank, world)
+    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
+    if isinstance(pairs, Tensor | nn.Module) or not isinstance(pairs, Iterable):
+        raise UserError(
+            f"parameters is of the type {type(parameters).__name__} but must be a state_dict or named parameters; use "
+            "model.state_dict()."
+        )
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise UserError(
+                "parameters has tensors without names but must have pairs of both; use model.named_parameters()."
+            )
+        if isinstance(pair[1], Tensor):
+            world.broadcast_(pair[1].detach(), root_rank)
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
+    """Give every rank the optimizer state and the settings of the groups (as the learning rate) of one.
+
+    Args:
+        optimizer: of the same parameters on every rank; the other ranks' need no state yet.
+        root_rank: whose.
+
+    Raises:
+        UserError: there is no such rank.
+    """
+    world = _world()
+    _check_root(root_rank, world)
+    inner = optimizer.optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+    state = world.gather_objects(inner.state_dict() if world.index == root_rank else None)[root_rank]
+    if world.index != root_rank:
+        inner.load_state_dict(state)
+
+
+def broadcast_object(value: Any, root_rank: int = 0) -> Any:
+    """What the rank `root_rank` passed, on every rank.
+
+    Args:
+        value: anything that can be pickled; of the other ranks it is not read.
+        root_rank: whose.
+
+    Raises:
+        UserError: there is no such rank.
+    """
+    world = _world()
+    _check_root(root_rank, world)
+    return world.gather_objects(value if world.index == root_rank else None)[root_rank]
+
+
+def allreduce(tensor: Tensor, average: bool = True) -> Tensor:
+    """The mean of a tensor over the ranks, or its sum; `tensor` is unchanged.
+
+    Args:
+        tensor: of one shape on every rank.
+        average: whether the sum is divided by the number of ranks.
+    """
+    world = _world()
+    total = world.all_reduce(tensor.detach())
+    return total / world.size if average else total
+
+
+class DistributedOptimizer(Optimizer):
+    """An optimizer that updates with the mean of the ranks' gradients.
+
+    Each rank computes the loss of its own rows and calls `loss.backward()`; sums over the ranks start while it is
+    running. `step()` waits for them. Gradients of several backward passes add up, so divide the loss by their number
+    for a mean, as with Horovod.
+
+    Args:
+        optimizer: any of torch; its groups, state and defaults are this one's.
+        named_parameters: those of the model, to name them in errors; may be left out.
+        compression: `fp16` or `bf16` sums gradients over the ranks in 16 bits.
+        backward_passes_per_step: how many calls of `backward` come before each `step`.
+
+    Attributes:
+        optimizer: the original.
+
+    Raises:
+        UserError: an argument is wrong, or a parameter of the optimizer is not among the named ones.
+
+    Example:
+        ```python
+        optimizer = t3.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        t3.broadcast_parameters(model.state_dict())
+        t3.broadcast_optimizer_state(optimizer)
+        for x, y in loader:  # of this rank's rows
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        ```
+    """
+
+    # Not initialised as an optimizer: parameters, state and hooks are those of the original.
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+        compression: str = "none",
+        backward_passes_per_step: int = 1,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise UserError(
+                f"optimizer is of the type {type(optimizer).__name__} but must be a torch.optim.Optimizer; pass "
+                "torch.optim.AdamW(model.parameters()), say."
+            )
+        if compression not in COMPRESSIONS:
+            raise UserError(f"compression is {compression!r} but must be {one_of(compression, list(COMPRESSIONS))}.")
+        passes = backward_passes_per_step
+        if not isinstance(passes, int) or passes < 1:
+            raise UserError(f"backward_passes_per_step is {passes!r} but must be a whole number of at least 1; use 1.")
+        self.optimizer, self.backward_passes_per_step = optimizer, passes
+        self._axis = _world()
+        self._parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters or ()}
+        unnamed = sum(each not in self._names for each in self._parameters)
+        if self._names and unnamed:
+            raise UserError(
+                f"named_parameters lacks {unnamed} of the optimizer's {len(self._parameters)} parameters; use "
+                "model.named_parameters() of the model that the optimizer is of."
+            )
+        self._gradients = buckets_by_dtype(self._parameters, self._axis, DTYPES.get(compression))
+        self._passes: dict[Tensor, int] = {}
+        self._is_synchronized = False
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self)))
+        self.zero_grad()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the original."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the original."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the original."""
+        return self.optimizer.defaults
+
+    def synchronize(self) -> None:
+        """Wait until each `.grad` is the mean of the ranks' gradients, as to clip them before `step`."""
+        if self._is_synchronized:
+            return
+        flags = torch.tensor([float(self._passes[each] > 0) for each in self._parameters])
+        used = self._axis.all_reduce_(flags.to(self._parameters[0].device)).tolist()
+        self._gradients.finish()
+        if not any(used):
+            raise UserError("optimizer.step was called without gradients; call loss.backward() before it.")
+        self._gradients.scale_(1.0 / self._axis.size)
+        for parameter, ranks in zip(self._parameters, used, strict=True):
+            parameter.grad = self._gradients[parameter].to(parameter.dtype) if ranks else None
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within the block `step` takes the gradients as they are, because `synchronize` was called before it."""
+        if not self._is_synchronized:
+            raise UserError("skip_synchronize was entered before synchronize; call optimizer.synchronize() first.")
+        yield
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update with the mean of the ranks' gradients.
+
+        Raises:
+            UserError: a closure is given, or there has been no backward pass.
+        """
+        if closure is not None:
+            raise UserError("optimizer.step was given a closure, which would sum gradients twice; call it without.")
+        self.synchronize()
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        self._gradients.begin(self.backward_passes_per_step)
+        for parameter in self._parameters:
+            held = self._gradients[parameter]
+            parameter.grad = held if held.dtype == parameter.dtype else None
+            self._passes[parameter] = 0
+        self._is_synchronized = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The original's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As the original's."""
+        self.optimizer.load_state_dict(dict(state_dict))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet, as in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def _note(self, parameter: Tensor) -> None:
+        self._passes[parameter] += 1
+        if self._passes[parameter] > self.backward_passes_per_step:
+            name = self._names.get(parameter, "without a name")
+            raise UserError(
+                f"The parameter {name!r} got a gradient {self._passes[parameter]} times since zero_grad but "
+                f"backward_passes_per_step is {self.backward_passes_per_step}; set it to the number of backward passes "
+                "before each step, and call zero_grad after it."
+            )
+
+
+def _arrived(owner: "weakref.ref[DistributedOptimizer]", parameter: Tensor) -> None:
+    optimizer = owner()
+    if optimizer is not None:
+        optimizer._note(parameter)
+
+
+def _world() -> Axis:
+    """All ranks of the process group that is initialised."""
+    if not dist.is_initialized():
+        raise UserError(
+            "torch.distributed is not initialised, so there are no ranks; call threefold.init_mesh() first."
+        )
+    ranks = tuple(range(dist.get_world_size()))
+    return Axis("world", ranks, dist.get_rank(), dist.group.WORLD, Recorder())
+
+
+def _check_root(root_rank: int, world: Axis) -> None:
+    if root_rank not in range(world.size):
+        raise UserError(f"root_rank is {root_rank!r} but the world has the ranks 0 to {world.size - 1}; use 0.")
