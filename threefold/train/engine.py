@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
+from threefold.config.model import OWN
 from threefold.models.loss_terms import LossFunction
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradient_step import GradientStep
@@ -76,7 +77,8 @@ class Engine(GradientStep):
         if config.parallel.sequence_parallel:
             positions //= config.parallel.tp
         activation = (config.train.micro_batch_size, positions, config.model.hidden_size)
-        super().__init__(make_model, plan, mesh, TrainingSettings.of(config), None if loss else activation)
+        declared = loss is None and config.model.architecture != OWN  # else the runner finds the shapes
+        super().__init__(make_model, plan, mesh, TrainingSettings.of(config), activation if declared else None)
         self.config, self.loss, self.stop = config, loss, stop or Stop()
         self._terms: dict[str, float] = {}
         self.optimizer = Optimizer(

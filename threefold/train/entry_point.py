@@ -65,7 +65,7 @@ def train(
     dataset = open_dataset(config)
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
         make_model, plan = source.load(config)
-        engine = Engine(make_model, plan, mesh, config, stop)
+        engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
         checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents())
         step, lines = start.load(checkpoints)
         check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)

@@ -10,7 +10,6 @@ from torch import Tensor
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
-from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ModelSource
 from threefold.parallel.parameter import axes_of, offset
 from threefold.train.engine import Engine
@@ -43,12 +42,11 @@ def run_rank(
     rows: BatchSource | OwnBatches,
     steps: int,
     folder: str,
-    loss: LossFunction | None = None,
 ) -> RankReport:
     """Train for `steps` steps as a rank of the config's layout, and compare with the trace in `folder`."""
     mesh = Mesh(Layout.of(config.parallel))
     make_model, plan = source.load(config)
-    engine = Engine(make_model, plan, mesh, config, loss=loss)
+    engine = Engine(make_model, plan, mesh, config, loss=source.loss(config))
     held = held_parts(engine)
     comparison = Comparison(Trace.load(Path(folder)), held, dist.get_rank())
     comparison.initial(_parts(engine, "master"))

@@ -117,11 +117,10 @@ def write_trace(
     rows: BatchSource | OwnBatches,
     steps: int,
     folder: str,
-    loss: LossFunction | None = None,
 ) -> list[float]:
     """Run one process and write its trace to `folder`; returns the losses."""
     make_model, plan = source.load(config)
-    trace = one_process(make_model, plan, config, rows, steps, loss)
+    trace = one_process(make_model, plan, config, rows, steps, source.loss(config))
     trace.save(Path(folder))
     return trace.losses
 

@@ -18,6 +18,7 @@ from threefold.verify.batches import BatchSource, RandomBatches, TokenFileBatche
 from threefold.verify.compare import TOLERANCE, coverage
 from threefold.verify.layout_selection import Selection
 from threefold.verify.layout_spec import LayoutSpec
+from threefold.verify.own_batches import OwnBatches
 from threefold.verify.rank_worker import run_rank
 from threefold.verify.reference import Trace, write_trace
 from threefold.verify.report import FAILED, LayoutResult, judge
@@ -41,7 +42,7 @@ class Verification:
 
     config: Config
     steps: int
-    rows: BatchSource
+    rows: BatchSource | OwnBatches
     source: ModelSource = field(default_factory=ConfigSource)
     full: bool = False
 

@@ -1,0 +1,69 @@
+"""Verifying a model of the user's own with its own loss and its own batches: equal layouts pass, mistakes are found."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tests.support.mistakes import Patch, replace
+from tests.support.own_models import OwnCase, own_case
+from tests.support.sweep import sweep
+from tests.verify.support import MistakenPool, verify
+from threefold.config import Config
+from threefold.models.sharding import ModelPlan
+from threefold.models.source import ModelSource
+from threefold.parallel.gradient_step import GradientStep
+from threefold.verify.own_batches import OwnBatches
+from threefold.verify.report import DEPARTS, EQUAL
+from threefold.verify.verifier import Verification
+
+LAYOUTS = ("dp2·tp2", "pp2", "dp2 zero3", "pp2·dp2 zbv")
+
+
+@dataclass(frozen=True)
+class Made(ModelSource):
+    """A source of the model of a case."""
+
+    own: OwnCase
+
+    def load(self, config: Config) -> tuple[Callable[[], nn.Module], ModelPlan]:
+        return self.own.make, self.own.plan
+
+    def loss(self, config: Config) -> Callable[..., Any] | None:
+        return self.own.loss
+
+    def describe(self, config: Config) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        return "the model of a test"
+
+
+def task(kind: str, dtype: str = "fp64") -> Verification:
+    own = own_case(kind, blocks=3, dtype=dtype, optimizer="adamw")
+    return Verification(own.case.config, 3, OwnBatches(own.batches), Made(own))
+
+
+@sweep(("kind", "dtype"), [("masked", "fp64"), ("streams", "fp64"), ("masked", "fp32")], quick=(0,))
+def test_layouts_are_equal(pool, tmp_path: Path, kind: str, dtype: str) -> None:
+    for result in verify(pool, task(kind, dtype), tmp_path, *LAYOUTS):
+        assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
+
+
+def counts_of_one_replica() -> list[Patch]:
+    exchange = GradientStep._exchange_counts
+
+    def own(self: GradientStep, unknown: bool, size: int, counts: Any) -> Any:
+        found = exchange(self, unknown, size, counts)
+        return found[0], found[1], {name: count * self.mesh.dp.size for name, count in counts.items()}
+
+    return [replace(GradientStep, "_exchange_counts", own)]
+
+
+def test_a_mean_of_means_is_found(pool, tmp_path: Path) -> None:
+    [result] = verify(MistakenPool(pool, counts_of_one_replica), task("masked"), tmp_path, "dp2")
+    assert result.verdict == DEPARTS
+    assert result.first is not None
+    assert (result.first.what, result.first.step) == ("gradient", 1)
