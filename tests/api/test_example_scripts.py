@@ -1,0 +1,87 @@
+"""The scripts in examples/ run as commands, and give the same on one process and on several."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def losses(*command: str) -> list[float]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", ended.stdout)]
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_has_one_loss_in_every_layout() -> None:
+    pytest.importorskip("transformers")
+    script = str(EXAMPLES / "transformers_model.py")
+    alone = losses(sys.executable, script)
+    assert len(alone) == 3
+    assert alone[2] < alone[0]
+    assert losses(*LAUNCH, "4", script, "--tp", "2", "--zero", "1") == pytest.approx(alone, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_a_script_of_accelerate_has_one_loss_on_every_number_of_processes(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    import torch
+
+    script = str(EXAMPLES / "accelerate_script.py")
+    alone = losses(sys.executable, script)
+    assert len(alone) == 3
+    launched = losses(*LAUNCH, "3", script, "--save", str(tmp_path / "weights.pt"))
+    assert launched == pytest.approx(alone, rel=2e-3)
+    assert torch.load(tmp_path / "weights.pt", weights_only=True)["0.weight"].shape == (32, 8)
+
+
+@pytest.fixture(scope="module")
+def ways() -> dict[str, Any]:
+    """The names in the script of the comparison."""
+    return runpy.run_path(str(EXAMPLES / "compare_ways.py"), run_name="imported")
+
+
+def test_f1_and_area_under_the_curve_of_known_cases(ways: dict[str, Any]) -> None:
+    f1, area = ways["f1_score"], ways["area_under_curve"]
+    # scikit-learn's documentation of roc_auc_score: 0.75 for this case.
+    assert area([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]) == 0.75
+    assert area([0, 1, 0, 1], [0.5, 0.5, 0.5, 0.5]) == 0.5
+    assert area([1, 1, 0], [3.0, 2.0, 1.0]) == 1.0
+    assert area([0, 1, 1], [2.0, 2.0, 3.0]) == 0.75
+    assert f1([1, 1, 1, 0, 0], [1, 1, 0, 1, 0]) == pytest.approx(2 / 3)
+    assert f1([0, 0], [0, 0]) == 0.0
+
+
+def test_the_generated_comments_are_read_back(ways: dict[str, Any], tmp_path: Path) -> None:
+    ways["write_comments"](tmp_path / "comments.csv", 200)
+    assert (tmp_path / "comments.csv").read_text().startswith("comment_text,label\n")
+    texts, labels = ways["read_comments"](tmp_path / "comments.csv")
+    assert len(texts) == len(labels) == 200
+    assert {len(text) for text in texts} == {ways["LENGTH"]}
+    assert 60 < sum(labels) < 140
+
+
+@pytest.mark.slow
+def test_ways_reach_one_accuracy(ways: dict[str, Any], tmp_path: Path) -> None:
+    import json
+
+    command = [sys.executable, str(EXAMPLES / "compare_ways.py"), "--folder", str(tmp_path), "--rows", "1500"]
+    names = ["one process", "spawn", "tensor parallel"]
+    ended = subprocess.run([*command, "--epochs", "3", "--ways", *names], capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "ways.json").read_text())
+    assert [row["name"] for row in found] == names
+    assert {row["rows"] for row in found} == {300}
+    accuracies = [row["accuracy"] for row in found]
+    assert min(accuracies) > 0.65
+    assert max(accuracies) - min(accuracies) < 0.05
+    assert (tmp_path / "ways.png").stat().st_size > 10_000
