@@ -167,9 +167,6 @@ def train(way: Way, path: Path, epochs: int) -> dict[str, float]:
     from torch.utils.data import DataLoader, TensorDataset
 
     import threefold as t3
-    from threefold.comm.layout import Layout
-    from threefold.comm.mesh import Mesh
-    from threefold.models.sharding import Column, Row
 
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -190,15 +187,15 @@ def train(way: Way, path: Path, epochs: int) -> dict[str, float]:
         model, optimizer, loader, valid = accelerator.prepare(model, optimizer, loader, valid)
         backward, gather = accelerator.backward, accelerator.gather_for_metrics
     else:
-        mesh = Mesh(Layout(dp=way.ranks // way.tp, tp=way.tp)) if dist.is_initialized() else None
+        mesh = t3.init_mesh(tp=way.tp) if dist.is_initialized() else None
         if way.tp > 1:
             options["tensor_parallel"] = {
-                "attention.query": Column(),
-                "attention.key": Column(),
-                "attention.value": Column(),
-                "attention.out": Row(),
-                "up": Column(),
-                "down": Row(),
+                "attention.query": t3.Column(),
+                "attention.key": t3.Column(),
+                "attention.value": t3.Column(),
+                "attention.out": t3.Row(),
+                "up": t3.Column(),
+                "down": t3.Row(),
             }
         model, optimizer = t3.prepare(model, optimizer, mesh=mesh, **options)
         loader, valid, model = t3.prepare(loader, valid, model)

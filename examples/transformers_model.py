@@ -13,15 +13,14 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import threefold as t3
-from threefold.models.sharding import Column, Row, Vocab
 
 TABLE = {
-    "**.self_attn.*_proj": Column(),
-    "**.self_attn.o_proj": Row(),
-    "**.mlp.*_proj": Column(),
-    "**.mlp.down_proj": Row(),
-    "**.embed_tokens": Vocab(),
-    "lm_head": Vocab(),
+    "**.self_attn.*_proj": t3.Column(),
+    "**.self_attn.o_proj": t3.Row(),
+    "**.mlp.*_proj": t3.Column(),
+    "**.mlp.down_proj": t3.Row(),
+    "**.embed_tokens": t3.Vocab(),
+    "lm_head": t3.Vocab(),
 }
 
 

@@ -209,3 +209,15 @@ def test_statistics_of_a_replica_alone_on_request(pool) -> None:
     first, second = pool.run(2, local_statistics)
     assert first[0].mean() == pytest.approx(second[0].mean().item(), abs=1e-5)  # each normalized by itself
     assert torch.equal(first[1], second[1])
+
+
+def drawn_after_prepare(tp: int) -> float:
+    model = nn.Linear(4, 4, bias=False)
+    torch.manual_seed(4)
+    t3.prepare(model, mesh=Mesh(Layout(tp=tp)), tensor_parallel={})
+    return float(torch.rand(()))
+
+
+def test_preparing_draws_no_random_numbers(pool) -> None:
+    """So that what a loader shuffles after it is the same in every layout."""
+    assert set(pool.run(2, drawn_after_prepare, 2)) == set(pool.run(1, drawn_after_prepare, 1))

@@ -46,8 +46,9 @@ class PreparedModule(nn.Module):
         self._forwards = 0
         self._dropout_seed = 0
         if mesh.tp.size > 1:
-            drawn = torch.randint(2**62, (1,)) + mesh.dp.index
-            self._dropout_seed = int(mesh.tp.broadcast_(drawn.to(mesh.device), 0))
+            # From the generator's seed, not drawn: the order of a loader that shuffles would depend on tp.
+            seed = torch.tensor([stream_key("prepared", torch.initial_seed(), mesh.dp.index)], device=mesh.device)
+            self._dropout_seed = int(mesh.tp.broadcast_(seed, 0))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward pass, in the given precision; what it returns narrow is widened to fp32."""

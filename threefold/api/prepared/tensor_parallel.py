@@ -17,7 +17,6 @@ from threefold.models.name_pattern import Patterns, matches
 from threefold.models.sharding import Column, PerHead, Replicated, Row, Split, Vocab
 from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.shard_modules import SHARDINGS
-from threefold.parallel.tensor.layers import ColumnParallelLinear
 
 _RULES = (Column, Row, Vocab, PerHead, Replicated)
 
@@ -55,7 +54,7 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
         if isinstance(rule, PerHead | Replicated):
             continue
         if module not in made:
-            made[module] = _parallel(rule, module, context)
+            made[module] = SHARDINGS[type(rule)].make(rule, module, context)
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, made[module])
     for first, *others in ties:
@@ -87,7 +86,7 @@ def _rules_by_name(model: nn.Module, table: Mapping[str, Split]) -> dict[str, Sp
 
 def _check(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks: int) -> None:
     module = modules[name]
-    kinds = (nn.Embedding, nn.Linear) if isinstance(rule, Vocab) else SHARDINGS[type(rule)].kinds
+    kinds = SHARDINGS[type(rule)].kinds
     if not isinstance(module, kinds):
         suits = " or ".join(kind.__name__ for kind in kinds)
         raise UserError(
@@ -110,12 +109,6 @@ def _check(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks: int)
         if heads % ranks:
             fits = max(each for each in range(1, ranks) if heads % each == 0)
             raise UserError(f"The mesh has tp {ranks} but it must divide the {heads} heads of {name!r}; use tp={fits}.")
-
-
-def _parallel(rule: Split, module: nn.Module, context: ShardingContext) -> nn.Module:
-    if isinstance(rule, Vocab) and isinstance(module, nn.Linear):
-        return ColumnParallelLinear.from_linear(module, context.tp, gather_output=True)
-    return SHARDINGS[type(rule)].make(rule, module, context)
 
 
 def _tied_weights(model: nn.Module) -> list[list[str]]:
