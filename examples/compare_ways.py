@@ -294,7 +294,7 @@ def print_table(found: list[dict[str, object]]) -> None:
 
     table = Table(title="One task in every way")
     for column in ("way", "ranks", "training", "with start", "speed-up", "accuracy", "F1", "AUC"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=column == "way")
     first = float(str(found[0]["seconds"]))
     for row in found:
         seconds = float(str(row["seconds"]))
@@ -329,7 +329,7 @@ def draw(found: list[dict[str, object]], path: Path) -> None:
         right.barh(heights, [float(str(row[key])) for row in found], 0.22, label=label, color=color)
     right.set_xlim(0.5, 1)
     right.set_title("quality on the held-out comments")
-    right.legend(loc="lower left", framealpha=0.9)
+    right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
