@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from threefold.api.checkpoint import load, save
-    from threefold.api.horovod import (
-        DistributedOptimizer,
-        allreduce,
-        broadcast_object,
-        broadcast_optimizer_state,
-        broadcast_parameters,
-    )
+    from threefold.api.horovod import allreduce, broadcast_object, broadcast_optimizer_state, broadcast_parameters
     from threefold.api.launch import notebook_launcher, run, spawn
     from threefold.api.mesh import init_mesh
     from threefold.api.model import DistributedModel, parallelize
-    from threefold.api.optimizer import distributed_optimizer
+    from threefold.api.optimizer import DistributedOptimizer, distributed_optimizer
+    from threefold.api.pipeline import PipelineLayers
     from threefold.api.prepared.grad_sync import backward
     from threefold.api.prepared.loader import gather_for_metrics
     from threefold.api.prepared.prepare import clip_grad_norm_, prepare
@@ -67,6 +62,7 @@ __all__ = [
     "Normal",
     "ParallelCrossEntropy",
     "PerHead",
+    "PipelineLayers",
     "Plan",
     "RandomStreams",
     "RankFailed",
@@ -112,7 +108,7 @@ _MODULES: Final = {
     "DataLoader": "data.map_dataset",
     "DistributedBatchSampler": "data.map_dataset",
     "DistributedModel": "api.model",
-    "DistributedOptimizer": "api.horovod",
+    "DistributedOptimizer": "api.optimizer",
     "Dropout": "random.dropout",
     "Layout": "comm.layout",
     "LossTerm": "models.loss_terms",
@@ -121,6 +117,7 @@ _MODULES: Final = {
     "Normal": "models.sharding",
     "ParallelCrossEntropy": "parallel.tensor.loss",
     "PerHead": "models.sharding",
+    "PipelineLayers": "api.pipeline",
     "Plan": "models.plan",
     "RandomStreams": "random.rng",
     "RankFailed": "launch.failure",

@@ -120,7 +120,7 @@ class DistributedModel:
 
 def parallelize(
     model: Callable[[], nn.Module],
-    plan: ModelPlan | _Builds,
+    plan: ModelPlan | _Builds | None,
     mesh: Mesh,
     *,
     dtype: torch.dtype = torch.float32,
@@ -142,7 +142,7 @@ def parallelize(
     Args:
         model: its class, or a function without arguments that makes it; called on the meta device, so that no rank
             holds more than its shards.
-        plan: its layers and how each weight is cut.
+        plan: its layers and how each weight is cut; None for `PipelineLayers`, which have their own.
         mesh: of `init_mesh`.
         dtype: of the computation; narrower than fp32, weights are kept and updated in fp32 (mixed precision).
         zero: the ZeRO stage: what the replicas share of optimizer state (1), gradients (2) and weights (3).
@@ -197,7 +197,9 @@ def parallelize(
     )
     with naming_arguments():
         try:
-            return DistributedModel(GradientStep(model, _complete(plan, model), mesh, settings))
+            return DistributedModel(
+                GradientStep(model, _complete(model if plan is None else plan, model), mesh, settings)
+            )
         except ValueError as error:  # of a schedule that there is none of
             raise UserError(f"{str(error).rstrip('.')}.") from error
 

@@ -1,0 +1,99 @@
+"""A pipeline of a list of layers with a tied weight on its first and last stage, against one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import threefold
+from threefold.errors import UserError
+from threefold.models.sharding import Column, Row
+
+WORDS, WIDTH = 11, 6
+
+
+class Mix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def layers() -> threefold.PipelineLayers:
+    made = [lambda: nn.Embedding(WORDS, WIDTH), Mix, Mix, Mix, lambda: nn.Linear(WIDTH, WORDS, bias=False)]
+    return threefold.PipelineLayers(made, tied=[("4.weight", "0.weight")], shard={"*.up": Column(), "*.down": Row()})
+
+
+def loss_fn(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    words = torch.randint(WORDS, (24, 5), generator=torch.Generator().manual_seed(1))
+    return [(each, (each * 3 + 1) % WORDS) for each in words]
+
+
+def losses(sizes: dict[str, int], options: dict[str, Any]) -> list[float]:
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.parallelize(layers(), None, mesh, dtype=torch.float64, **options)
+    optimizer = threefold.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, clip_grad_norm=1.0)
+    found = []
+    for batch in threefold.DataLoader(data(), 8, mesh):
+        found += [model.train_batch(batch, loss_fn), optimizer.step()]
+    return found
+
+
+def plain(initial: dict[str, Tensor]) -> list[float]:
+    """Torch alone, from the same weights."""
+    model = layers()().double()
+    model.load_state_dict(initial)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for batch in threefold.DataLoader(data(), 8):
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch)
+        loss.backward()
+        found += [loss.item(), float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))]
+        optimizer.step()
+    return found
+
+
+def alone() -> tuple[list[float], list[float]]:
+    found = losses({}, {})
+    again = threefold.parallelize(layers(), None, threefold.init_mesh(), dtype=torch.float64)
+    weights = {name: weight.detach() for name, weight in again.named_parameters()}
+    return found, plain(weights | {"4.weight": weights["0.weight"]})
+
+
+def test_the_list_is_one_model_in_every_layout(pool) -> None:
+    ((one, torch_alone),) = pool.run(1, alone)
+    assert one == pytest.approx(torch_alone, rel=1e-9)
+    for found in pool.run(4, losses, {"pp": 2, "tp": 2}, {"micro_batches": 2}):
+        assert found == pytest.approx(torch_alone, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("given", "tied", "sentence"),
+    [
+        ([], (), "layers is empty; give the model's layers in order."),
+        ([3], (), "layers[0] is 3 but must be a module or a function that makes one."),
+        ([lambda: 3], (), "layers[0] makes a int but must make a module; return one."),
+        (
+            [Mix],
+            [("0.weight", "0.up.weight")],
+            "tied names '0.weight', which is no parameter of the layers; use one such",
+        ),
+        (
+            [Mix],
+            [("0.down.weight", "0.up.weight")],
+            "tied has '0.down.weight' of the shape [6, 9] and '0.up.weight' of ",
+        ),
+    ],
+)
+def test_wrong_lists_are_one_sentence(given: Any, tied: Any, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        threefold.PipelineLayers(given, tied=tied)()
+    assert str(caught.value).startswith(sentence)

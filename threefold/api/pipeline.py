@@ -1,0 +1,77 @@
+"""A model given as the list of its layers, for a pipeline."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+
+import torch
+from torch import nn
+
+from threefold.errors import UserError
+from threefold.models.plan import Plan
+from threefold.models.sharding import ModelPlan, Replicated, Split
+
+
+class PipelineLayers:
+    """A model that is a list of layers, each of which takes what the one before it returns; its plan as well.
+
+    Pass it to `parallelize` as the model and leave the plan out. Layers are called `0`, `1`, … in their order.
+
+    Args:
+        layers: factories, such as `lambda: nn.Linear(4, 8)` or a class without arguments; or modules, whose values are
+            taken as they are, so that they have to be the same on every rank.
+        tied: pairs (user, owner) of parameters that are one, such as `("4.weight", "0.weight")`, on whatever stages.
+        shard: pattern of modules to the rule by which the tensor axis cuts them; the others are replicated.
+
+    Raises:
+        UserError: there is no layer, one is neither module nor factory, or `tied` names no parameter.
+
+    Example:
+        >>> layers = [lambda: nn.Embedding(50, 16), *[Block] * 4, lambda: nn.Linear(16, 50, bias=False)]
+        >>> pipeline = threefold.PipelineLayers(layers, tied=[("5.weight", "0.weight")])
+        >>> model = threefold.parallelize(pipeline, None, mesh, micro_batches=4)
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module | Callable[[], nn.Module]],
+        *,
+        tied: Sequence[tuple[str, str]] = (),
+        shard: Mapping[str, Split] | None = None,
+    ) -> None:
+        if not layers:
+            raise UserError("layers is empty; give the model's layers in order.")
+        for number, layer in enumerate(layers):
+            if not callable(layer):
+                raise UserError(f"layers[{number}] is {layer!r} but must be a module or a function that makes one.")
+        self.layers, self.tied, self.shard = tuple(layers), tuple(tied), dict(shard or {})
+
+    def __call__(self) -> nn.Sequential:
+        """The whole model, on torch's default device."""
+        model = nn.Sequential(*(self._make(number, layer) for number, layer in enumerate(self.layers)))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for pair in self.tied:
+            for name in pair:
+                if name not in parameters:
+                    raise UserError(
+                        f"tied names {name!r}, which is no parameter of the layers; use one such as '0.weight'."
+                    )
+        for user, owner in self.tied:
+            module, _, attribute = user.rpartition(".")
+            if parameters[user].shape != parameters[owner].shape:
+                raise UserError(
+                    f"tied has {user!r} of the shape {[*parameters[user].shape]} and {owner!r} of "
+                    f"{[*parameters[owner].shape]}, which cannot be one; tie parameters of one shape."
+                )
+            setattr(model.get_submodule(module), attribute, parameters[owner])
+        return model
+
+    def build(self, model: nn.Module) -> ModelPlan:
+        """The plan of the model."""
+        names = [str(number) for number in range(len(self.layers))]
+        return Plan(layers=names, shard={"**": Replicated(), **self.shard}, tied=self.tied).build(model)
+
+    def _make(self, number: int, layer: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+        made = deepcopy(layer).to(torch.get_default_device()) if isinstance(layer, nn.Module) else layer()
+        if not isinstance(made, nn.Module):
+            raise UserError(f"layers[{number}] makes a {type(made).__name__} but must make a module; return one.")
+        return made
