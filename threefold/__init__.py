@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from threefold.api.checkpoint import load, save
-    from threefold.api.horovod import allreduce, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+    from threefold.api.horovod import (
+        DistributedOptimizer,
+        allreduce,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+    )
     from threefold.api.launch import notebook_launcher, run, spawn
     from threefold.api.mesh import init_mesh
     from threefold.api.model import DistributedModel, parallelize
-    from threefold.api.optimizer import DistributedOptimizer, distributed_optimizer
+    from threefold.api.optimizer import ModelOptimizer, distributed_optimizer
     from threefold.api.pipeline import PipelineLayers
     from threefold.api.prepared.grad_sync import backward
     from threefold.api.prepared.loader import gather_for_metrics
@@ -58,6 +64,7 @@ __all__ = [
     "Layout",
     "LossTerm",
     "Mesh",
+    "ModelOptimizer",
     "ModelPlan",
     "Normal",
     "ParallelCrossEntropy",
@@ -108,11 +115,12 @@ _MODULES: Final = {
     "DataLoader": "data.map_dataset",
     "DistributedBatchSampler": "data.map_dataset",
     "DistributedModel": "api.model",
-    "DistributedOptimizer": "api.optimizer",
+    "DistributedOptimizer": "api.horovod",
     "Dropout": "random.dropout",
     "Layout": "comm.layout",
     "LossTerm": "models.loss_terms",
     "Mesh": "comm.mesh",
+    "ModelOptimizer": "api.optimizer",
     "ModelPlan": "models.sharding",
     "Normal": "models.sharding",
     "ParallelCrossEntropy": "parallel.tensor.loss",

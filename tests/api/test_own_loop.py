@@ -88,7 +88,7 @@ def mean_of(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return terms["tokens"] / counts["tokens"] + size.weight * size.sum / counts["size"]
 
 
-def whole(model: threefold.DistributedModel, optimizer: threefold.DistributedOptimizer, attribute: str) -> Any:
+def whole(model: threefold.DistributedModel, optimizer: threefold.ModelOptimizer, attribute: str) -> Any:
     """An attribute of each parameter, unsharded, of this rank's stages."""
     seen: Any = SimpleNamespace(optimizer=optimizer, mesh=model.mesh, parallelism=model.gradient_step.parallelism)
     return {name: tensor.clone() for name, tensor in whole_tensors(seen, attribute).items()}

@@ -20,7 +20,7 @@ def model(**options: Any) -> threefold.DistributedModel:
     return threefold.parallelize(lambda: MaskedModel(2), PLAN, threefold.init_mesh(), **options)
 
 
-def optimizer(of: threefold.DistributedModel, **options: Any) -> threefold.DistributedOptimizer:
+def optimizer(of: threefold.DistributedModel, **options: Any) -> threefold.ModelOptimizer:
     return threefold.distributed_optimizer(torch.optim.SGD(of.parameters(), lr=0.1), of, **options)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from threefold.api.model import DistributedModel
-from threefold.api.optimizer import DistributedOptimizer
+from threefold.api.optimizer import ModelOptimizer
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.manifest import Facts
@@ -33,7 +33,7 @@ def save(
     step: int,
     *,
     model: DistributedModel,
-    optimizer: DistributedOptimizer | None = None,
+    optimizer: ModelOptimizer | None = None,
     loader: "DataLoader | None" = None,
 ) -> Path:
     """Write a checkpoint as `FOLDER/checkpoints/step_00000100`: complete or not at all.
@@ -88,7 +88,7 @@ def load(
     folder: str | Path,
     *,
     model: DistributedModel,
-    optimizer: DistributedOptimizer | None = None,
+    optimizer: ModelOptimizer | None = None,
     loader: "DataLoader | None" = None,
 ) -> int:
     """Load the newest complete checkpoint of a folder, which any layout may have saved.
@@ -136,7 +136,7 @@ def load(
 def _check(model: Any, optimizer: Any, loader: Any) -> None:
     if not isinstance(model, DistributedModel):
         raise UserError(f"model is a {type(model).__name__} but must be one of threefold.parallelize(); give that.")
-    if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
+    if optimizer is not None and not isinstance(optimizer, ModelOptimizer):
         raise UserError(
             f"optimizer is a {type(optimizer).__name__} but must be of threefold.distributed_optimizer(); give that."
         )
@@ -152,7 +152,7 @@ def _weights(model: DistributedModel) -> dict[str, Tensor]:
     return {MODEL + weight.name: like(weight.parameter, weight.master.detach()) for weight in weights}
 
 
-def _load_states(optimizer: DistributedOptimizer, path: Path, groups: list[dict[str, Any]] | None) -> None:
+def _load_states(optimizer: ModelOptimizer, path: Path, groups: list[dict[str, Any]] | None) -> None:
     """Fill the state of an optimizer, also of one that has made no step yet.
 
     Raises:

@@ -15,7 +15,7 @@ from threefold.train.optimizers.base import Entry
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-class DistributedOptimizer:
+class ModelOptimizer:
     """An optimizer over this rank's shards of a model, with the exact global gradient norm.
 
     Made by `distributed_optimizer`.
@@ -86,7 +86,7 @@ class DistributedOptimizer:
 
 def distributed_optimizer(
     optimizer: torch.optim.Optimizer, model: DistributedModel, *, clip_grad_norm: float | None = None
-) -> DistributedOptimizer:
+) -> ModelOptimizer:
     """Make an optimizer of `model.parameters()` one of the whole model.
 
     It updates local shards, so it has to treat elements independently of each other, as SGD, Adam, AdamW and Lion do.
@@ -116,7 +116,7 @@ def distributed_optimizer(
     _check_parameters(optimizer, model)
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise UserError(f"clip_grad_norm is {clip_grad_norm} but must be above 0; use None for no limit.")
-    return DistributedOptimizer(optimizer, model, clip_grad_norm)
+    return ModelOptimizer(optimizer, model, clip_grad_norm)
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
