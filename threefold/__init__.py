@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         broadcast_optimizer_state,
         broadcast_parameters,
     )
+    from threefold.api.inspect_model import inspect
     from threefold.api.launch import notebook_launcher, run, spawn
     from threefold.api.mesh import init_mesh
     from threefold.api.model import DistributedModel, parallelize
@@ -89,6 +90,7 @@ __all__ = [
     "distributed_optimizer",
     "gather_for_metrics",
     "init_mesh",
+    "inspect",
     "layers_by_rank",
     "load",
     "load_config",
@@ -145,6 +147,7 @@ _MODULES: Final = {
     "distributed_optimizer": "api.optimizer",
     "gather_for_metrics": "api.prepared.loader",
     "init_mesh": "api.mesh",
+    "inspect": "api.inspect_model",
     "layers_by_rank": "parallel.pipeline.partition",
     "load": "api.checkpoint",
     "load_config": "config",

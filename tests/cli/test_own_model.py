@@ -17,7 +17,6 @@ from tests.train.support import steps_of
 FILE = Path(own_token_model.__file__)
 CONFIG = """\
 data: {{path: {tokens}, sequence_length: 16, split: "80,20"}}
-model: {{hidden_size: 18}}
 train: {{max_steps: 4, global_batch_size: 8, eval_every: 0, device: cpu}}
 optimizer: {{lr: 1e-2, eps: 1e-5, warmup_steps: 1, decay_steps: 20}}
 checkpoint: {{every: 2}}

@@ -18,7 +18,6 @@ def own_run(run: Run, file: Path = FILE, **changes: object) -> Run:
         ("model.architecture", "own"),
         ("model.file", f"{file}:Tiny"),
         ("model.arguments", {"blocks": 3}),
-        ("model.hidden_size", 18),
     )
     return run.but(dropout=0.0, set=own, **changes)
 

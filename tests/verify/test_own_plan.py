@@ -32,13 +32,13 @@ def results(pool, folder: Path, *layouts: str, dtype: str = "fp64", source=Confi
 
 @sweep("dtype", ("fp64", "fp32"), quick=[0])
 def test_own_model_is_equal_in_every_layout(pool, tmp_path: Path, dtype: str) -> None:
-    layouts = ("tp3", "dp2·tp2 zero1 full", "dp2 zero3")
+    layouts = ("tp3", "dp2·tp2 zero1 full", "pp3", "dp2 zero3")
     for result in results(pool, tmp_path, *layouts, dtype=dtype):
         assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
 
 
 def test_initial_values_have_the_same_bits_in_every_layout(pool, tmp_path: Path) -> None:
-    for layout in ("tp3", "dp2·tp2", "dp2 zero3"):
+    for layout in ("tp3", "tp2·pp2", "dp2 zero3"):
         [report, *others] = _reports(pool, tmp_path, layout)
         errors = [error for each in (report, *others) for error in each.errors if error.what == INITIAL]
         assert errors

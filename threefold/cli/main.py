@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from threefold import __version__
-from threefold.cli import checkpoint, config, data, eval, generate, train, verify
+from threefold.cli import checkpoint, config, data, eval, generate, inspect, train, verify
 from threefold.cli.streams import guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import shown
@@ -31,6 +31,7 @@ app.command("train", cls=train.TrainCommand)(train.train)
 app.command("generate")(generate.generate)
 app.command("eval")(eval.evaluate)
 app.command("verify")(verify.verify)
+app.command("inspect")(inspect.inspect)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")

@@ -36,16 +36,20 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     return config
 
 
-def config_of(sections: dict[str, dict[str, Any]]) -> Config:
-    """A config from plain values by section, which come from no file.
+def config_of(sections: dict[str, dict[str, Any]], overrides: Iterable[str] = ()) -> Config:
+    """A config from plain values by section, which come from no file, and overrides as of `load_config`.
 
     Raises:
         UserError: unknown key, wrong type or impossible value.
     """
+    values: dict[Any, Any] = {name: dict(settings) for name, settings in sections.items()}
+    origins = dict.fromkeys(_keys(sections), "")
+    for override in overrides:
+        _apply(override, values, origins)
     try:
-        return Config.model_validate(sections)
+        return Config.model_validate(values)
     except ValidationError as error:
-        raise UserError(_sentence(error, sections, dict.fromkeys(_keys(sections), ""), "config")) from None
+        raise UserError(_sentence(error, values, origins, "config")) from None
 
 
 def _named(values: Any) -> Any:

@@ -6,7 +6,7 @@ from threefold.config import Config, resolve
 from threefold.data.dataset import names_data, open_dataset
 from threefold.errors import UserError
 
-_USUAL_VOCABULARY: Final = 50257  # GPT-2's
+USUAL_VOCABULARY: Final = 50257  # GPT-2's
 
 
 def vocabulary(config: Config) -> int | None:
@@ -31,5 +31,5 @@ def resolve_without_data(config: Config) -> Config:
         return resolve(config, found)
     raise UserError(
         "model.vocab_size is not set and data.path names no data that says how many tokens there are; set it, to "
-        f"{_USUAL_VOCABULARY} say, or use a model.preset."
+        f"{USUAL_VOCABULARY} say, or use a model.preset."
     )

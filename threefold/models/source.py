@@ -123,6 +123,22 @@ class FileSource(ModelSource):
             raise UserError(f"{self.path.name}: loss is {found!r} but must be a function loss(output, batch).")
         return cast("Callable[..., Any] | None", found)
 
+    def on_meta_device(self, config: ModelConfig) -> tuple[nn.Module, Plan | ModelPlan | None]:
+        """The model without memory, and its plan as the file has it; None for a model without one.
+
+        Args:
+            config: the resolved `model` section.
+
+        Raises:
+            UserError: as `load`.
+        """
+        factory, plan = self._parts(self._import(), needs_plan=False)
+        with torch.device("meta"):
+            model = self._make(factory, config)
+        if plan is None or isinstance(plan, Plan):
+            return model, plan
+        return model, complete_plan(plan, partial(self._make, factory, config), config, self.path.name, "plan")
+
     def constructor(self, config: ModelConfig) -> tuple[str, dict[str, Any]]:
         """The name of what makes the model, and its keyword arguments.
 
@@ -148,12 +164,12 @@ class FileSource(ModelSource):
     def _plan_name(self) -> str:
         return "plan"
 
-    def _parts(self, module: ModuleType) -> tuple[Callable[..., Any], Any]:
-        """What makes the model, and its plan."""
+    def _parts(self, module: ModuleType, needs_plan: bool = True) -> tuple[Callable[..., Any], Any]:
+        """What makes the model, and its plan; None for one without, where none is needed."""
         named = getattr(module, self.name, None) if self.name else None
         if _is_model_class(named) or (callable(named) and not hasattr(module, "make_model")):
             plan = getattr(named, "plan", None) or getattr(module, "plan", None)
-            if plan is None:
+            if plan is None and needs_plan:
                 raise UserError(
                     f"{self.path.name} has no plan of {self.name}; give the class the attribute plan, or the file the "
                     "variable plan: a Plan (`threefold inspect` proposes one)."

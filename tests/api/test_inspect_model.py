@@ -1,0 +1,80 @@
+"""`threefold.inspect`: what a model has, how it is cut, a proposed plan that works when it is pasted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import threefold as t3
+from tests.support import own_plain_model
+from tests.support.command import Command
+from tests.support.own_plain_model import Plain
+from tests.support.own_token_model import Tiny
+from threefold.parallel.plan_check import check_plan
+
+FILE = Path(own_plain_model.__file__)
+PROPOSED = """\
+plan = t3.Plan(
+    layers=["wte", "blocks.*", "mystery", "lm_head"],
+    shard={
+        "wte": t3.Vocab(),
+        "blocks.*.attn.temperature": t3.Replicated(),  # undecided: a bare parameter; replicated is right unless a cut \
+layer's output meets it
+        "blocks.*.attn.q": t3.Column(heads=4),
+        "blocks.*.attn.k": t3.Column(heads=4),
+        "blocks.*.attn.v": t3.Column(heads=4),
+        "blocks.*.attn.proj": t3.Row(heads=4),
+        "blocks.*.fc1": t3.Column(),
+        "blocks.*.fc2": t3.Row(),
+        "mystery": t3.Replicated(),  # undecided: its name says nothing
+        "lm_head": t3.Vocab(),
+    },
+)"""
+
+
+def test_a_plan_is_proposed_and_fits() -> None:
+    found = t3.inspect(Plain, tp=4)
+    assert found.proposal == PROPOSED
+    assert found.undecided == ("blocks.*.attn.temperature", "mystery")
+    names: dict[str, t3.Plan] = {}
+    exec(PROPOSED, {"t3": t3}, names)
+    with torch.device("meta"):
+        model = Plain()
+    check_plan(model, names["plan"].build(model))
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_sizes_per_rank_are_those_of_the_cut() -> None:
+    sizes = {
+        each.pattern: (each.count, each.parameters, each.per_rank, each.rule)
+        for each in t3.inspect(Plain, tp=4).modules
+    }
+    assert sizes["wte"] == (1, 41 * 20, 11 * 20, "Vocab")
+    assert sizes["blocks.*.attn.q"] == (3, 3 * 400, 3 * 100, "Column by 4 heads")
+    assert sizes["blocks.*.attn.proj"] == (3, 3 * 420, 3 * (100 + 20), "Row by 4 heads")
+    assert sizes["blocks.*.fc1"] == (3, 3 * (37 * 20 + 37), 3 * (10 * 20 + 10), "Column")
+    assert sizes["mystery"] == (1, 420, 420, "Replicated")
+
+
+def test_a_model_with_a_plan_is_shown_with_it() -> None:
+    found = t3.inspect(Tiny, arguments={"vocab_size": 37, "max_position_embeddings": 13})
+    assert (found.proposal, found.undecided) == ("", ())
+    text = str(found)
+    assert "layers: embed, blocks.*, head" in text
+    assert "embed.positions" in text
+
+
+def test_a_tensor_axis_that_does_not_divide_the_heads() -> None:
+    with pytest.raises(t3.UserError, match=r"tp is 3 but must divide the 4 heads of 'blocks.\*.attn.q'; use 2."):
+        t3.inspect(Plain, tp=3)
+
+
+def test_the_command_prints_the_same(threefold: Command) -> None:
+    ended = threefold("inspect", f"{FILE}:Plain", "--tp", "4", "--set", "model.vocab_size=41")
+    assert (ended.status, ended.error) == (0, "")
+    assert ended.output.startswith("module ")
+    assert ended.output.rstrip().endswith(PROPOSED)
+    assert "undecided: mystery: its name says nothing." in ended.output
+    wrong = threefold("inspect", f"{FILE}:Plane")
+    assert wrong.status == 2
+    assert wrong.error.count("\n") == 1

@@ -1,0 +1,42 @@
+"""`threefold inspect`: the modules of a model of one's own, and how they are cut."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from threefold.cli.options import Overrides, model_file
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="FILE.py[:NAME]", help="A model of your own, from a Python file.")],
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="YAML file with the settings that the model is made from.")
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size that sizes per rank are for.")] = 2,
+    overrides: Overrides = None,
+) -> None:
+    """Print the modules of the model in FILE.py, how its plan cuts them and what a rank holds of each.
+
+    A model without a plan gets a proposed one, printed as Python that can be pasted; a question mark is at what could
+    not be decided.
+    """
+    from threefold.config.loading import config_of, load_config
+
+    file = model_file(model)
+    assert file is not None  # as `model` is given
+    own = {"architecture": "own", "file": file}
+    if config is None:
+        given = config_of({"model": own, "data": {"path": "unused"}}, overrides or ())
+    else:
+        read = load_config(config, overrides or ())
+        settings = {key: value for key, value in read.model.settings().items() if key != "preset"}
+        given = config_of({**read.sections(), "model": {**settings, **own}})
+    from threefold.api.inspect_model import inspect_made
+    from threefold.config import resolve
+    from threefold.data.vocabulary import USUAL_VOCABULARY
+    from threefold.models.source import file_source
+
+    resolved = resolve(given, given.model.vocab_size or USUAL_VOCABULARY)
+    made, plan = file_source(resolved.model).on_meta_device(resolved.model)
+    typer.echo(str(inspect_made(made, plan, tp)))
