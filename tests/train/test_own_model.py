@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import own_token_model
+from tests.support import own_plain_model, own_token_model
 from tests.train.support import Run, steps_of, train_rank
 from threefold.checkpoint.folder import OWN_MODEL, newest, remembered_model
 from threefold.errors import UserError
@@ -62,3 +62,38 @@ def test_a_checkpoint_has_the_file_of_its_model(pool, small_run: Run, tmp_path: 
         pool.run(1, train_rank, run.but(steps=3), tmp_path / "run", True)
     assert isinstance(told.value.error, UserError)
     assert "blocks.0.up.weight is 26 × 18 and the checkpoint's is 25 × 18; restore the file, or" in str(told.value)
+
+
+PLAN = """
+
+from threefold import Column, PerHead, Plan, Replicated, Row, Vocab
+
+plan = Plan(
+    ["wte", "blocks.*", "mystery", "lm_head"],
+    {
+        "wte": Vocab(),
+        **{f"blocks.*.attn.{name}": Column(heads=4) for name in "qkv"},
+        "blocks.*.attn.proj": Row(heads=4),
+        "blocks.*.attn.temperature": PerHead(),
+        "blocks.*.fc1": Column(),
+        "blocks.*.fc2": Row(),
+        "mystery": Replicated(),
+        "lm_head": Vocab(),
+    },
+)
+"""
+
+
+def test_a_model_without_anything_of_this_package_and_its_own_loss(pool, small_run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(Path(own_plain_model.__file__).read_text() + PLAN)
+    own = (("model.architecture", "own"), ("model.file", f"{file}:Plain"), ("model.arguments", {"vocab_size": 301}))
+    run = small_run.but(dropout=0.0, set=own)
+    pool.run(1, train_rank, run, tmp_path / "alone")
+    alone = losses(tmp_path / "alone")
+    assert alone[-1] < alone[0]
+    for layout in ({"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}):
+        other = run.but(**layout)
+        folder = tmp_path / "-".join(layout)
+        pool.run(other.world_size, train_rank, other, folder)
+        assert losses(folder) == pytest.approx(alone, rel=1e-5)
