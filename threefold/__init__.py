@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from threefold.api import callbacks
     from threefold.api.checkpoint import load, save
     from threefold.api.horovod import (
         DistributedOptimizer,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from threefold.api.prepared.grad_sync import backward
     from threefold.api.prepared.loader import gather_for_metrics
     from threefold.api.prepared.prepare import clip_grad_norm_, prepare
+    from threefold.api.trainer import Trainer
     from threefold.comm.axis import Axis
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Mesh
@@ -48,11 +50,13 @@ if TYPE_CHECKING:
     from threefold.parallel.tensor.loss import ParallelCrossEntropy
     from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
+    from threefold.train.callbacks.base import Callback
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Axis",
+    "Callback",
     "Column",
     "ColumnParallelLinear",
     "Constant",
@@ -78,6 +82,7 @@ __all__ = [
     "Row",
     "RowParallelLinear",
     "Splitter",
+    "Trainer",
     "UserError",
     "Vocab",
     "VocabParallelEmbedding",
@@ -86,6 +91,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "callbacks",
     "clip_grad_norm_",
     "distributed_optimizer",
     "gather_for_metrics",
@@ -110,6 +116,7 @@ __all__ = [
 
 _MODULES: Final = {
     "Axis": "comm.axis",
+    "Callback": "train.callbacks.base",
     "Column": "models.sharding",
     "ColumnParallelLinear": "parallel.tensor.layers",
     "Constant": "models.sharding",
@@ -135,6 +142,7 @@ _MODULES: Final = {
     "Row": "models.sharding",
     "RowParallelLinear": "parallel.tensor.layers",
     "Splitter": "parallel.tensor.functional",
+    "Trainer": "api.trainer",
     "UserError": "errors",
     "Vocab": "models.sharding",
     "VocabParallelEmbedding": "parallel.tensor.layers",
@@ -143,6 +151,7 @@ _MODULES: Final = {
     "broadcast_object": "api.horovod",
     "broadcast_optimizer_state": "api.horovod",
     "broadcast_parameters": "api.horovod",
+    "callbacks": "api",
     "clip_grad_norm_": "api.prepared.prepare",
     "distributed_optimizer": "api.optimizer",
     "gather_for_metrics": "api.prepared.loader",

@@ -8,14 +8,21 @@ declares in its `pyproject.toml`:
     toy = "toy_package.optimizer:Toy"
 
 Nothing is imported before it is used, and installed packages are searched only for names that are not built in.
+
+Where a registry says so, an import path does without both: `package.module:Name`, or `path/to/file.py:Name` of a Python
+file that need not be installed.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from threefold.errors import UserError
@@ -28,6 +35,102 @@ _LONGEST_NAME = 100
 """Characters of a wrong name that are compared with the registered ones."""
 
 
+def is_import_path(name: str) -> bool:
+    """Whether a name is an import path: `package.module:Name` or `file.py:Name`."""
+    place, colon, attribute = name.rpartition(":")
+    return bool(colon and place and attribute)
+
+
+def load_path(path: str, setting: str) -> Any:
+    """What an import path names; its module or file is imported, once in a process.
+
+    Args:
+        path: `package.module:Name` (a module that Python finds, the script that runs as `__main__`), or
+            `path/to/file.py:Name`, relative to the working directory. `Name` may be dotted.
+        setting: what it was given as, such as `optimizer.name`; begins the error.
+
+    Raises:
+        UserError: there is no such module or file, it cannot be imported, or has no such name.
+
+    Example:
+        >>> load_path("math:sqrt", "optimizer.name")(9.0)
+        3.0
+    """
+    place, _, attribute = path.rpartition(":")
+    try:
+        found: Any = import_file(place) if place.endswith(".py") else import_module(place)
+    except Exception as error:
+        if place.endswith(".py") and not Path(place).is_file():
+            reason = f"but {shown(place)} is not a file; name a Python file, as in my_file.py:{attribute}"
+        elif isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
+            reason = (
+                f"but Python finds no module {shown(error.name)}; name an importable one, or a file as in "
+                f"{place.split('.')[-1]}.py:{attribute}"
+            )
+        else:
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            reason = f"but {shown(place)} cannot be imported ({what}); correct it"
+        raise UserError(f"{setting} is {shown(path)} {reason}.") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            close = get_close_matches(part, [name for name in dir(found) if not name.startswith("_")], n=1)
+            nearest = f"; the nearest is {close[0]}" if close else ""
+            raise UserError(f"{setting} is {shown(path)} but {shown(place)} has no {shown(part)}{nearest}.")
+        found = getattr(found, part)
+    return found
+
+
+def import_path_of(thing: Any) -> str | None:
+    """The import path of a class or function, or of an object that its class's module or the script binds to a name;
+    None where it has none, as a lambda or what a function defines."""
+    if not hasattr(thing, "__qualname__"):
+        for place in (type(thing).__module__, "__main__"):
+            names = vars(sys.modules[place]).items() if place in sys.modules else ()
+            found_name = next((name for name, value in names if value is thing), None)
+            if found_name is not None:
+                return f"{place.partition('@')[2] or place}:{found_name}"
+        return None
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not module or not name:
+        return None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    place = module.partition("@")[2] or module  # of a file it is after the stem
+    return f"{place}:{name}" if found is thing else None
+
+
+def import_file(file: Path | str) -> ModuleType:
+    """A Python file as a module, whose folder comes first where Python looks for modules while it is executed.
+
+    The same file with the same content is executed once in a process.
+
+    Raises:
+        Exception: what executing it raises.
+    """
+    path = os.path.realpath(file)
+    found = os.stat(path)
+    return _executed(path, found.st_mtime_ns, found.st_size)
+
+
+@cache
+def _executed(file: str, changed: int, size: int) -> ModuleType:
+    spec = spec_from_file_location(f"{Path(file).stem}@{file}", file)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is no Python file")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    sys.path.insert(0, str(Path(file).parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    finally:
+        sys.path.remove(str(Path(file).parent))
+    return module
+
+
 @dataclass(frozen=True)
 class Registry:
     """The names that one setting can have.
@@ -36,18 +139,24 @@ class Registry:
         setting: what selects an entry, such as `optimizer.name`; begins the error about an unknown name.
         group: the entry points that add to it, such as `threefold.optimizers`.
         built_in: name → `module:attribute` in the package; an entry point of the same name does not replace it.
+        takes_paths: whether an import path may be given in place of a name.
     """
 
     setting: str
     group: str
     built_in: Mapping[str, str]
+    takes_paths: bool = False
 
     def names(self) -> list[str]:
         """The built-in names in their order, then those of installed packages, sorted."""
         return [*self.built_in, *sorted(set(self._added()) - set(self.built_in))]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.built_in or name in self._added()
+        return name in self.built_in or self.is_path(name) or name in self._added()
+
+    def is_path(self, name: object) -> bool:
+        """Whether `name` is an import path, which this registry takes; nothing is imported to find out."""
+        return self.takes_paths and isinstance(name, str) and is_import_path(name)
 
     def load(self, name: str) -> Any:
         """The object registered as `name`; its module is imported now.
@@ -59,6 +168,8 @@ class Registry:
         if name in self.built_in:
             module, _, attribute = self.built_in[name].partition(":")
             return getattr(import_module(module), attribute)
+        if self.is_path(name):
+            return load_path(name, self.setting)
         found = self._added().get(name)
         if not found:
             raise UserError(f"{self.setting} is {shown(repr(name))} but must be {one_of(name, self.names())}.")

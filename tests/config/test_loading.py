@@ -24,7 +24,12 @@ optimizer:
 # These may have no value in a resolved config either.
 _OPTIONAL = (
     "model.preset",
+    "model.file",
+    "model.arguments",
+    "train.epochs",
+    "train.eval_every_epochs",
     "train.callbacks",
+    "optimizer.arguments",
     *(f"data.{key}" for key in ("mixture", "tokenizer", "eod", "special_tokens", "chat_template", "cache")),
 )
 

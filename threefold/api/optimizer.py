@@ -9,6 +9,7 @@ from torch import Tensor
 
 from threefold.api.model import DistributedModel
 from threefold.errors import UserError
+from threefold.parallel.matrices import ShardedMatrix
 from threefold.train.gradient_norm import local_squared_norm, overflow
 from threefold.train.optimizers.base import Entry
 
@@ -32,10 +33,18 @@ class ModelOptimizer:
     ) -> None:
         self.optimizer, self.model, self.clip_grad_norm = optimizer, model, clip_grad_norm
         self.grad_norm: float | None = None
-        gradients = model.gradient_step.gradients
+        step = model.gradient_step
+        axes = tuple(step.parallelism.sharding_axes)
         self.entries = [
-            Entry(weight.name, weight.parameter, weight.leaf, weight.master, gradients)
-            for weight in model.gradient_step.model.weights
+            Entry(
+                weight.name,
+                weight.parameter,
+                weight.leaf,
+                weight.master,
+                step.gradients,
+                ShardedMatrix(weight.parameter, axes),
+            )
+            for weight in step.model.weights
         ]
 
     @property

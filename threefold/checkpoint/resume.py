@@ -32,6 +32,7 @@ _FREE_KEYS = frozenset(
         "model.initializer_range",  # only the first weights depend on it
         "train.init_from",  # as on this
         "train.max_steps",
+        "train.epochs",  # the steps follow from it
         "train.micro_batch_size",
         "train.gradient_accumulation_steps",
         "train.device",
@@ -146,6 +147,11 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
             check_whole(checkpoint)  # as its tensors will not be read
         except DamagedCheckpoint as damage:
             return find_resumption(run_dir, config, {**(damaged or {}), damage.path: damage.reason})
+        if config.train.epochs is not None:
+            raise UserError(
+                f"train.epochs is {config.train.epochs}, which are {config.train.max_steps} steps, and "
+                f"{checkpoint.path} is at step {checkpoint.step} already; use {config.train.epochs + 1} to resume."
+            )
         raise UserError(
             f"train.max_steps is {config.train.max_steps} and {checkpoint.path} is at step {checkpoint.step} already; "
             f"set it to {checkpoint.step + 1} at least to resume."

@@ -98,7 +98,11 @@ def train(
                 raise typer.Exit(_status(request.number)) from None
             _explain(folder, request.number, None)
             raise typer.Exit(128 + request.number) from None
-        if stopped:
+        if stopped and stopped.reason:
+            from threefold.launch.training_run import explain_early_stop
+
+            _say(explain_early_stop(folder, stopped.step, stopped.reason))
+        elif stopped:
             _explain(folder, stopped.signal, stopped.step)
             raise typer.Exit(_status(stopped.signal))
 

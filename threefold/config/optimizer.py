@@ -41,7 +41,10 @@ HYPER_PARAMETERS: Final = ("betas", "eps", "momentum", "nesterov", "newton_schul
 """Settings that only some optimizers read; every other setting of the section is for all of them."""
 
 OPTIMIZERS: Final = Registry(
-    "optimizer.name", "threefold.optimizers", {name: row.implementation for name, row in BUILT_IN.items()}
+    "optimizer.name",
+    "threefold.optimizers",
+    {name: row.implementation for name, row in BUILT_IN.items()},
+    takes_paths=True,
 )
 LR_SCHEDULES: Final = Registry(
     "optimizer.decay",
@@ -61,7 +64,11 @@ class OptimizerConfig(Section):
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
     """Optimizer; `adam` adds weight decay to the gradient, `adamw`, `lion` and `muon` decay the weights themselves.
     `muon` orthogonalises the momentum of the weight matrices between the first and the last layer, and updates all
-    other weights as `adamw` does."""
+    other weights as `adamw` does. Or an import path of any `torch.optim.Optimizer`, `package.module:Class` or
+    `my_file.py:Class` (docs/training.md)."""
+    arguments: dict[str, Any] = derived()
+    """Arguments of an optimizer that is given as an import path, beside its parameters, `lr` and `weight_decay`, such
+    as `{betas: [0.9, 0.99]}`. Default: none."""
     lr: float = Field(default=6e-4, gt=0)
     """Highest learning rate."""
     min_lr: float = derived(ge=0)
@@ -102,4 +109,8 @@ def hyper_parameters(name: str) -> Mapping[str, Any]:
     Raises:
         UserError: it is another package's and cannot be imported.
     """
-    return BUILT_IN[name].reads if name in BUILT_IN else OPTIMIZERS.load(name).reads
+    if name in BUILT_IN:
+        return BUILT_IN[name].reads
+    if OPTIMIZERS.is_path(name):  # is not imported, which takes time, nor need it be there to read a checkpoint
+        return {}
+    return getattr(OPTIMIZERS.load(name), "reads", {})

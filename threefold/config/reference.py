@@ -74,9 +74,9 @@ def _value(field: FieldInfo) -> str:
     if get_origin(kind) in (Union, UnionType):
         return "text, or list of whole numbers"
     if get_origin(kind) is dict:
-        return "paths and numbers > 0"
+        return "names and values" if get_args(kind)[1] is Any else "paths and numbers > 0"
     if get_origin(kind) is tuple:
-        return "list of names" if Ellipsis in get_args(kind) else "list of two numbers"
+        return "list of names or mappings" if Ellipsis in get_args(kind) else "list of two numbers"
     signs = [(*_SIGNS[type(rule)], rule) for rule in field.metadata if type(rule) in _SIGNS]
     limits = ", ".join(f"{sign} {_limit(getattr(rule, name))}" for sign, name, rule in signs)
     return f"{_TYPES[kind]} {limits}".strip()

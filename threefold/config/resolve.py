@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from threefold.config.config_error import problem
 from threefold.config.loading import config_of
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules.batch import batch_sizes
 from threefold.config.rules.checks import check
 from threefold.config.schema import Config
+from threefold.config.section import MOST_STEPS
 
 DEFAULT_SEQUENCE_LENGTH = 256
 LONGEST_DEFAULT_WARMUP = 100
@@ -34,7 +36,14 @@ def resolve(config: Config, vocab_size: int, largest_micro_batch: int | None = N
     Raises:
         UserError: settings that cannot go together; the sentence names the nearest value that works.
     """
+    if config.train.epochs is not None and "train.max_steps" not in config._derived:
+        config = _of_steps(config, MOST_STEPS)  # as many as may be, until `with_epochs` knows
     filled = {name: dict(values) for name, values in config.sections().items()}
+    if config.train.eval_every_epochs is not None:
+        if config.train.eval_every and config.is_given("train.eval_every"):
+            rule = f"train.eval_every_epochs is {config.train.eval_every_epochs} too; leave one of the two out"
+            raise problem(config, "train.eval_every", rule)
+        filled["train"]["eval_every"] = 0
     for key, value in _derived(config, vocab_size).items():
         section, name = key.split(".")
         filled[section].setdefault(name, value)
@@ -48,6 +57,39 @@ def resolve(config: Config, vocab_size: int, largest_micro_batch: int | None = N
     resolved._derived = (frozenset(stored - given) | config._derived) - PINNED
     check(resolved, vocab_size)
     return resolved
+
+
+def with_epochs(config: Config, samples: int, global_batch_size: int) -> Config:
+    """The config with `train.max_steps` from `train.epochs`: so many steps that each sample is read in each epoch.
+
+    The last step is filled up with the first samples of the next epoch, so the order of the samples does not depend on
+    where a run ends.
+
+    Args:
+        config: as given.
+        samples: of the training part.
+        global_batch_size: resolved.
+
+    Raises:
+        UserError: `train.max_steps` is given too, and is not as many.
+    """
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    steps = -(-epochs * samples // global_batch_size)
+    if config.is_given("train.max_steps") and config.train.max_steps != steps:
+        rule = f"train.epochs is {epochs} too, and {epochs} · {samples:,} samples in batches of {global_batch_size} are"
+        raise problem(config, "train.max_steps", f"{rule} {steps} steps; leave one of the two out")
+    return _of_steps(config, steps)
+
+
+def _of_steps(config: Config, steps: int) -> Config:
+    """The config with `train.max_steps` as a derived setting, unless it is given."""
+    if config.is_given("train.max_steps"):
+        return config
+    found = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})})
+    found._derived = config._derived | {"train.max_steps"}
+    return found
 
 
 def check_settings(config: Config) -> None:

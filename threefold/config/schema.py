@@ -31,6 +31,17 @@ ScheduleName = Annotated[PathText, BeforeValidator(_schedule_name)]
 """A pipeline schedule of the table in `threefold.config.schedules`, or the path of a CSV file of actions."""
 
 
+def _callback(given: Any) -> Any:
+    name = given.get("name") if isinstance(given, dict) else given
+    if not isinstance(name, str) or not name:
+        raise PydanticCustomError("callback", "a name, or a mapping with one")
+    return given
+
+
+CallbackEntry = Annotated[str | dict[str, Any], BeforeValidator(_callback)]
+"""A training callback: its name or import path, or a mapping of that as `name` and of arguments."""
+
+
 class ParallelConfig(Section):
     """The layout of the ranks: a performance choice that changes no result."""
 
@@ -87,7 +98,11 @@ class TrainConfig(Section):
     """The training loop. Batch sizes count sequences: global = micro · accumulation · `parallel.dp`."""
 
     max_steps: int = Field(default=1000, ge=1, le=MOST_STEPS)
-    """Optimizer steps of the run."""
+    """Optimizer steps of the run. Where `epochs` is given, they follow from it."""
+    epochs: int = derived(ge=1, le=MOST_STEPS)
+    """Passes over the training samples, in place of `max_steps`: as many steps as read each sample so often, the last
+    step being filled up with the first samples of the next pass. Default: none, `max_steps` says how long the run
+    is."""
     global_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
     """Sequences in an optimizer step, over all ranks. Default: follows from the other two, else 32."""
     micro_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
@@ -105,6 +120,9 @@ class TrainConfig(Section):
     """Where the ranks compute; `auto` takes CUDA when this machine has a GPU for each of its ranks, else the CPU."""
     eval_every: int = Field(default=100, ge=0, le=MOST_STEPS)
     """Steps between evaluations on the validation part; 0 for none."""
+    eval_every_epochs: int = derived(ge=1, le=MOST_STEPS)
+    """Epochs between evaluations, in place of `eval_every`: after the step that reads the last sample of an epoch, and
+    after the last step. Default: none, `eval_every` counts steps."""
     eval_batches: int = Field(default=10, ge=1, le=MOST_STEPS)
     """Global batches in an evaluation."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -119,9 +137,16 @@ class TrainConfig(Section):
     compile: bool = False
     """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU and, in bf16, on a CPU; needs
     `parallel.tp` 1."""
-    callbacks: tuple[Annotated[str, Field(min_length=1)], ...] = derived(strict=False)
-    """Training callbacks of installed packages by name (docs/training.md), which the run gets beside the built-in ones,
-    in this order. Default: none."""
+    callbacks: tuple[CallbackEntry, ...] = derived(strict=False)
+    """Training callbacks (docs/training.md), which the run gets beside the built-in ones, in this order: each a name
+    (`early_stopping`, `csv_log`, `epoch_metrics`, `phase_timers`, `wandb`, `mlflow`, or one of an installed package) or
+    an import path (`package.module:Class`, `my_callbacks.py:Class`), or with arguments a mapping such as
+    `{name: early_stopping, patience: 3}`. Default: none."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are evaluations."""
+        return bool(self.eval_every or self.eval_every_epochs)
 
 
 class PrecisionConfig(Section):
@@ -191,15 +216,17 @@ class Config(Section):
         """The config as YAML that `load_config` reads back equal."""
         return to_yaml(self.sections())
 
-    def to_yaml_as_given(self, resolved: Iterable[str] = ()) -> str:
+    def to_yaml_as_given(self, resolved: Iterable[str] = (), kept: Iterable[str] = ()) -> str:
         """The same, with derived settings in comments, so that they are derived again when the file is read.
 
         Args:
             resolved: sections that are stored with every setting filled.
+            kept: settings, as `section.key`, that are stored as if they had been given.
         """
+        derived = self._derived - frozenset(kept)
         text = ""
         for name, values in self.sections().items():
-            following = [key for key in values if name not in resolved and f"{name}.{key}" in self._derived]
+            following = [key for key in values if name not in resolved and f"{name}.{key}" in derived]
             told = to_yaml({name: {key: values.pop(key) for key in following}})
             text += to_yaml({name: values})
             if following:
@@ -211,6 +238,11 @@ class Config(Section):
         rows = ({name: values} for name, values in self.sections().items())
         lines = (yaml.safe_dump(row, default_flow_style=True, width=10_000, sort_keys=False) for row in rows)
         return "".join(f"{line.strip()[1:-1]}\n" for line in lines)
+
+    def is_given(self, key: str) -> bool:
+        """Whether a setting, as `section.key`, was given; of a config that is not resolved."""
+        section, name = key.split(".")
+        return name in getattr(self, section).model_fields_set and key not in self._derived
 
     def origin(self, key: str) -> str:
         """Where `section.key` was set, as the beginning of a sentence: `'run.yaml, line 3: '`, or nothing."""

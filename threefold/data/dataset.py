@@ -10,6 +10,7 @@ from threefold.data.chat.chat_template import ChatTemplate
 from threefold.data.content_checksums import ReadCorpus, content_of
 from threefold.data.corpus import Corpus
 from threefold.data.formats.jsonl import EncodedLines, JsonLines
+from threefold.data.formats.own_data import OwnData, is_own_data
 from threefold.data.formats.token_files import holds_tokens, open_corpus
 from threefold.data.mixture import MixedSamples
 from threefold.data.packed_conversations import PackedConversations
@@ -28,7 +29,7 @@ class NamedCorpus:
 
     name: str
     weight: float
-    data: Corpus | JsonLines
+    data: Corpus | JsonLines | OwnData
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +113,7 @@ class Dataset:
         return tuple(_size(source.data, self.settings.sequence_length) for source in self.sources)
 
     def contents(self) -> tuple[ReadCorpus, ...]:
-        """Each source with its checksums, under resolved settings.
+        """Each source that has files with its checksums, under resolved settings.
 
         Raises:
             UserError: as `samples`.
@@ -121,6 +122,7 @@ class Dataset:
         return tuple(
             content_of(data if isinstance(data := source.data, Corpus) else _encoded(data, length))
             for source in self.sources
+            if not isinstance(source.data, OwnData)
         )
 
 
@@ -141,11 +143,13 @@ def open_dataset(config: Config) -> Dataset:
 
 def names_data(config: Config) -> bool:
     """Whether there are files at a config's paths; `open_dataset` raises where they are no data."""
-    return any(Path(name).exists() or holds_tokens(Path(name)) for name in config.data.corpora)
+    return any(is_own_data(name) or Path(name).exists() or holds_tokens(Path(name)) for name in config.data.corpora)
 
 
-def _open(name: str, config: Config) -> Corpus | JsonLines:
+def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
     settings, path = config.data, Path(name)
+    if is_own_data(name) and not holds_tokens(path):
+        return OwnData.open(name, config.model.vocab_size)
     tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
     if not is_json_lines(path):
         return open_corpus(
@@ -203,8 +207,10 @@ def _not_shared(one: NamedCorpus, other: NamedCorpus, what: str) -> UserError:
     )
 
 
-def _samples(data: Corpus | JsonLines, name: str, settings: DataConfig, progress: Progress) -> Samples:
+def _samples(data: Corpus | JsonLines | OwnData, name: str, settings: DataConfig, progress: Progress) -> Samples:
     length = settings.sequence_length
+    if isinstance(data, OwnData):
+        return data.samples(name, settings.split, length)
     if data.holds_chat:
         corpus = data if isinstance(data, Corpus) else data.conversations(progress)
         return PackedConversations.open(corpus, name, settings.split, length, settings.loss_tokens == "all")
@@ -213,7 +219,9 @@ def _samples(data: Corpus | JsonLines, name: str, settings: DataConfig, progress
     return PaddedSamples.open(data.encoded(length, progress), name, settings.split, length)
 
 
-def _size(data: Corpus | JsonLines, sequence_length: int) -> tuple[int, int]:
+def _size(data: Corpus | JsonLines | OwnData, sequence_length: int) -> tuple[int, int]:
+    if isinstance(data, OwnData):
+        return len(data) * sequence_length, len(data)
     if isinstance(data, Corpus):
         return data.token_count, data.document_count
     if data.holds_chat:

@@ -27,6 +27,7 @@ from threefold.launch.output import log_file
 from threefold.launch.process import die_with_parent
 from threefold.launch.signals import NUMBERS, Asked, StopRequested, StopSignals, signals_blocked, unblock_signals
 from threefold.launch.worker import Job, RankInfo, never, stay_on_loopback, work
+from threefold.train.callbacks.base import CallbackFailed
 
 StartMethod = Literal["fork", "spawn"]
 
@@ -135,7 +136,7 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int) 
 
 def write_traceback(job: Job, rank: int, error: BaseException) -> None:
     """Write the traceback to the rank's log; the console gets one message for the whole run."""
-    if isinstance(error, UserError):
+    if isinstance(error, UserError) and not isinstance(error, CallbackFailed):
         return
     if job.run_dir is None:
         if job.prints_traceback:

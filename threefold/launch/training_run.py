@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +14,15 @@ from threefold.checkpoint.warm_start import find_warm_start
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.model import OWN
-from threefold.config.resolve import check_settings
+from threefold.config.optimizer import BUILT_IN
+from threefold.config.resolve import check_settings, with_epochs
 from threefold.data.dataset import open_dataset
 from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.device import choose_device, memory_per_rank, require_gpus
 from threefold.launch.environment import find_launched_rank
+from threefold.launch.in_process import joined_rank, run_in_process
 from threefold.launch.launcher import run
 from threefold.launch.output import log_file
 from threefold.launch.process import require_room, signal_name
@@ -31,6 +33,7 @@ from threefold.launch.worker import Device, RankInfo
 from threefold.output.durable import write_durably
 
 if TYPE_CHECKING:
+    from threefold.train.callbacks.base import Callback
     from threefold.train.stop import Stopped
 
 CONFIG_FILE = "config.yaml"
@@ -83,7 +86,11 @@ def _checked(config: Config, progress: Progress) -> _Checked:
 
     check_settings(config)
     check_names(config.train.callbacks or ())
-    layout, launched = Layout.of(config.parallel), find_launched_rank()
+    if config.optimizer.name not in BUILT_IN:
+        from threefold.train.optimizers.own import check_optimizer  # imports torch, as the optimizer does
+
+        check_optimizer(config.optimizer)
+    layout, launched = Layout.of(config.parallel), joined_rank() or find_launched_rank()
     if launched:
         layout.require_world(launched.world_size)
     local_world_size = launched.local_world_size if launched else layout.world_size
@@ -92,8 +99,12 @@ def _checked(config: Config, progress: Progress) -> _Checked:
     dataset = open_dataset(config)
     config = dataset.complete(config)
     resolved = resolve(config, dataset.vocab_size)
-    for part in ("train", "valid") if resolved.train.eval_every else ("train",):
-        dataset.samples(part, resolved.data, progress)
+    samples = dataset.samples("train", resolved.data, progress)
+    if resolved.train.evaluates:
+        dataset.samples("valid", resolved.data, progress)
+    if config.train.epochs is not None:
+        config = with_epochs(config, len(samples), resolved.train.global_batch_size)
+        resolved = resolve(config, dataset.vocab_size)
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size)
     return _Checked(config, _on(device, resolved), dataset.vocab_size, local_world_size)
 
@@ -133,7 +144,7 @@ class TrainingRun:
             announce: called by one process, after the run folder is locked and before training.
 
         Returns:
-            None after the last step; else the step at which a signal ended the run.
+            None after the last step; else the step at which a signal or a callback ended the run.
 
         Raises:
             UserError: another run uses the folder, the layers cannot be partitioned into the stages, or a rank raised
@@ -158,13 +169,39 @@ class TrainingRun:
             signals=signals,
         )
         stopped = cast("Stopped | None", ended)
-        if stopped and signals and find_launched_rank() is None:
+        if stopped and stopped.signal and signals and find_launched_rank() is None:
             # The ranks get the same signal for every one.
             stopped = replace(stopped, signal=signals.received or stopped.signal)
         return stopped
 
+    def start_here(self, callbacks: "Sequence[Callback]" = ()) -> "Stopped | None":
+        """Train in this process, as one rank: of torchrun or Slurm, of a process group that is initialised, or alone.
+
+        Args:
+            callbacks: objects of this rank, beside those that every run has and the config names.
+
+        Returns:
+            None after the last step; else the step at which a callback ended the run.
+
+        Raises:
+            UserError: another run uses the folder, the layers cannot be partitioned into the stages, there are more or
+                fewer ranks than the layout has, or a rank raised it.
+        """
+        from threefold.train.entry_point import check_division
+
+        check_division(self.config)
+        device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
+        args = (self.config, self.run_dir, self.resume, tuple(callbacks))
+        size = Layout.of(self.config.parallel).world_size
+        joined = joined_rank()
+        if joined is None and find_launched_rank() is not None:
+            ended = run(_train, args, size, device=device, run_dir=self.run_dir, own=self._folder)
+        else:
+            ended = run_in_process(_train, args, size, device=device, own=self._folder)
+        return cast("Stopped | None", ended)
+
     @contextmanager
-    def _folder(self, announce: Callable[[], None]) -> Iterator[None]:
+    def _folder(self, announce: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Lock the run folder, and write the config into it."""
         with run_lock(self.run_dir):
             if not self.resume:
@@ -194,7 +231,7 @@ def prepare_training(
         UserError: as `resolve_run`; `run_dir` has checkpoints that would be lost, or none to resume from.
     """
     _require_folder(run_dir)
-    launched = find_launched_rank()
+    launched = joined_rank() or find_launched_rank()
     if launched is None or launched.rank == 0:  # to the other ranks, rank 0 would look like another run
         _require_no_foreign(run_dir)
         require_free(run_dir)
@@ -230,6 +267,18 @@ def explain_stop(run_dir: Path, signal: int, step: int | None, command: str) -> 
     else:
         begin = f"Stopped by {signal_name(signal)} after step {step:,}; the newest checkpoint is {saved.path}"
     return f"{begin}; resume with:\n  {resumed}" if saved else f"{begin}; start again with:\n  {command}"
+
+
+def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
+    """The message about a run that a callback ended.
+
+    Args:
+        step: updates made.
+        reason: the callback's.
+    """
+    saved = newest(run_dir)
+    where = f", which is saved in {saved.path}" if saved and saved.step == step else ""
+    return f"Stopped by a callback after step {step:,}{where}: {reason}."
 
 
 def _require_folder(run_dir: Path) -> None:
@@ -271,7 +320,9 @@ def _require_no_checkpoints(run_dir: Path) -> None:
         raise UserError(f"{run_dir} already has checkpoints; resume with --resume, or choose another --run-dir.")
 
 
-def _train(info: RankInfo, config: Config, run_dir: Path, resume: Resume) -> "Stopped | None":
+def _train(
+    info: RankInfo, config: Config, run_dir: Path, resume: Resume, callbacks: "Sequence[Callback]" = ()
+) -> "Stopped | None":
     from threefold.train.entry_point import train as train_rank
 
-    return train_rank(config, run_dir, resume, info.asked, reads=info.local_rank == 0)
+    return train_rank(config, run_dir, resume, info.asked, info.local_rank == 0, callbacks)

@@ -13,12 +13,12 @@ from threefold.parallel.parameter import cut_dims, offset
 
 
 class ShardedMatrix:
-    """All-gathers the last two dims of tensors that are sharded as a parameter is.
+    """All-gathers the last two dims of tensors that are sharded as a parameter is, or the one dim of a vector.
 
     Dims before the last two are a batch of matrices (experts); the axes that cut only those are not gathered.
 
     Args:
-        parameter: of two dims or more, as the stage stores it.
+        parameter: as the stage stores it.
         axes: all axes that may cut it.
     """
 
@@ -39,6 +39,11 @@ class ShardedMatrix:
             start, end = shard_bounds(sizes[dim], axis.size, axis.index)
             sizes[dim] = end - start
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no axis cuts the matrices."""
+        return not self._cuts
+
     def gather(self, shard: Tensor) -> Tensor:
         """The whole matrices [..., m, n] of a tensor of the local shard's shape. Collective over the axes that cut
         them; `shard` itself where none does."""
@@ -53,6 +58,6 @@ class ShardedMatrix:
 
     def shard(self, whole: Tensor, like: Tensor) -> Tensor:
         """This rank's shard of whole matrices, as a view of the shape of `like`."""
-        for dim, start in zip((-2, -1), self._matrix_start, strict=True):
+        for dim, start in zip(range(-len(self._matrix_start), 0), self._matrix_start, strict=True):
             whole = whole.narrow(dim, start, like.shape[dim])
         return whole

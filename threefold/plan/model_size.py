@@ -10,7 +10,6 @@ from torch import nn
 
 from threefold.comm.layout import Coordinates
 from threefold.config import Config, ModelConfig
-from threefold.config.optimizer import OPTIMIZERS
 from threefold.dtypes import DTYPES
 from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import ModelPlan, OverExperts, Split
@@ -18,6 +17,7 @@ from threefold.parallel.parallelism import stage_map
 from threefold.parallel.shard_shapes import Place, local_shape, place_of
 from threefold.train.optimizer import is_hidden_matrix
 from threefold.train.optimizers.base import UpdateRule
+from threefold.train.optimizers.own import update_rule
 
 _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
 
@@ -101,7 +101,7 @@ class ModelSize:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._plan = plan = model_plan(config.model, config.data.sequence_length)
-        self._rule: type[UpdateRule] = OPTIMIZERS.load(config.optimizer.name)
+        self._rule: type[UpdateRule] = update_rule(config.optimizer)
         self._map = stage_map(plan, config)
         self._layers = weights_by_layer(config.model, plan)
         self.parameters = _count(self._whole())

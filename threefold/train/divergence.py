@@ -72,6 +72,10 @@ class SafeSaving:
         """Record the validation loss."""
         self._healthy = self._healthy and isfinite(record.loss)
 
+    def will_save(self, due: bool) -> bool:
+        """Whether `save` would save now: a checkpoint is due, or was, and the last loss was finite."""
+        return (self._due or due) and self._healthy
+
     def save(self, step: int, due: bool) -> Path | None:
         """Save after `step` updates if a checkpoint is due, or was, and the last loss was finite; None otherwise.
 
@@ -79,10 +83,9 @@ class SafeSaving:
             DivergenceError: the weights are not finite.
             UserError: on every rank, when it cannot be written.
         """
+        saves = self.will_save(due)
         self._due = self._due or due
-        if not (self._due and self._healthy):
-            return None
-        return self._save(step)
+        return self._save(step) if saves else None
 
     def save_last(self, step: int, loss: Callable[[], float]) -> Path:
         """Save the checkpoint after the last step of this process, which no later step can show to be good.

@@ -1,6 +1,6 @@
 """Per-rank training entry point: opens the data, builds the engine, restores the start, runs the loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from threefold.models.source import ConfigSource, MakeModel, ModelSource
 from threefold.parallel.parallelism import stage_map
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.source_check import check_layout, check_source
-from threefold.train.callbacks.base import RunContext
+from threefold.train.callbacks.base import Callback, RunContext
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.registry import make_callbacks
 from threefold.train.data_check import DataCheck, agree_on_micro_batch
 from threefold.train.engine import Engine
-from threefold.train.loop import Trainer
+from threefold.train.loop import TrainingLoop
 from threefold.train.start import Start
 from threefold.train.state import Checkpoints
 from threefold.train.stop import Stop, Stopped
@@ -37,6 +37,7 @@ def train(
     resume: Resume,
     asked: Callable[[], int] = lambda: 0,
     reads: bool = True,
+    callbacks: Sequence[Callback] = (),
     source: ModelSource = ConfigSource(),  # noqa: B008
 ) -> Stopped | None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
@@ -47,10 +48,11 @@ def train(
         resume: whether to resume from its newest checkpoint; "auto" does if there is one.
         asked: returns the number of the signal that ends the run, 0 for none.
         reads: whether this rank checks the token files of its host in the background.
+        callbacks: beside those of every run and those of `train.callbacks`, called after them.
         source: of the model.
 
     Returns:
-        None after the last step; else the step at which a signal ended the run, the same on every rank.
+        None after the last step; else the step at which a signal or a callback ended the run, the same on every rank.
 
     Raises:
         UserError: on every rank: bad data, no checkpoint to resume from, divergence, a full disk.
@@ -73,8 +75,9 @@ def train(
             _announce(config, mesh, loader, make_model, plan)
             for line in lines:
                 say(line)
-        callbacks = [DataCheck(mesh, config.log.every), check, *make_callbacks(RunContext(config, run_dir, mesh))]
-        return Trainer(engine, loader, config, callbacks, checkpoints).fit(step)
+        run = RunContext(config, run_dir, mesh)
+        all_callbacks = [DataCheck(mesh, config.log.every), check, *make_callbacks(run, callbacks)]
+        return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run).fit(step)
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> None:  # noqa: B008
@@ -95,7 +98,7 @@ def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
     Raises:
         UserError: the training part, or the validation part where there are evaluations, has no sample.
     """
-    heldout = dataset.samples("valid") if config.train.eval_every else None
+    heldout = dataset.samples("valid") if config.train.evaluates else None
     share = Share(config.train.global_batch_size, replicas.index, replicas.size)
     return Loader(dataset.samples("train"), heldout, share, config.train.seed, config.data.separate_documents)
 

@@ -44,7 +44,7 @@ def _mean_loss(engine: Engine, batches: Iterator[Batch], name: str) -> tuple[flo
     total, tokens = 0.0, 0
     for batch in batches:
         loss, count = engine.evaluate(batch)
-        if engine.stop.signal:
+        if engine.stop.is_due:
             return None
         total, tokens = total + loss, tokens + count
     if tokens == 0:

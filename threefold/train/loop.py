@@ -1,12 +1,22 @@
 """The training loop."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from math import isfinite
+from typing import Any
 
 from threefold.config import Config
 from threefold.data.loader import Loader
-from threefold.train.callbacks.base import Callback, EvaluationRecord, StepRecord
+from threefold.errors import UserError
+from threefold.train.callbacks.base import (
+    Callback,
+    CallbackFailed,
+    EvaluationRecord,
+    RunContext,
+    StepRecord,
+    stop_reason,
+)
 from threefold.train.divergence import CheckpointStore, DivergenceError, SafeSaving
 from threefold.train.engine import Engine
 from threefold.train.evaluate import evaluate
@@ -18,7 +28,7 @@ def is_due(step: int, every: int, last: int) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 
-class Trainer:
+class TrainingLoop:
     """Runs an engine through the steps of a run.
 
     Collective over the world: every rank has one; their callbacks may differ.
@@ -27,57 +37,92 @@ class Trainer:
         engine: the model and its update.
         loader: this replica's batches.
         config: resolved.
-        callbacks: called in this order.
+        callbacks: called in this order at each moment.
         store: saves the checkpoints.
+        run: what the callbacks' `setup` gets; None where they have been set up.
     """
 
     def __init__(
-        self, engine: Engine, loader: Loader, config: Config, callbacks: Sequence[Callback], store: CheckpointStore
+        self,
+        engine: Engine,
+        loader: Loader,
+        config: Config,
+        callbacks: Sequence[Callback],
+        store: CheckpointStore,
+        run: RunContext | None = None,
     ) -> None:
-        self.engine, self.loader, self.config, self.callbacks = engine, loader, config, callbacks
+        self.engine, self.loader, self.config, self.callbacks, self.run = engine, loader, config, callbacks, run
         self.saving = SafeSaving(store)
         self._evaluation: EvaluationRecord | None = None
 
     def fit(self, start: int = 0) -> Stopped | None:
         """Run the remaining updates of `train.max_steps`, after `start` updates.
 
-        A signal ends it after the current step, with a checkpoint; an evaluation ends at once.
+        A signal, or a callback's `stop`, ends it after the current step, with a checkpoint; an evaluation ends at once.
 
         Returns:
-            None after the last step; else the step at which a signal ended it, the same on every rank.
+            None after the last step; else the step at which a signal or a callback ended the run, the same on every
+            rank.
+
+        Raises:
+            CallbackFailed: on the ranks whose callback raised.
+            UserError: divergence, a full disk, or what a callback says is the user's to correct.
         """
-        last, stop = self.config.train.max_steps, self.engine.stop
         try:
-            self._notify(lambda callback: callback.before_fit(start))
-            if stop.agree(self.engine.mesh):
-                return Stopped(stop.signal, start)
-            for done in range(start, last):
-                if done == start or self._begins_epoch(done):
-                    self._begin_epoch(done)
-                self._step(done)
-                step = done + 1
-                if self._begins_epoch(step):
-                    self._end_epoch(step)
-                if is_due(step, self.config.train.eval_every, last) and not stop.signal:
-                    self._evaluate(step)
-                if step == last or stop.signal:
-                    self._save_last(step)
-                elif self._save(step):
-                    stop.agree(self.engine.mesh)  # no further step follows a signal that came during a long save
-                if stop.signal and step < last:
-                    return Stopped(stop.signal, step)
-            self._notify(lambda callback: callback.after_fit())
-            return None
-        finally:
-            self._notify(lambda callback: callback.close())
+            ended = self._run(start)
+        except BaseException:
+            with suppress(UserError):  # what came first is what is told
+                self._close()
+            raise
+        self._close()
+        return ended
+
+    def _run(self, start: int) -> Stopped | None:
+        last, stop, mesh = self.config.train.max_steps, self.engine.stop, self.engine.mesh
+        if self.run is not None:
+            self._notify("setup", self.run)
+        self._notify("before_fit", start)
+        if stop.agree(mesh):
+            return self._stopped(start)
+        for done in range(start, last):
+            if done == start or self._epochs_ended(done):
+                self._notify("before_epoch", self._epoch(done))
+            self._step(done)
+            step = done + 1
+            ended, evaluates = self._epochs_ended(step), self._evaluates_after(step)
+            if ended:
+                self._notify("after_epoch", self._epoch(step) - 1)
+            if evaluates and not stop.is_due:
+                self._evaluate(step)
+            if (ended or evaluates) and not stop.is_due:
+                stop.agree(mesh)
+            if step == last or stop.is_due:
+                self._save_last(step)
+            elif self._save(step):
+                stop.agree(mesh)  # no further step follows a signal that came during a long save
+            if stop.is_due and step < last:
+                return self._stopped(step)
+        self._notify("after_fit")
+        return None
+
+    def _stopped(self, step: int) -> Stopped:
+        """How the run ended before its last step; told to the callbacks where one of them ended it."""
+        stopped = self.engine.stop.result(self.engine.mesh, step)
+        if stopped.reason:
+            self._notify("after_stop", step, stopped.reason)
+            self._notify("after_fit")
+        return stopped
 
     def _step(self, done: int) -> None:
         started = time.perf_counter()
         batch = self.loader.batch(done)
         read = time.perf_counter()
-        self._notify(lambda callback: callback.before_step(done + 1, batch))
+        self._notify("before_step", done + 1, batch)
+        begun = time.perf_counter()
         try:
-            result = self.engine.train_step(batch, done)
+            loss, tokens = self.engine.compute_gradients(batch, done)
+            computed = time.perf_counter()
+            result = self.engine.update(loss, tokens, done)
         except DivergenceError as error:
             raise self.saving.explained(error) from error
         ended = time.perf_counter()
@@ -97,30 +142,46 @@ class Trainer:
             skipped=result.skipped,
             loss_scale=result.loss_scale,
             corpus_epochs=self.loader.corpus_epochs(done),
+            phases={
+                "data": read - started,
+                "callbacks": begun - read,
+                "forward_backward": computed - begun,
+                "update": ended - computed,
+            },
         )
         self.saving.after_step(record)
-        self._notify(lambda callback: callback.after_step(record))
+        self._notify("after_step", record)
 
     def _evaluate(self, step: int) -> None:
-        self._notify(lambda callback: callback.before_evaluation(step))
+        self._notify("before_evaluation", step)
         record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
-        if record is None:  # a signal ended it
+        if record is None:  # the run is to end
             return
         self._evaluation = record
         self.saving.after_evaluation(record)
-        self._notify(lambda callback: callback.after_evaluation(record))
+        self._notify("after_evaluation", record)
+
+    def _evaluates_after(self, step: int) -> bool:
+        train = self.config.train
+        if not train.eval_every_epochs:
+            return is_due(step, train.eval_every, train.max_steps)
+        return self._epochs_ended(step, train.eval_every_epochs) or step == train.max_steps
 
     def _save(self, step: int) -> bool:
         """Save if a checkpoint is due; returns whether it was."""
-        path = self.saving.save(step, is_due(step, self.config.checkpoint.every, self.config.train.max_steps))
+        due = is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
+        if self.saving.will_save(due):
+            self._notify("before_checkpoint", step)
+        path = self.saving.save(step, due)
         if path is not None:
-            self._notify(lambda callback: callback.after_checkpoint(step, path))
+            self._notify("after_checkpoint", step, path)
         return path is not None
 
     def _save_last(self, step: int) -> None:
         """Save the checkpoint after the last step of this process."""
+        self._notify("before_checkpoint", step)
         path = self.saving.save_last(step, lambda: self._loss_after(step))
-        self._notify(lambda callback: callback.after_checkpoint(step, path))
+        self._notify("after_checkpoint", step, path)
 
     def _loss_after(self, step: int) -> float:
         """A loss of the weights after `step` updates: from the evaluation at this step, or of the last batch."""
@@ -130,22 +191,47 @@ class Trainer:
         loss, tokens = self.engine.evaluate(self.loader.batch(step - 1))
         return loss / max(1, tokens)
 
-    def _begin_epoch(self, done: int) -> None:
-        self._notify(lambda callback: callback.before_epoch(self._epoch(done)))
-
-    def _end_epoch(self, done: int) -> None:
-        self._notify(lambda callback: callback.after_epoch(self._epoch(done) - 1))
-
     def _epoch(self, done: int) -> int:
         return int(self.loader.epoch(done))
 
-    def _begins_epoch(self, done: int) -> bool:
-        return done > 0 and self._epoch(done) > self._epoch(done - 1)
+    def _epochs_ended(self, done: int, count: int = 1) -> bool:
+        """Whether the last of `done` updates was the last of a multiple of `count` epochs."""
+        return done > 0 and self._epoch(done) // count > self._epoch(done - 1) // count
 
     def _first_step(self, epoch: int) -> int:
         """Updates made before the first step that begins in `epoch`."""
         return -(-epoch * len(self.loader.train) // self.config.train.global_batch_size)
 
-    def _notify(self, event: Callable[[Callback], None]) -> None:
+    def _notify(self, moment: str, *arguments: Any) -> None:
         for callback in self.callbacks:
-            event(callback)
+            call(callback, moment, self.engine.mesh.rank, *arguments)
+            if reason := stop_reason(callback):
+                self.engine.stop.ask(reason)
+
+    def _close(self) -> None:
+        """Close all callbacks, even where one fails."""
+        failures = []
+        for callback in self.callbacks:
+            try:
+                call(callback, "close", self.engine.mesh.rank)
+            except UserError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:
+    """Call a method of a callback.
+
+    Raises:
+        CallbackFailed: it raised.
+        UserError: it raised this.
+    """
+    try:
+        getattr(callback, moment)(*arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".").removesuffix(":")
+        name = type(callback).__name__
+        raise CallbackFailed(f"The callback {name} on rank {rank} failed in {moment} with {what}.") from error

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from threefold.comm.axis import Axis
 from threefold.config import OptimizerConfig
-from threefold.config.optimizer import OPTIMIZERS
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.matrices import ShardedMatrix
 from threefold.parallel.weights import Weight, publish_
 from threefold.train.optimizers.base import Entry, UpdateRule
+from threefold.train.optimizers.own import update_rule
 
 
 class Optimizer:
@@ -27,7 +27,7 @@ class Optimizer:
         axes: those that may cut a parameter.
 
     Raises:
-        UserError: the optimizer is another package's and cannot be imported.
+        UserError: the optimizer is another package's or the user's and cannot be imported or made.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Optimizer:
         self.entries: list[Entry] = []
         for weight in weights:
             parameter = weight.parameter
-            matrix = ShardedMatrix(parameter, axes) if is_hidden_matrix(weight.name, parameter.dim(), plan) else None
-            self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, matrix))
-        self.rule: UpdateRule = OPTIMIZERS.load(config.name)(self.entries, config)
+            whole, hidden = ShardedMatrix(parameter, axes), is_hidden_matrix(weight.name, parameter.dim(), plan)
+            self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, whole, hidden))
+        self.rule: UpdateRule = update_rule(config)(self.entries, config)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -55,6 +55,18 @@ class Optimizer:
     def publish(self) -> None:
         """Round the masters into the tensors that the model computes with."""
         publish_(self._weights, self._gradients)
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """Take over masters, and tensors of `states`, that have been filled from a checkpoint."""
+        self.rule.restored()
+        self.publish()
+
+    def stored_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """As `states`, as global tensors for a checkpoint: sharded as the parameter is, or replicated."""
+        for entry in self.entries:
+            for state, value in self.rule.state(entry).items():
+                yield entry.name, state, value if self.rule.is_replicated(entry, state, value) else entry.stored(value)
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
         """The optimizer state: parameter name, state name, local tensor (scalars are the same on every rank)."""

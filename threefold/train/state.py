@@ -33,11 +33,9 @@ def engine_tensors(engine: Engine) -> dict[str, Tensor]:
 
     Tied embeddings on two stages have the same name and value on both, so they are stored once.
     """
-    entries = {entry.name: entry for entry in engine.optimizer.entries}
     tensors = model_tensors(engine)
-    for name, state, value in engine.optimizer.states():
-        # Scalars such as the number of updates are whole on every rank.
-        tensors[f"{OPTIMIZER}{name}.{state}"] = entries[name].stored(value) if value.dim() else value
+    for name, state, value in engine.optimizer.stored_states():
+        tensors[f"{OPTIMIZER}{name}.{state}"] = value
     return tensors
 
 
@@ -67,7 +65,7 @@ class Checkpoints:
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
             # Model and data with every setting resolved, as the weights depend on them; the rest as it was given.
-            self._texts = {CONFIG: config.to_yaml_as_given(resolved=("model", "data"))}
+            self._texts = {CONFIG: config.to_yaml_as_given(("model", "data"), kept=("train.max_steps",))}
             if config.model.file:
                 self._texts[OWN_MODEL] = read_text(file_source(config.model).path)
             if dataset.tokenizer_file is not None:
@@ -127,7 +125,7 @@ class Checkpoints:
         """
         self._passed = frozenset(passed)
         load_tensors(engine_tensors(self.engine), checkpoint.path)
-        self.engine.optimizer.publish()
+        self.engine.optimizer.restored()
         facts, scale = checkpoint.facts, self.engine.loss_scale
         if scale is not None and facts.loss_scale is not None:
             scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
@@ -143,7 +141,7 @@ class Checkpoints:
             UserError: on every rank, when it cannot be read.
         """
         load_tensors(model_tensors(self.engine), checkpoint.path)
-        self.engine.optimizer.publish()
+        self.engine.optimizer.restored()
         self._carry(checkpoint)
 
     def _carry(self, checkpoint: Checkpoint) -> None:

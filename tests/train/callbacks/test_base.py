@@ -13,7 +13,7 @@ import pytest
 from tests.train.support import Run, engine_of, record
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.base import Callback, EvaluationRecord
+from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord
 from threefold.train.callbacks.console import clock
 from threefold.train.callbacks.live_line import LiveLine
 from threefold.train.callbacks.loss_curve import smoothed
@@ -21,7 +21,7 @@ from threefold.train.callbacks.metrics import MetricsFile, read_metrics
 from threefold.train.callbacks.step_log import StepLog, step_line
 from threefold.train.callbacks.summary import Summary
 from threefold.train.entry_point import open_loader
-from threefold.train.loop import Trainer, is_due
+from threefold.train.loop import TrainingLoop, is_due
 
 
 class Recorder(Callback):
@@ -70,10 +70,10 @@ def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
     engine = engine_of(run.config)
     callback = Recorder(failing)
     with closing(open_loader(run.config, open_dataset(run.config), engine.mesh.dp)) as loader:
-        trainer = Trainer(engine, loader, run.config, [callback], NoCheckpoints(folder))
+        trainer = TrainingLoop(engine, loader, run.config, [callback], NoCheckpoints(folder))
         try:
             trainer.fit(start)
-        except RuntimeError as error:
+        except CallbackFailed as error:
             callback.calls.append(f"raised {error}")
     return callback.calls
 
@@ -81,7 +81,7 @@ def recorded(run: Run, folder: Path, start: int, failing: str) -> list[str]:
 def test_the_order_of_the_hooks(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     run = small_run.but(steps=3, set=(("train.eval_every", 2), ("checkpoint.every", 2)))
     (calls,) = pool.run(1, recorded, run, tmp_path, 0, "")
-    ends = ["before_evaluation {0}", "after_evaluation {0}", "after_checkpoint {0}"]
+    ends = ["before_evaluation {0}", "after_evaluation {0}", "before_checkpoint {0}", "after_checkpoint {0}"]
     expected = ["before_fit 0", "before_epoch 0", "before_step 1", "after_step 1", "before_step 2", "after_step 2"]
     expected += [end.format(2) for end in ends] + ["before_step 3", "after_step 3"] + [end.format(3) for end in ends]
     assert calls == [*expected, "after_fit", "close"]
@@ -102,7 +102,8 @@ def test_epochs_begin_and_end(pool: WorkerPool, small_run: Run, tmp_path: Path) 
 
 def test_hooks_are_closed_after_an_error(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     (calls,) = pool.run(1, recorded, small_run, tmp_path, 0, "after_step 2")
-    assert calls[-3:] == ["after_step 2", "close", "raised after_step 2"]
+    raised = "The callback Recorder on rank 0 failed in after_step with RuntimeError: after_step 2."
+    assert calls[-3:] == ["after_step 2", "close", f"raised {raised}"]
 
 
 @pytest.mark.parametrize(

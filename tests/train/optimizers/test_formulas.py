@@ -30,7 +30,7 @@ def rule_of(parameters: dict[str, Tensor], **settings: Any) -> tuple[UpdateRule,
     config = OptimizerConfig.model_validate({**defaults, **settings})
     gradients: dict[Tensor, Tensor] = {}
     entries = [
-        Entry(name, value, value, value, gradients, ShardedMatrix(value, ()) if name in HIDDEN else None)  # type: ignore[arg-type]
+        Entry(name, value, value, value, gradients, ShardedMatrix(value, ()), name in HIDDEN)  # type: ignore[arg-type]
         for name, value in parameters.items()
     ]
     return OPTIMIZERS.load(config.name)(entries, config), gradients

@@ -4,7 +4,7 @@ from math import lcm, log2
 
 from threefold.config.config_error import problem
 from threefold.config.divisors import divisors, nearest_divisor, nearest_multiple
-from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, hyper_parameters
+from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
 from threefold.config.rules.compatibility import check_together
 from threefold.config.rules.model_checks import check_division, check_model
 from threefold.config.rules.pipeline_checks import check_pipeline
@@ -136,11 +136,18 @@ def _check_optimizer(config: Config) -> None:
 
 def _check_hyper_parameters(config: Config) -> None:
     optimizer = config.optimizer
+    if optimizer.arguments and optimizer.name in BUILT_IN:
+        rule = f"optimizer.name is {optimizer.name}, whose settings are those of this section; leave it out"
+        raise problem(config, "optimizer.arguments", rule)
+    own = OPTIMIZERS.is_path(optimizer.name)
     read = hyper_parameters(optimizer.name)
     for key in HYPER_PARAMETERS:
         default = type(optimizer).model_fields[key].default
         if key in read or getattr(optimizer, key) == default or (optimizer.name, key) in _ACCEPTED:
             continue
+        if own:
+            rule = f"optimizer.name is {optimizer.name}; give its arguments in optimizer.arguments instead"
+            raise problem(config, f"optimizer.{key}", rule)
         rule = f"optimizer.name is {optimizer.name}, which does not read it; leave it out"
         users = [name for name, row in BUILT_IN.items() if key in row.reads]
         raise problem(config, f"optimizer.{key}", f"{rule} or use optimizer.name {users[0]}")

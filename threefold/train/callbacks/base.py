@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from threefold.config import Config
+from threefold.errors import UserError
 
 if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
@@ -31,6 +32,9 @@ class StepRecord:
         loss_scale: loss scale of the backward pass; None without loss scaling.
         padding: padding tokens of the global batch.
         corpus_epochs: for a mixture, passes over each corpus before it, by name.
+        phases: the seconds of its parts, which add up to `seconds`: `data`, `callbacks` (their `before_step`),
+            `forward_backward` and `update`. On a GPU, whose work is only waited for in the update, the forward and
+            backward passes show there.
     """
 
     step: int
@@ -47,6 +51,7 @@ class StepRecord:
     loss_scale: float | None = None
     padding: int = 0
     corpus_epochs: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,7 +81,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a callback is made from, on each rank.
+    """What a callback knows of its run, on each rank.
 
     Attributes:
         config: resolved.
@@ -89,27 +94,47 @@ class RunContext:
     mesh: "Mesh"
 
 
+class CallbackFailed(UserError):
+    """A callback raised; the message names it, its rank and what it raised, and the rank's log has the traceback."""
+
+
 class Callback:
     """Base class of training callbacks: each method is called at its moment of the run, and does nothing here.
 
-    The order in a run is: before_fit; for each step before_epoch (if one begins), before_step, after_step, after_epoch
-    (if one is complete), before_evaluation and after_evaluation (if due), after_checkpoint (if due); then after_fit,
-    if nothing failed, and close, always. An exception ends the run.
+    The order in a run is: setup, before_fit; for each step before_epoch (if one begins), before_step, after_step,
+    after_epoch (if one is complete), before_evaluation and after_evaluation (if due), before_checkpoint and
+    after_checkpoint (if due); after_stop, if a callback ended the run; then after_fit, if neither a failure nor a
+    signal did, and close, always. At each moment callbacks are called in their order: the built-in ones in that of
+    their table, then those of `train.callbacks`, then those given to `Trainer`, each as listed. An exception ends the
+    run on all ranks, in one sentence that names the callback and its rank.
 
     Attributes:
         ranks: whether global rank 0 alone has the callback, which is called once for the run then, or every rank has
             one of its own. A callback that calls a collective must be on all ranks of the collective's group.
+        packages: that must be importable, beside those that Threefold installs.
+
+    Example:
+        >>> class StopAtLoss(Callback):
+        ...     def after_step(self, record):
+        ...         if record.loss < 2.0:
+        ...             self.stop(f"the loss is {record.loss:.2f}")
     """
 
     ranks: ClassVar[Literal["first", "all"]] = "first"
+    packages: ClassVar[tuple[str, ...]] = ()
+    _stop_reason: str | None = None
 
     @classmethod
     def for_run(cls, run: RunContext) -> "Callback | None":
         """The callback of this rank, made before the first step; None where the run needs none.
 
-        Called on the ranks that `ranks` says. Here: `cls()`.
+        Called on the ranks that `ranks` says. Here: `cls()`, with the arguments that `train.callbacks` gives beside the
+        name; a class that defines this method gets them here, after `run`.
         """
         return cls()
+
+    def setup(self, run: RunContext) -> None:
+        """Before everything else, on each rank that has the callback: the config, the run's folder and the mesh."""
 
     def before_fit(self, start: int) -> None:
         """Before the first step; `start` updates were made before (0 in a new run, more in a resumed one)."""
@@ -132,11 +157,35 @@ class Callback:
     def after_evaluation(self, record: EvaluationRecord) -> None:
         """After an evaluation."""
 
+    def before_checkpoint(self, step: int) -> None:
+        """Before a checkpoint is saved, after `step` updates."""
+
     def after_checkpoint(self, step: int, path: Path) -> None:
         """A complete checkpoint has been saved at `path`."""
 
+    def after_stop(self, step: int, reason: str) -> None:
+        """A callback's `stop` has ended the run after `step` updates, before its last step."""
+
     def after_fit(self) -> None:
-        """After the last step; not called when the run failed or was stopped."""
+        """After the last step, or where a callback stopped the run; not called when it failed or a signal ended it."""
 
     def close(self) -> None:
         """The run has ended, been stopped or failed."""
+
+    def stop(self, reason: str) -> None:
+        """End the run on all ranks, with a checkpoint; may be called on any one rank, from any method.
+
+        The ranks agree in the next collective that they make anyway: a call within an evaluation, a checkpoint or the
+        end of an epoch ends the run there, one before or in a step after that step, and one after a step after the
+        next one, in every layout. The reason is printed, written to RUN/train.log and given to `after_stop`; of
+        several ranks' it is that of the lowest.
+
+        Args:
+            reason: one line.
+        """
+        self._stop_reason = self._stop_reason or str(reason)
+
+
+def stop_reason(callback: Callback) -> str | None:
+    """What a callback gave to `stop`; None where it has not called it."""
+    return callback._stop_reason

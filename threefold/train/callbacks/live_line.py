@@ -69,6 +69,9 @@ class LiveLine(Callback):
     def after_checkpoint(self, step: int, path: Path) -> None:
         self._print(f"step {step}: checkpoint {path}")
 
+    def after_stop(self, step: int, reason: str) -> None:
+        self._print(f"step {step}: stopped: {reason}")
+
     def after_fit(self) -> None:
         self.close()  # other callbacks print below it
 

@@ -1,17 +1,20 @@
 """The callbacks of a run: those that report every run, and those that `train.callbacks` names.
 
-A callback is one file with a subclass of `Callback` and one line here, or, from another package, one entry point of the
-group `threefold.callbacks`.
+A callback is one file with a subclass of `Callback` and one line here; or, from another package, one entry point of the
+group `threefold.callbacks`; or a class that an import path names, which needs neither.
 """
 
-from collections.abc import Sequence
-from typing import Final
+import inspect
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, Final
 
 from threefold.errors import UserError
+from threefold.files import shown
 from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
 
-_BUILT_IN: Final = {
+_ALWAYS: Final = {
     "live_line": "threefold.train.callbacks.live_line:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",
@@ -20,29 +23,86 @@ _BUILT_IN: Final = {
     "summary": "threefold.train.callbacks.summary:Summary",
 }
 """Those that every run has, in the order in which they are called."""
-CALLBACKS: Final = Registry("train.callbacks", "threefold.callbacks", _BUILT_IN)
+_CHOSEN: Final = {
+    "early_stopping": "threefold.train.callbacks.early_stopping:EarlyStopping",
+    "csv_log": "threefold.train.callbacks.csv_log:CSVLog",
+    "epoch_metrics": "threefold.train.callbacks.epoch_metrics:EpochMetrics",
+    "phase_timers": "threefold.train.callbacks.phase_timers:PhaseTimers",
+    "wandb": "threefold.train.callbacks.trackers.weights_and_biases:WeightsAndBiases",
+    "mlflow": "threefold.train.callbacks.trackers.mlflow_run:MLflowRun",
+}
+"""Those that a run has where `train.callbacks` names them."""
+CALLBACKS: Final = Registry("train.callbacks", "threefold.callbacks", {**_ALWAYS, **_CHOSEN}, takes_paths=True)
+
+Entry = str | Mapping[str, Any]
+"""One of `train.callbacks`: a name or import path, or a mapping that has it as `name` beside the arguments."""
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Check that `train.callbacks` names callbacks that are installed, without importing any.
+def check_names(entries: Sequence[Entry]) -> None:
+    """Check, before any process starts, that `train.callbacks` names callbacks and gives them arguments that they take.
+
+    Callbacks of installed packages are imported only where there are arguments to check.
 
     Raises:
-        UserError: one is not.
+        UserError: one is not there, is no `Callback`, lacks a package, or does not take its arguments.
     """
-    for name in names:
+    for entry in entries:
+        name, arguments = _parsed(entry)
         if name not in CALLBACKS:
             raise UserError(f"{CALLBACKS.setting} has {name!r} but each must be {one_of(name, CALLBACKS.names())}.")
+        if name in _CHOSEN or arguments or CALLBACKS.is_path(name):
+            kind = _load(name)
+            require_packages(kind, f"{CALLBACKS.setting} has {shown(name)}")
+            _check_arguments(kind, name, arguments)
 
 
-def make_callbacks(run: RunContext) -> list[Callback]:
-    """The callbacks of this rank: the built-in ones, then those of `train.callbacks` in their order.
+def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Callback]:
+    """The callbacks of this rank, set up: the built-in ones, those of `train.callbacks` in their order, then `given`.
+
+    Args:
+        run: for which they are.
+        given: instances, each of which is used on the ranks that its `ranks` says.
 
     Raises:
         UserError: on every rank, when one cannot be imported or is no `Callback`.
     """
-    kinds = [_load(name) for name in dict.fromkeys([*_BUILT_IN, *(run.config.train.callbacks or ())])]
-    made = [kind.for_run(run) for kind in kinds if kind.ranks == "all" or run.mesh.rank == 0]
-    return [callback for callback in made if callback is not None]
+    entries = [_parsed(entry) for entry in run.config.train.callbacks or ()]
+    wanted: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _ALWAYS]
+    wanted += [each for each in entries if each[0] not in _ALWAYS or each[1]]
+    kinds = [(_load(name), arguments) for name, arguments in wanted]
+    made = [_make(kind, run, arguments) for kind, arguments in kinds if _is_here(kind, run)]
+    found = [callback for callback in made if callback is not None]
+    return [*found, *(callback for callback in given if _is_here(callback, run))]
+
+
+def require_packages(kind: Callback | type[Callback], beginning: str) -> None:
+    """Check that the packages of a callback are installed.
+
+    Args:
+        kind: the callback.
+        beginning: of the sentence about one that is not.
+
+    Raises:
+        UserError: one is not.
+    """
+    for package in kind.packages:
+        if find_spec(package) is None:
+            raise UserError(
+                f"{beginning}, which needs the package {package}, which is not installed; install it with `pip install "
+                f"{package}`, or leave the callback out."
+            )
+
+
+def _is_here(callback: Callback | type[Callback], run: RunContext) -> bool:
+    return callback.ranks == "all" or run.mesh.rank == 0
+
+
+def _parsed(entry: Entry) -> tuple[str, dict[str, Any]]:
+    """Name and arguments."""
+    if isinstance(entry, str):
+        return entry, {}
+    arguments = dict(entry)
+    return arguments.pop("name"), arguments
 
 
 def _load(name: str) -> type[Callback]:
@@ -53,3 +113,39 @@ def _load(name: str) -> type[Callback]:
             f"{Callback.__module__}.{Callback.__qualname__}."
         )
     return found
+
+
+def _makes_itself(kind: type[Callback]) -> bool:
+    return kind.for_run.__func__ is not Callback.for_run.__func__  # type: ignore[attr-defined]
+
+
+def _make(kind: Any, run: RunContext, arguments: Mapping[str, Any]) -> Callback | None:
+    made: Callback | None = kind.for_run(run, **arguments) if _makes_itself(kind) else kind(**arguments)
+    return made
+
+
+def _check_arguments(kind: type[Callback], name: str, arguments: Mapping[str, Any]) -> None:
+    own = _makes_itself(kind)
+    signature = inspect.signature(kind.for_run if own else kind)
+    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD][own:]
+    takes = [parameter.name for parameter in parameters]
+    try:
+        signature.bind(*([None] if own else []), **arguments)
+    except TypeError:
+        wrong = [argument for argument in arguments if argument not in takes]
+        missing = [each.name for each in parameters if each.default is each.empty and each.name not in arguments]
+        if wrong and not takes:
+            rule = f"takes no arguments but is given {shown(wrong[0])}; leave it out"
+        elif wrong:
+            rule = (
+                f"takes {', '.join(takes)} but is given {shown(wrong[0])}; the nearest is {_nearest(wrong[0], takes)}"
+            )
+        else:
+            rule = f"needs {', '.join(missing)}; write {{name: {name}, {missing[0]}: …}}"
+        raise UserError(f"{CALLBACKS.setting} has {shown(name)}, which {rule}.") from None
+    if name in _CHOSEN:
+        kind(**arguments)  # says what is wrong with the values
+
+
+def _nearest(given: str, names: list[str]) -> str:
+    return one_of(given, names).rpartition(" ")[2]

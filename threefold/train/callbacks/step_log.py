@@ -11,7 +11,7 @@ FILE = "train.log"
 
 
 class StepLog(Callback):
-    """A line every `every` steps, and one for each evaluation and checkpoint.
+    """A line every `every` steps, and one for each evaluation, each checkpoint and an early stop.
 
     Times, speeds and tokens per second (tokens read, without padding) of a line are averages since the line before;
     loss and learning rate are those of its step, the loss averaged over the global batch.
@@ -58,6 +58,9 @@ class StepLog(Callback):
 
     def after_checkpoint(self, step: int, path: Path) -> None:
         self._write(f"global step {step}, checkpoint: {path}")
+
+    def after_stop(self, step: int, reason: str) -> None:
+        self._write(f"global step {step}, stopped: {reason}")
 
     def close(self) -> None:
         self._file.close()

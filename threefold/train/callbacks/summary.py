@@ -46,6 +46,8 @@ class Summary(Callback):
 
     def after_fit(self) -> None:
         rows = self.rows()
+        if not rows:  # stopped before the first step
+            return
         width = max(len(name) for name, _ in rows)
         say("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows))
 

@@ -21,13 +21,19 @@ class Entry(Weight):
 
     Attributes:
         gradients: where its gradient is.
-        hidden_matrix: gathers the whole matrix or matrices (the last two dims of the parameter) where it is a weight of
-            two dims or more of a layer between the model's first and its last; None for embeddings, the head, norms and
-            biases.
+        whole: gathers the whole matrix or matrices (the last two dims of the parameter), or the whole vector.
+        is_hidden: whether it is a weight of two dims or more of a layer between the model's first and its last; not for
+            embeddings, the head, norms and biases.
     """
 
     gradients: Gradients
-    hidden_matrix: ShardedMatrix | None = None
+    whole: ShardedMatrix
+    is_hidden: bool = False
+
+    @property
+    def hidden_matrix(self) -> ShardedMatrix | None:
+        """`whole` of a hidden matrix; None for the other weights."""
+        return self.whole if self.is_hidden else None
 
     @property
     def gradient(self) -> Tensor:
@@ -78,6 +84,13 @@ class UpdateRule(ABC):
         Each tensor exists from the start. It has the master's shape and is sharded as the parameter is, or is a scalar,
         the same on every rank.
         """
+
+    def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
+        """Whether a tensor of `state` is the same on all ranks that have the weight, rather than sharded as it is."""
+        return value.dim() == 0
+
+    def restored(self) -> None:  # noqa: B027 - most have nothing to do
+        """The masters, and the tensors of `state`, have been filled from a checkpoint or from initial weights."""
 
     @classmethod
     @abstractmethod

@@ -1,0 +1,224 @@
+"""Samples from the user's own code: any map-style `torch.utils.data.Dataset` of token sequences, by its import path."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from threefold.data.samples import MixturePart
+from threefold.data.split import SPLITS, document_runs
+from threefold.data.text.text_encoding import TextRule
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.labels import IGNORE_INDEX
+from threefold.plugins import is_import_path, load_path
+from threefold.random.permutation import Int64Array, samples_at
+
+_SETTING = "data.path"
+
+
+def is_own_data(path: str) -> bool:
+    """Whether a path of the config is an import path, and no file or folder of that name."""
+    return is_import_path(path) and not Path(path).exists()
+
+
+@dataclass(frozen=True, eq=False)
+class OwnData:
+    """What an import path names: a data set, or a function or class that is called without arguments to make one.
+
+    A data set has `__len__` and `__getitem__`; it is divided by `data.split`, over its samples, unless a mapping with
+    `train`, `valid` and `test` is given in its place. A sample is a pair (tokens, labels) of sequences of one length, a
+    mapping with both, or one sequence of tokens, each of which is the label of the one before it; the label -100 is
+    ignored. Shorter ones than `data.sequence_length` are filled up at the end.
+
+    Attributes:
+        path: `package.module:Name` or `file.py:Name`.
+        parts: the data sets: by the name of the split, or the whole under the empty name.
+        vocab_size: number of token ids.
+    """
+
+    path: str
+    parts: Mapping[str, Any]
+    vocab_size: int
+    eod: None = None
+    holds_chat: bool = False
+    template: None = None
+    rule: TextRule = field(default_factory=lambda: TextRule(is_assumed=True))
+    tokenizer_file: None = None
+    tokenizer_sha256: None = None
+
+    @classmethod
+    def open(cls, path: str, vocab_size: int | None) -> "OwnData":
+        """What is at an import path.
+
+        Raises:
+            UserError: it cannot be imported, is no data set, or nothing says how many token ids there are.
+        """
+        parts = _parts(path)
+        if vocab_size is None:
+            raise UserError(
+                f"{_SETTING} is {shown(path)}, a data set of tokens that does not say how many ids there are; set "
+                "model.vocab_size."
+            )
+        return cls(path, parts, vocab_size)
+
+    def __len__(self) -> int:
+        """Number of samples of all parts."""
+        return sum(len(part) for part in self.parts.values())
+
+    def samples(self, name: str, split: str, sequence_length: int) -> "OwnSamples":
+        """The samples of split `name` ("train", "valid" or "test").
+
+        Raises:
+            UserError: it has none.
+        """
+        if "" in self.parts:
+            runs = document_runs(len(self.parts[""]), split, name)
+            chosen = np.concatenate([np.arange(first, end) for first, end in runs]) if len(runs) else np.arange(0)
+            remedy = f'data.split "{split}" gives it none; give it a weight above 0'
+            part = self.parts[""]
+        else:
+            part = self.parts.get(name, ())
+            chosen, remedy = np.arange(len(part)), f"add {name!r} to what it returns"
+        if not len(chosen):
+            unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
+            raise UserError(f"{_SETTING} is {shown(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
+        return OwnSamples(self, part, chosen.astype(np.int64), sequence_length)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnSamples:
+    """The samples of one split of a data set, each filled up to `sequence_length` tokens.
+
+    Attributes:
+        data: where they come from.
+        part: the data set.
+        chosen: int64 [samples], which of its samples.
+        sequence_length: S, in tokens.
+    """
+
+    data: OwnData
+    part: Any
+    chosen: Int64Array
+    sequence_length: int
+    _lengths: dict[int, int] = field(default_factory=dict)
+    """Of the samples that `labelled` read last."""
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        return (MixturePart("", self, 1.0),)
+
+    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
+        return samples_at(counters, len(self), seed)
+
+    def epochs(self, counter: int) -> dict[str, float]:
+        return {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        tokens = np.zeros((len(indices), self.sequence_length), np.int64)
+        labels = np.full_like(tokens, IGNORE_INDEX)
+        self._lengths.clear()
+        for row, index in enumerate(indices):
+            found, following = self._read(int(self.chosen[index]))
+            self._lengths[int(index)] = len(found)
+            tokens[row, : len(found)] = found
+            labels[row, : len(following)] = following
+        return tokens, labels
+
+    def documents(self, indices: Int64Array) -> Int64Array:
+        return np.zeros((len(indices), self.sequence_length), np.int64)
+
+    def positions(self, indices: Int64Array) -> None:
+        return None
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        lengths = [self._lengths.get(int(index)) or len(self._read(int(self.chosen[index]))[0]) for index in indices]
+        return self.sequence_length - np.array(lengths, np.int64)
+
+    def _read(self, number: int) -> tuple[Int64Array, Int64Array]:
+        """Tokens and labels of a sample of the data set."""
+        begin = f"{_SETTING} is {shown(self.data.path)}, whose sample {number:,}"
+        try:
+            tokens, labels = _pair(self.part[number])
+        except Exception as error:
+            what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
+            raise UserError(
+                f"{begin} cannot be read as tokens and labels ({what}); return a pair of equally long sequences of "
+                "ids, or one sequence."
+            ) from error
+        if not 0 < len(tokens) <= self.sequence_length:
+            raise UserError(
+                f"{begin} has {len(tokens)} tokens but must have 1 to data.sequence_length {self.sequence_length}; cut "
+                f"it or set data.sequence_length to {len(tokens)}."
+            )
+        vocab_size = self.data.vocab_size
+        for kind, ids in (("token", tokens), ("label", labels[labels != IGNORE_INDEX])):
+            if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+                wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+                rule = f"model.vocab_size is {vocab_size}, so ids are 0 to {vocab_size - 1}"
+                raise UserError(f"{begin} has the {kind} {wrong} but {rule}; set it to {max(wrong, 0) + 1} or more.")
+        return tokens, labels
+
+
+def _pair(sample: Any) -> tuple[Int64Array, Int64Array]:
+    """Tokens and labels of a sample in any of its forms."""
+    if isinstance(sample, Mapping):
+        sample = sample["tokens"], sample["labels"]
+    if isinstance(sample, tuple) or (isinstance(sample, list) and len(sample) == 2 and np.ndim(sample[0]) == 1):
+        tokens, labels = (_ids(part) for part in sample)
+    else:
+        both = _ids(sample)
+        tokens, labels = both[:-1], both[1:]
+    if len(tokens) != len(labels):
+        raise ValueError(f"it has {len(tokens)} tokens and {len(labels)} labels")
+    return tokens, labels
+
+
+def _ids(values: Any) -> Int64Array:
+    ids = np.asarray(values)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"a part of it has the shape {list(ids.shape)} and the dtype {ids.dtype}, not [S] and integers"
+        )
+    return ids.astype(np.int64)
+
+
+@cache
+def _parts(path: str) -> Mapping[str, Any]:
+    """The data sets at an import path, made once in a process."""
+    found = load_path(path, _SETTING)
+    if isinstance(found, type) or not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
+        if not callable(found):
+            raise _no_data_set(path, found)
+        try:
+            found = found()
+        except Exception as error:
+            what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
+            raise UserError(
+                f"{_SETTING} is {shown(path)}, which cannot be called without arguments ({what}); name a function that "
+                "makes the data set."
+            ) from error
+    parts = found if isinstance(found, Mapping) else {"": found}
+    for name, part in parts.items():
+        if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
+            raise _no_data_set(path, part)
+        if name and name not in SPLITS:
+            raise UserError(f"{_SETTING} is {shown(path)}, which has a part {name!r}; name them {', '.join(SPLITS)}.")
+    return parts
+
+
+def _no_data_set(path: str, found: Any) -> UserError:
+    return UserError(
+        f"{_SETTING} is {shown(path)}, which gives a {type(found).__name__} but must be a map-style data set, with "
+        "__len__ and __getitem__, or a function that makes one."
+    )

@@ -1,0 +1,102 @@
+"""Runs a function in this process as one rank: of a process group that exists, or alone, without starting a process."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from threefold.errors import UserError
+from threefold.launch.device import require_gpus
+from threefold.launch.environment import LaunchedRank
+from threefold.launch.worker import Device, Job, RankInfo, Worker, stay_on_loopback, work
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def joined_rank() -> LaunchedRank | None:
+    """The rank of this process in the default process group; None where none is initialised."""
+    if "torch" not in sys.modules:  # which takes seconds to import, and was not needed to initialise any
+        return None
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return LaunchedRank(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)), "")
+
+
+def run_in_process(
+    worker: Worker,
+    args: tuple[Any, ...],
+    world_size: int,
+    *,
+    device: Device = "cpu",
+    own: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> object:
+    """Call `worker(rank_info, *args)` here: as the rank that this process is of an initialised process group, which
+    stays, or as the only rank of one that lasts for the call.
+
+    Args:
+        worker: as of `run`.
+        world_size: ranks of the layout.
+        own: such as a lock, entered on rank 0; a `UserError` that it raises is raised on all ranks.
+
+    Raises:
+        UserError: the process group has another size, or this is one process and the layout has more.
+    """
+    joined = joined_rank()
+    if joined is not None:
+        info = RankInfo(joined.rank, joined.world_size, joined.local_rank, joined.local_world_size, device)
+        if joined.world_size != world_size:
+            there = joined.world_size
+            raise UserError(
+                f"The process group has {there} ranks but the layout needs {world_size}; start {world_size}."
+            )
+        with ExitStack() as stack:
+            _enter(stack, own, joined.rank)
+            return worker(info, *args)
+    if world_size > 1:
+        raise UserError(
+            f"The layout has {world_size} ranks but this is one process; start the script with `torchrun "
+            f"--nproc-per-node {world_size}`, or call it in threefold.run(fn, ranks={world_size})."
+        )
+    if device == "cuda":
+        require_gpus(1)
+    import torch.distributed as dist
+
+    with own(), _alone():
+        return work(Job(worker, args, device, None, (0,)), RankInfo(0, 1, 0, 1, device), dist.HashStore())
+
+
+def _enter(stack: ExitStack, own: Callable[[], AbstractContextManager[object]], rank: int) -> None:
+    import torch.distributed as dist
+
+    refusal = [""]
+    if rank == 0:
+        try:
+            stack.enter_context(own())
+        except UserError as error:
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0]:
+        raise UserError(refusal[0])
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Leaves no process group behind, whatever happened, nor the setting of gloo that one rank alone needs."""
+    import torch.distributed as dist
+
+    before = os.environ.get(_INTERFACE)
+    stay_on_loopback()
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if before is None:
+            os.environ.pop(_INTERFACE, None)
+        else:
+            os.environ[_INTERFACE] = before

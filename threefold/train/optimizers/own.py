@@ -1,0 +1,263 @@
+"""Any `torch.optim.Optimizer` over the shards of a layout: a class or function that `optimizer.name` gives as an import
+path.
+
+It updates this rank's local shards of the master weights, so it has to treat elements independently of each other, as
+Adam and Lion do; the tensors of its state are then cut as the weight is. A class that needs whole weights, as one that
+divides by the norm of a matrix, says so by the attribute `needs_whole_matrices = True`: it gets them gathered, with
+whole gradients, and every rank that holds a shard makes the same update and keeps its shard of the result. That costs,
+for each weight that a layout cuts, an all-gather of its gradient in each step, and on each of those ranks the memory of
+the whole weight and of its whole state. Of experts it gets those that a rank holds. One that needs whole weights and
+does not say so gives other weights in another layout, which `threefold verify` finds.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.config import OptimizerConfig
+from threefold.config.optimizer import OPTIMIZERS
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.plugins import one_of
+from threefold.train.optimizers.base import Entry, UpdateRule
+
+_OF_THE_SECTION = ("lr", "weight_decay")
+"""Arguments that are settings of their own."""
+
+
+def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
+    """The update rule of a config.
+
+    Raises:
+        UserError: what `optimizer.name` gives cannot be imported or is no optimizer.
+    """
+    found = OPTIMIZERS.load(config.name)
+    if isinstance(found, type) and issubclass(found, UpdateRule):
+        return found
+    if not callable(found) or (isinstance(found, type) and not issubclass(found, torch.optim.Optimizer)):
+        raise UserError(
+            f"optimizer.name is {shown(config.name)}, which is {shown(repr(found))} but must be a subclass of "
+            "torch.optim.Optimizer, or a function that makes one."
+        )
+    return OwnOptimizer
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Check, before any process starts, that an own optimizer can be made, steps, and keeps what a layout can cut.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if update_rule(config) is OwnOptimizer:
+        for shape in ((4, 6), (6,)):
+            _trial(config, torch.zeros(shape))
+
+
+class OwnOptimizer(UpdateRule):
+    """The optimizer that `optimizer.name` and `optimizer.arguments` give; reads `lr`, which follows the schedule, and
+    `weight_decay`, if it takes one, which biases and norms do not have.
+
+    Its state is what it keeps for each parameter: tensors of the parameter's shape, tensors without dims, and numbers;
+    with `needs_whole_matrices` also tensors of other shapes, which are the same on all ranks that have the weight.
+    """
+
+    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
+        super().__init__(entries, config)
+        self._whole = needs_whole_matrices(config)
+        self._parameters = {entry.name: self._parameter(entry) for entry in self.entries}
+        decayed = [self._parameters[entry.name] for entry in self.entries if entry.decays]
+        others = [self._parameters[entry.name] for entry in self.entries if not entry.decays]
+        groups = ((decayed, config.weight_decay), (others, 0.0))
+        self._torch = _make(config, [(params, decay) for params, decay in groups if params]) if self.entries else None
+        self._awaited: dict[str, dict[str, _State]] = {}
+        """By parameter, the state that a checkpoint is to fill."""
+
+    def step(self, lr: float) -> None:
+        if self._torch is None:
+            return
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        for entry in self.entries:
+            parameter = self._parameters[entry.name]
+            parameter.grad = entry.gradient if parameter is entry.master else entry.whole.gather(entry.gradient)
+        self._torch.step()
+        for entry in self.entries:
+            parameter = self._parameters[entry.name]
+            if parameter is not entry.master:
+                parameter.grad = None
+                entry.master.copy_(entry.whole.shard(parameter, entry.master))
+
+    def state(self, entry: Entry) -> Mapping[str, Tensor]:
+        if entry.name not in self._awaited:
+            kept = self._kept(entry)
+            if kept:
+                return {name: self._shard(entry, _tensor(value)) for name, value in kept.items()}
+            self._awaited[entry.name] = self._expected(entry)
+        return {name: state.tensor for name, state in self._awaited[entry.name].items()}
+
+    def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
+        if not self._whole:
+            return value.dim() == 0
+        awaited = self._awaited.get(entry.name)
+        kept = awaited[state].shape if awaited else _tensor(self._kept(entry)[state]).shape
+        return kept != self._parameters[entry.name].shape
+
+    def restored(self) -> None:
+        """Take the state that a checkpoint has filled."""
+        for entry in self.entries:
+            parameter = self._parameters[entry.name]
+            if parameter is not entry.master:
+                parameter.detach().copy_(entry.whole.gather(entry.master.detach()))
+            if self._torch is not None and entry.name in self._awaited:
+                self._torch.state[parameter] = {
+                    name: self._filled(entry, state) for name, state in self._awaited[entry.name].items()
+                }
+        self._awaited = {}
+
+    @classmethod
+    def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
+        shape = torch.Size((4, 6))
+        return sum(
+            isinstance(value, Tensor) and value.shape == shape for value in _trial(config, torch.zeros(shape)).values()
+        )
+
+    def _parameter(self, entry: Entry) -> Tensor:
+        """What the optimizer updates: the master, or the whole weight where that is needed and the layout cuts it."""
+        master = entry.master.detach()
+        if not self._whole or entry.whole.is_whole:
+            return entry.master
+        return entry.whole.gather(master).clone().requires_grad_()
+
+    def _kept(self, entry: Entry) -> Mapping[str, Any]:
+        if self._torch is None:
+            return {}
+        found: Mapping[str, Any] = self._torch.state.get(self._parameters[entry.name], {})
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _shard(self, entry: Entry, value: Tensor) -> Tensor:
+        parameter = self._parameters[entry.name]
+        if parameter is entry.master or value.shape != parameter.shape:
+            return value
+        return entry.whole.shard(value, entry.master).contiguous()
+
+    def _expected(self, entry: Entry) -> "dict[str, _State]":
+        """The state that the optimizer would have after a step, to be filled."""
+        parameter = self._parameters[entry.name]
+        scratch = _trial(self.config, torch.zeros_like(parameter, requires_grad=False), entry.decays)
+        states = {}
+        for name, value in scratch.items():
+            number = None if isinstance(value, Tensor) else type(value)
+            tensor = _tensor(value).detach().clone()
+            states[name] = _State(self._shard(entry, tensor), tensor.shape, number)
+        return states
+
+    def _filled(self, entry: Entry, state: "_State") -> Any:
+        if state.number is not None:
+            return state.number(state.tensor.item())
+        parameter = self._parameters[entry.name]
+        if parameter is entry.master or state.shape != parameter.shape:
+            return state.tensor
+        return entry.whole.gather(state.tensor).clone()
+
+
+class _State:
+    """One state of a parameter.
+
+    Attributes:
+        tensor: what is stored of it on this rank.
+        shape: as the optimizer keeps it.
+        number: the type of a plain number, which is stored as a tensor; None for a tensor.
+    """
+
+    def __init__(self, tensor: Tensor, shape: torch.Size, number: "type | None") -> None:
+        self.tensor, self.shape, self.number = tensor, shape, number
+
+
+def _tensor(value: Any) -> Tensor:
+    """A state as a checkpoint has it."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def needs_whole_matrices(config: OptimizerConfig) -> bool:
+    """Whether an own optimizer says so."""
+    return bool(getattr(OPTIMIZERS.load(config.name), "needs_whole_matrices", False))
+
+
+def _make(config: OptimizerConfig, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
+    """The optimizer over groups of parameters with their weight decay."""
+    make: Callable[..., Any] = OPTIMIZERS.load(config.name)
+    arguments = dict(config.arguments or {})
+    takes = _takes(make)
+    _check_arguments(config, arguments, takes)
+    decays = takes is None or "weight_decay" in takes
+    given = [{"params": params, **({"weight_decay": decay} if decays else {})} for params, decay in groups]
+    try:
+        made = make(given, lr=config.lr, **arguments)
+    except Exception as error:
+        raise UserError(f"{_called(config)} cannot be made: {_told(error)}.") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(
+            f"{_called(config)} makes a {type(made).__name__} but must make a torch.optim.Optimizer; return one."
+        )
+    return made
+
+
+def _takes(make: Callable[..., Any]) -> list[str] | None:
+    """The names of the arguments beside the parameters; None where it takes any."""
+    parameters = inspect.signature(make).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters][1:]
+
+
+def _check_arguments(config: OptimizerConfig, arguments: Mapping[str, Any], takes: list[str] | None) -> None:
+    for name in arguments:
+        if name in _OF_THE_SECTION:
+            raise UserError(f"optimizer.arguments has {name}, a setting of its own; set optimizer.{name} instead.")
+        if takes is not None and name not in takes:
+            others = [each for each in takes if each not in _OF_THE_SECTION]
+            rule = f"takes {one_of(name, others)}" if others else "takes none; leave it out"
+            raise UserError(f"optimizer.arguments has {shown(name)} but {shown(config.name)} {rule}.")
+
+
+@torch.enable_grad()
+def _trial(config: OptimizerConfig, like: Tensor, decays: bool = True) -> dict[str, Any]:
+    """The state that the optimizer keeps for a parameter after one step.
+
+    Raises:
+        UserError: it cannot be made or step, or keeps what a layout cannot cut.
+    """
+    parameter = like.detach().clone().requires_grad_()
+    optimizer = _make(config, [([parameter], config.weight_decay if decays else 0.0)])
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise UserError(f"{_called(config)} cannot step: {_told(error)}.") from error
+    found = {str(name): value for name, value in optimizer.state[parameter].items() if value is not None}
+    for name, value in found.items():
+        if not isinstance(value, Tensor | int | float):
+            raise UserError(
+                f"{_called(config)} keeps a {type(value).__name__} as its state {shown(name)}, which no checkpoint can "
+                "have; keep tensors and numbers."
+            )
+        whole = needs_whole_matrices(config)
+        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape and not whole:
+            raise UserError(
+                f"{_called(config)} keeps a state {shown(name)} of the shape {list(value.shape)} for a parameter of "
+                f"{list(parameter.shape)}, so it does not treat elements independently; give its class "
+                "needs_whole_matrices = True."
+            )
+    return found
+
+
+def _called(config: OptimizerConfig) -> str:
+    arguments = "".join(f", {name}={value!r}" for name, value in (config.arguments or {}).items())
+    return f"optimizer.name is {shown(config.name)}, which with lr={config.lr:g}{shown(arguments)}"
+
+
+def _told(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
