@@ -289,12 +289,13 @@ def compare(ways: list[Way], path: Path, epochs: int, folder: Path) -> list[dict
 
 def print_table(found: list[dict[str, object]]) -> None:
     """A table on the console."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="One task in every way")
-    for column in ("way", "ranks", "training", "with start", "speed-up", "accuracy", "F1", "AUC"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=column == "way")
+    table = Table(title="One task in every way", box=SIMPLE_HEAD)
+    for column in ("way", "ranks", "train", "in all", "speed-up", "acc.", "F1", "AUC"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
     first = float(str(found[0]["seconds"]))
     for row in found:
         seconds = float(str(row["seconds"]))
