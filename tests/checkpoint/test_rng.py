@@ -13,11 +13,11 @@ from threefold.checkpoint.tensors import stored_names
 from threefold.comm.layout import Coordinates, Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import ModelConfig
+from threefold.models import source
 from threefold.models.gpt.model import GPT, Block
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.random.rng import STREAMS, RandomStreams
-from threefold.train import entry_point
 from threefold.train.engine import Engine
 
 
@@ -99,7 +99,7 @@ def test_recomputation_and_evaluation_change_nothing(pool) -> None:
 
 
 def train_noisily(config: Run, folder: Path, resume: bool = False) -> str:
-    with patch.object(entry_point, "make_model", NoisyGPT):
+    with patch.object(source, "make_model", NoisyGPT):
         return train_rank(config, folder, resume)
 
 

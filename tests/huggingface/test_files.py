@@ -254,5 +254,5 @@ def test_every_setting_is_shown_to_a_family() -> None:
         rope_beta_fast rope_beta_slow rope_attention_factor norm_eps qkv_bias qk_norm sliding_window
         full_attention_layers num_experts experts_per_token expert_ffn_hidden_size shared_expert_ffn_hidden_size
         shared_expert_gate normalize_expert_weights expert_capacity_factor moe_every dense_layers router_aux_loss
-        router_z_loss initializer_range tie_embeddings"""
+        router_z_loss initializer_range tie_embeddings activation embedding_dropout file arguments"""
     assert set(model_settings()) == set(thought_of.split())

@@ -75,12 +75,13 @@ def train(
     with StopSignals() as signals:
         try:
             from threefold.config import load_config
-            from threefold.launch.training_run import prepare_training
+            from threefold.launch.training_run import prepare_training, require_folder
 
             given = load_config(config, with_model(overrides, model))
             if model is None and resume is not ResumeChoice.NO and not given.model.file:
                 from threefold.checkpoint.folder import remembered_model
 
+                require_folder(folder)
                 if remembered := remembered_model(folder):
                     given = load_config(config, with_model(overrides, remembered))
             _require_ranks(console, given)

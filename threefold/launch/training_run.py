@@ -230,7 +230,7 @@ def prepare_training(
     Raises:
         UserError: as `resolve_run`; `run_dir` has checkpoints that would be lost, or none to resume from.
     """
-    _require_folder(run_dir)
+    require_folder(run_dir)
     launched = joined_rank() or find_launched_rank()
     if launched is None or launched.rank == 0:  # to the other ranks, rank 0 would look like another run
         _require_no_foreign(run_dir)
@@ -281,7 +281,7 @@ def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
     return f"Stopped by a callback after step {step:,}{where}: {reason}."
 
 
-def _require_folder(run_dir: Path) -> None:
+def require_folder(run_dir: Path) -> None:
     """Check that `run_dir` is a folder, or can be created."""
     name = f"--run-dir is {shown(run_dir)}"
     try:

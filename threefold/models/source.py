@@ -1,14 +1,11 @@
 """Where a run's model comes from: its config, a Python file of the user's, or objects of a Python program."""
 
 import inspect
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache, partial
-from importlib.util import module_from_spec, spec_from_file_location
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, cast
@@ -23,6 +20,7 @@ from threefold.errors import UserError
 from threefold.models.plan import Plan
 from threefold.models.registry import family_of, make_model, model_plan
 from threefold.models.sharding import ModelPlan
+from threefold.plugins import import_file
 
 MakeModel = Callable[[], nn.Module]
 AnyPlan = Plan | ModelPlan | Callable[..., Plan | ModelPlan]
@@ -215,8 +213,7 @@ class FileSource(ModelSource):
 
     def _import(self) -> ModuleType:
         try:
-            found = os.stat(self.path)
-            return _imported(str(self.path), found.st_mtime_ns, found.st_size)
+            return import_file(self.path)
         except Exception as error:
             raise UserError(f"{self.path.name} cannot be imported: {_told(error)}.") from error
 
@@ -228,7 +225,7 @@ class ObjectSource(ModelSource):
     Attributes:
         model: its class, or a function that makes it.
         plan: of it; None where it is the class's attribute `plan`.
-        own_loss: as core's `loss(output, batch)`; None where the last layer returns the loss.
+        own_loss: `loss(output, batch)`; None where the last layer returns the loss.
     """
 
     model: Callable[..., nn.Module]
@@ -379,26 +376,6 @@ def _call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mapp
 
 def _is_model_class(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, nn.Module)
-
-
-@lru_cache(64)
-def _imported(file: str, changed: int, size: int) -> ModuleType:
-    """A file as a module; executed again where its content has changed."""
-    path = Path(file)
-    spec = spec_from_file_location(f"{path.stem}@{file}", file)
-    if spec is None or spec.loader is None:
-        raise ImportError("it is no Python file")
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    sys.path.insert(0, str(path.parent))  # as `python FILE.py` does
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
 
 
 def _kind(value: object) -> str:
