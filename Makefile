@@ -39,6 +39,7 @@ lint: .venv/ready
 	$(BIN)/lint-imports
 	$(BIN)/python docs/house.py --check
 	$(BIN)/python docs/capabilities.py --check
+	$(BIN)/python docs/api.py --check
 
 # Ratios against what a user would pick instead; needs an idle machine, takes about ten minutes.
 benchmark: .venv/ready
@@ -53,12 +54,13 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/generation.py
 
 # The reference of the settings, from the schema; what goes with what, from the rules; the rooms, from the imports; the
-# tests of each capability, from docs/capabilities.toml.
+# tests of each capability, from docs/capabilities.toml; the public names, from their docstrings.
 docs: .venv/ready
 	$(BIN)/threefold config reference > docs/config.md
 	$(BIN)/threefold config compatibility > docs/compatibility.md
 	$(BIN)/python docs/house.py
 	$(BIN)/python docs/capabilities.py
+	$(BIN)/python docs/api.py
 
 clean:
 	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -64,6 +64,11 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
 
     Raises:
         UserError: there is no such rank.
+
+    Example:
+        ```python
+        t3.broadcast_optimizer_state(optimizer, root_rank=0)
+        ```
     """
     world = _world()
     _check_root(root_rank, world)
@@ -80,8 +85,16 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
         value: anything that can be pickled; of the other ranks it is not read.
         root_rank: whose.
 
+    Returns:
+        the value.
+
     Raises:
         UserError: there is no such rank.
+
+    Example:
+        ```python
+        first_epoch = t3.broadcast_object(first_epoch, root_rank=0)
+        ```
     """
     world = _world()
     _check_root(root_rank, world)
@@ -94,6 +107,17 @@ def allreduce(tensor: Tensor, average: bool = True) -> Tensor:
     Args:
         tensor: of one shape on every rank.
         average: whether the sum is divided by the number of ranks.
+
+    Returns:
+        a new tensor, the same on every rank.
+
+    Raises:
+        UserError: `torch.distributed` is not initialised.
+
+    Example:
+        ```python
+        mean = t3.allreduce(torch.tensor(correct / rows))
+        ```
     """
     world = _world()
     total = world.all_reduce(tensor.detach())

@@ -111,6 +111,9 @@ def inspect(
         tp: ranks of the tensor axis to give sizes for.
         arguments: keyword arguments of `model`.
 
+    Returns:
+        an `Inspection`: printed it is a table; `modules`, `parameters`, `undecided` and `proposal` are what it has.
+
     Raises:
         UserError: the plan does not fit the model, or `tp` does not divide its heads.
 

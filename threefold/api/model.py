@@ -96,6 +96,9 @@ class DistributedModel:
         Args:
             batch, loss_fn: as of `train_batch`.
 
+        Returns:
+            the mean loss.
+
         Raises:
             UserError: batch, model and loss do not fit together.
         """

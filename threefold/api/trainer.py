@@ -43,7 +43,8 @@ class Trainer:
         UserError: an argument is none of these, or a callback's package is not installed.
 
     Example:
-        >>> trainer = Trainer("my.yaml", run_dir="runs/mine", callbacks=[EarlyStopping("valid_loss", patience=3)])
+        >>> stopping = threefold.callbacks.EarlyStopping("valid_loss", patience=3)
+        >>> trainer = threefold.Trainer("my.yaml", run_dir="runs/mine", callbacks=[stopping])
         >>> trainer.fit(epochs=3, test_interval=1)
     """
 

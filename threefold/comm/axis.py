@@ -75,14 +75,17 @@ class Axis:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
+        """Whether this rank is the first of the axis."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether this rank is the last of the axis."""
         return self.index == self.size - 1
 
     @property

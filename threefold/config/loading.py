@@ -15,10 +15,22 @@ from threefold.plugins import one_of
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file and apply overrides such as `parallel.tp=2` in their order.
+    """Read a YAML file and apply overrides in their order.
+
+    Args:
+        path: of the file.
+        overrides: settings in the form `section.key=value`, the value as in YAML, such as `parallel.tp=2`.
+
+    Returns:
+        the config, whose sections are its attributes.
 
     Raises:
         UserError: unreadable file, bad YAML, unknown key, wrong type or impossible value.
+
+    Example:
+        >>> config = threefold.load_config("my.yaml", ["parallel.tp=2", "train.max_steps=100"])
+        >>> config.parallel.tp
+        2
     """
     read, lines = read_document(Path(path))
     read = {} if read is None else read

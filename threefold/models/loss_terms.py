@@ -47,7 +47,7 @@ class CountedLoss:
     Example:
         >>> def terms(output, batch):
         ...     return {"tokens": F.cross_entropy(output, batch["labels"], ignore_index=-100, reduction="sum")}
-        >>> loss = CountedLoss(terms, lambda batch: {"tokens": (batch["labels"] != -100).sum()})
+        >>> loss = threefold.CountedLoss(terms, lambda batch: {"tokens": (batch["labels"] != -100).sum()})
 
     Attributes:
         terms: (output, batch) → term by name.

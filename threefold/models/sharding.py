@@ -109,6 +109,12 @@ class Column(Split):
         unit: of the output features; None where they may be cut anywhere.
         heads: the same in short: how many heads (or other units of equal width) the output features are; 0 where they
             may be cut anywhere. The tensor axis has to divide it.
+
+    Example:
+        >>> plan = threefold.Plan(
+        ...     layers=["embed", "blocks.*", "head"],
+        ...     shard={"blocks.*.query": threefold.Column(heads=8), "blocks.*.out": threefold.Row(heads=8)},
+        ... )
     """
 
     unit: Unit | None = None
@@ -225,14 +231,22 @@ class OverExperts(Split):
 
 @dataclass(frozen=True)
 class Normal:
-    """Initial values from N(0, std²)."""
+    """Initial values from N(0, std²).
+
+    Args:
+        std: standard deviation.
+    """
 
     std: float
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One initial value for all elements."""
+    """One initial value for all elements.
+
+    Args:
+        value: of each element.
+    """
 
     value: float
 

@@ -28,6 +28,11 @@ class Dropout(nn.Module):
 
     Attributes:
         site: the stream of this layer.
+
+    Example:
+        >>> dropout = threefold.Dropout(0.1, "blocks.0.dropout")
+        >>> keys = threefold.sample_keys(seed=0, step=5, rows=torch.arange(4))
+        >>> x = dropout(x, keys)  # x [4, …]
     """
 
     def __init__(self, p: float, name: str = "", parts: Mapping[int, Positions] | None = None) -> None:
@@ -63,6 +68,9 @@ def sample_keys(seed: int, step: int, rows: Tensor) -> Tensor:
 
     Returns:
         int64 [B].
+
+    Example:
+        >>> keys = threefold.sample_keys(seed=0, step=5, rows=torch.arange(4))
     """
     return _mix64(rows.to(torch.int64) * signed(0x9E3779B97F4A7C15, 64) + stream_key("dropout", seed, step))
 

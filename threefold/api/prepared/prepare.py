@@ -145,6 +145,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor | None:
 
     Raises:
         UserError: the model is not prepared, or there are no gradients yet.
+
+    Example:
+        ```python
+        t3.backward(F.cross_entropy(model(x), y))
+        t3.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        ```
     """
     if not isinstance(model, PreparedModule):
         raise UserError(

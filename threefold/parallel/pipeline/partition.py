@@ -98,9 +98,9 @@ def partition_uniform_chunks(items: int, pp: int, chunks: int) -> list[int]:
         UserError: a part has fewer layers than there are ranks, so a stage would be empty.
 
     Example:
-        >>> partition_uniform_chunks(10, 2, 2)
+        >>> threefold.partition_uniform_chunks(10, 2, 2)
         [0, 2, 5, 7, 10]
-        >>> partition_uniform(10, 2, 2)
+        >>> threefold.partition_uniform(10, 2, 2)
         [0, 2, 4, 7, 10]
     """
     _require_enough(items, pp * chunks)
@@ -123,7 +123,7 @@ def layers_by_rank(bounds: Sequence[int], pp: int, schedule: str = "interleaved"
         UserError: the schedule does not have so many stages on so many ranks.
 
     Example:
-        >>> layers_by_rank([0, 2, 5, 7, 10], pp=2)
+        >>> threefold.layers_by_rank([0, 2, 5, 7, 10], pp=2)
         [[(0, 2), (5, 7)], [(2, 5), (7, 10)]]
     """
     try:

@@ -43,6 +43,11 @@ class Splitter(nn.Module):
     Args:
         over: the mesh axis that weights are split over.
         seed: keys the initial weights, with each call's name.
+
+    Example:
+        >>> weights = threefold.Splitter(mesh.tp)
+        >>> with weights:
+        ...     x = threefold.split(x, (512, 2048), "linear", axis=1, num_partitions=mesh.tp.size, gather_out=False)
     """
 
     def __init__(self, over: Axis, seed: int = 0) -> None:

@@ -84,6 +84,11 @@ class VocabParallelEmbedding(_SplitLayer):
             for N(0, 0.02²) with a name, N(0, 1) without.
         pad_to: rows are padded with zeros to a multiple of this before use; storage and results do not change.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
+
+    Example:
+        >>> embed = threefold.VocabParallelEmbedding(50257, 512, mesh.tp)
+        >>> embed(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 512])
     """
 
     rule = Vocab()
@@ -185,6 +190,11 @@ class ColumnParallelLinear(_SplitLinear):
         gather_output: return the whole output on every rank; otherwise this rank's part.
         pad_to: this rank's output features are computed in multiples of this; the padding is cut off again.
         sequence_dim: dim of the input of which each rank passes its shard; None for the whole input on every rank.
+
+    Example:
+        >>> up = threefold.ColumnParallelLinear(512, 2048, mesh.tp, gather_output=False)
+        >>> down = threefold.RowParallelLinear(2048, 512, mesh.tp, input_is_parallel=True)
+        >>> y = down(F.gelu(up(x)))  # one all-reduce in the forward pass, and one in the backward pass
     """
 
     rule = Column()
@@ -267,6 +277,12 @@ class RowParallelLinear(_SplitLinear):
         input_is_parallel: the input is already this rank's part (the output of a column-parallel layer); otherwise it
             is whole on every rank, and this rank takes its part.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
+
+    Raises:
+        TypeError: an argument that there is none of, as `gather_output`.
+
+    Example:
+        >>> down = threefold.RowParallelLinear(2048, 512, mesh.tp, input_is_parallel=True, weight_init=nn.init.zeros_)
     """
 
     rule = Row()

@@ -21,6 +21,10 @@ class ParallelCrossEntropy(nn.Module):
     Args:
         vocab_size: whole size V of the vocabulary; need not be divisible by the axis.
         axis: the mesh axis that the vocabulary is split over.
+
+    Example:
+        >>> head = threefold.ColumnParallelLinear(512, 50257, mesh.tp, gather_output=False)
+        >>> loss = threefold.ParallelCrossEntropy(50257, mesh.tp)(head(x), labels).mean()
     """
 
     def __init__(self, vocab_size: int, axis: Axis) -> None:

@@ -114,7 +114,7 @@ class Callback:
         packages: that must be importable, beside those that Threefold installs.
 
     Example:
-        >>> class StopAtLoss(Callback):
+        >>> class StopAtLoss(threefold.Callback):
         ...     def after_step(self, record):
         ...         if record.loss < 2.0:
         ...             self.stop(f"the loss is {record.loss:.2f}")

@@ -1,0 +1,403 @@
+"""Writes docs/api.md from the signatures and docstrings of the public names (`make docs`); `--check` only compares.
+
+Ends with status 1 where a public name is in no group of the page, or an argument is not explained. The sources are
+parsed, not imported.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Final
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "api.md"
+PACKAGE: Final = "threefold"
+LONGEST: Final = 100
+"""Characters of a signature that stands on one line."""
+
+HEAD = """# The Python library
+
+```python
+import threefold as t3
+```
+
+Everything that the command line does can be done from Python with these names. They are loaded when they are first
+used: `import threefold` alone imports no torch. A wrong call raises `UserError`, one sentence that names the argument,
+its value, the rule and the nearest value that works. The [guides](guides/README.md) show the names at work.
+
+*Collective* means that every rank of the mesh has to make the call, at the same place of the program.
+
+<!-- written by docs/api.py from the docstrings -->
+"""
+
+GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "A run from a config": ("What `threefold train` does, from Python.", ("Trainer", "load_config", "UserError")),
+    "Starting ranks": (
+        "From a script or a notebook; under `torchrun` and `srun` the ranks are theirs.",
+        ("run", "spawn", "notebook_launcher", "init_mesh", "Mesh", "Axis", "Layout", "RankFailed"),
+    ),
+    "Your own model": (
+        "A model in plain PyTorch, and how it is cut.",
+        (
+            *("Plan", "Column", "Row", "Vocab", "Replicated", "PerHead", "Normal", "Constant", "inspect"),
+            *("PipelineLayers", "ModelPlan"),
+        ),
+    ),
+    "Your own loop": (
+        "The model over the mesh, its optimizer, its data, its checkpoints.",
+        (
+            *("parallelize", "DistributedModel", "CountedLoss", "LossTerm", "distributed_optimizer", "ModelOptimizer"),
+            *("DataLoader", "DistributedBatchSampler", "save", "load"),
+        ),
+    ),
+    "Any module in one call": (
+        "Data parallelism, ZeRO and mixed precision for a model that is made already.",
+        ("prepare", "backward", "clip_grad_norm_", "gather_for_metrics"),
+    ),
+    "In Horovod's manner": (
+        "The optimizer sums the gradients; `loss.backward()` stays as it is.",
+        (
+            *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "broadcast_object"),
+            "allreduce",
+        ),
+    ),
+    "Parallel layers": (
+        "The layers alone, for a model that is written with them.",
+        (
+            *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelCrossEntropy"),
+            *("split", "Splitter"),
+        ),
+    ),
+    "Random numbers": (
+        "The same on any number of ranks.",
+        ("Dropout", "sample_keys", "RandomStreams"),
+    ),
+    "Stages of a pipeline": (
+        "Which layers each stage has.",
+        (
+            *("partition_uniform", "partition_uniform_chunks", "partition_by_cost", "partition_by_class"),
+            "layers_by_rank",
+        ),
+    ),
+    "Callbacks": ("`threefold.callbacks` has the ready ones.", ("Callback", "callbacks")),
+}
+
+MEMBERS: Final[dict[str, tuple[str, ...]]] = {
+    "Mesh": ("alone", "is_alone", "is_first_stage", "is_last_stage", "check_group", "new_axis"),
+    "Layout": ("world_size", "coordinates", "rank_of", "groups"),
+    "Plan": ("build",),
+    "ModelPlan": (),
+    "Axis": (
+        *("size", "first", "last", "previous", "next", "is_first", "is_last", "barrier", "all_reduce", "all_reduce_"),
+        *("all_gather", "reduce_scatter", "broadcast_", "gather_objects"),
+    ),
+    "DistributedModel": (
+        *("updates", "has_gradients", "parameters", "named_parameters", "train_batch", "eval_batch"),
+        "publish",
+    ),
+    "ModelOptimizer": ("param_groups", "step", "zero_grad"),
+    "RandomStreams": ("add", "use"),
+    "UserError": (),
+    "DistributedOptimizer": (
+        *("step", "zero_grad", "synchronize", "skip_synchronize", "state_dict", "load_state_dict"),
+    ),
+}
+"""The members of a class that the page has, where these are not all public ones that have a docstring."""
+
+MADE_ELSEWHERE: Final = ("Axis", "DistributedModel", "ModelOptimizer", "UserError", "RankFailed")
+"""The classes that a user does not construct."""
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Found:
+    """A public name where it is defined."""
+
+    node: Definition
+    file: Path
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def file_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def find(module: str, name: str) -> Found:
+    """The definition of a name that a module has, or imports from another."""
+    file = file_of(module)
+    for node in parsed(file).body:
+        if isinstance(node, Definition) and node.name == name:
+            return Found(node, file)
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            assert node.module is not None
+            return find(node.module, name)
+    raise SystemExit(f"{module} defines no {name}")
+
+
+def literal(module: str, name: str) -> object:
+    """The value of a constant of a module."""
+    for node in parsed(file_of(module)).body:
+        target = (
+            node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if hasattr(node, "targets") else None
+        )
+        if isinstance(target, ast.Name) and target.id == name and isinstance(node, ast.Assign | ast.AnnAssign):
+            assert node.value is not None
+            return ast.literal_eval(node.value)
+    raise SystemExit(f"{module} has no {name}")
+
+
+def decorators(node: Definition) -> list[str]:
+    return [ast.unparse(each) for each in node.decorator_list]
+
+
+def fields(found: Found) -> list[str]:
+    """The fields of a dataclass or named tuple, as arguments of its constructor."""
+    named = []
+    for node in found.node.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
+            kind = ast.unparse(node.annotation)
+            if kind.startswith("ClassVar"):
+                continue
+            default = "" if node.value is None else f" = {default_of(node.value)}"
+            named.append(f"{node.target.id}: {kind.strip(QUOTES)}{default}")
+    return named
+
+
+QUOTES: Final = "'\""
+
+
+def default_of(value: ast.expr) -> str:
+    """A default value; what `field(default_factory=...)` makes as what it is."""
+    text = ast.unparse(value)
+    made = re.fullmatch(r"field\(default_factory=(\w+)\)", text)
+    return {"dict": "{}", "list": "[]"}.get(made[1], f"{made[1]}()") if made else text
+
+
+def parameters(node: ast.FunctionDef, is_method: bool) -> list[str]:
+    """The parameters of a function as they are written, one text each, with `*` and `/`."""
+    arguments = node.args
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
+    texts = [shown(each, default) for each, default in zip(plain, defaults, strict=True)]
+    if is_method and "staticmethod" not in decorators(node):
+        texts = texts[1:]
+    if arguments.vararg:
+        texts.append("*" + shown(arguments.vararg, None))
+    elif arguments.kwonlyargs:
+        texts.append("*")
+    texts += [shown(each, value) for each, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    if arguments.kwarg and arguments.kwarg.arg != "unknown":  # which are refused
+        texts.append("**" + shown(arguments.kwarg, None))
+    return texts
+
+
+def shown(argument: ast.arg, default: ast.expr | None) -> str:
+    kind = "" if argument.annotation is None else f": {ast.unparse(argument.annotation).strip(QUOTES)}"
+    value = "" if default is None else f" = {default_of(default)}" if kind else f"={default_of(default)}"
+    return f"{argument.arg}{kind}{value}"
+
+
+def call(name: str, arguments: list[str], result: str = "") -> str:
+    """A signature as code."""
+    arrow = f" -> {result}" if result else ""
+    line = f"{name}({', '.join(arguments)}){arrow}"
+    if len(line) > LONGEST:
+        line = f"{name}(\n" + "".join(f"    {each},\n" for each in arguments) + f"){arrow}"
+    return f"```text\n{line}\n```"
+
+
+def arguments_of(found: Found, is_method: bool = False) -> list[str]:
+    """The arguments of a function, or of a class's constructor."""
+    if isinstance(found.node, ast.FunctionDef):
+        return parameters(found.node, is_method)
+    for node in found.node.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            return parameters(node, True)
+    return fields(found)
+
+
+def result_of(node: Definition) -> str:
+    if not isinstance(node, ast.FunctionDef) or node.returns is None:
+        return ""
+    return ast.unparse(node.returns).strip(QUOTES)
+
+
+SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Attributes|Example):$")
+LABELS: Final = {"Args": "Arguments"}
+
+
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """The parts of a docstring in order: those without a heading have an empty one."""
+    heading, lines = "", list[str]()
+    for line in text.splitlines():
+        if found := SECTION.match(line):
+            yield heading, dedent("\n".join(lines)).strip("\n")
+            heading, lines = found[1], []
+        elif heading and line and not line.startswith(" "):  # text after a section
+            yield heading, dedent("\n".join(lines)).strip("\n")
+            heading, lines = "", [line]
+        else:
+            lines.append(line)
+    yield heading, dedent("\n".join(lines)).strip("\n")
+
+
+def entries(body: str) -> list[tuple[str, str]]:
+    """Name and text of each line of `Args` and the like; texts go on in lines that are indented."""
+    found: list[tuple[str, str]] = []
+    for line in body.splitlines():
+        if line and not line.startswith(" ") and ": " in line:
+            name, _, text = line.partition(": ")
+            found.append((name, text))
+        elif found:
+            found[-1] = (found[-1][0], f"{found[-1][1]}\n{line.strip()}")
+        else:
+            found.append(("", line))
+    return found
+
+
+def described(text: str) -> str:
+    """A docstring as Markdown."""
+    parts = []
+    for heading, body in sections(text):
+        if not body:
+            continue
+        label = LABELS.get(heading, heading)
+        if heading in ("Args", "Attributes", "Raises"):
+            items = [f"- `{name}`: {indented(each)}" if name else f"- {each}" for name, each in entries(body)]
+            parts.append(f"**{label}**\n\n" + "\n".join(items))
+        elif heading == "Example":
+            parts.append(f"```python\n{example(body)}\n```")
+        elif heading:
+            parts.append(f"**{label}** {body}")
+        else:
+            parts.append(body)
+    return "\n\n".join(parts)
+
+
+def example(body: str) -> str:
+    """The code of an example, without prompts; what it prints as comments."""
+    lines = []
+    prompted, block = ">>> " in body, False
+    for line in body.splitlines():
+        if line.startswith(("```", ">>> import threefold")):
+            continue
+        if line.startswith((">>> ", "... ")):
+            if block and line.startswith(">>> "):
+                lines.append("\n")
+            block = line.startswith((">>> def ", ">>> class ")) or (block and line.startswith("... "))
+            lines.append(line[4:])
+        elif line in (">>>", "..."):
+            lines.append("")
+        else:
+            lines.append(f"# {line}" if prompted and line else line)
+    code = re.sub(r"  # doctest:.*", "", "\n".join(lines))
+    return re.sub(r"\bthreefold\.", "t3.", code)
+
+
+def indented(text: str) -> str:
+    first, *rest = text.splitlines()
+    return "\n".join([first, *(indent(line, "  ") for line in rest)])
+
+
+def members(name: str, found: Found) -> Iterator[ast.FunctionDef]:
+    """The public methods and properties of a class that the page has."""
+    chosen = MEMBERS.get(name)
+    nodes = [node for node in found.node.body if isinstance(node, ast.FunctionDef)]
+    if chosen is not None:
+        missing = set(chosen) - {node.name for node in nodes}
+        if missing:
+            raise SystemExit(f"docs/api.py: {name} has no {', '.join(sorted(missing))}")
+        yield from (next(node for node in nodes if node.name == each) for each in chosen)
+        return
+    for node in nodes:
+        if not node.name.startswith("_") and ast.get_docstring(node):
+            yield node
+
+
+def entry(name: str, found: Found, path: str) -> Iterator[str]:
+    """What the page says of a name."""
+    yield f"### `{path}`"
+    if name not in MADE_ELSEWHERE:
+        yield call(name, arguments_of(found), result_of(found.node))
+    yield described(ast.get_docstring(found.node) or "")
+    if isinstance(found.node, ast.FunctionDef):
+        return
+    for node in members(name, found):
+        text = described(ast.get_docstring(node) or "")
+        if any(each in ("property", "cached_property") for each in decorators(node)):
+            yield f"#### `{name}.{node.name}`\n\n`{result_of(node)}`. {text}"
+        else:
+            signature = call(f"{name}.{node.name}", parameters(node, True), result_of(node))
+            yield f"#### `{name}.{node.name}()`\n\n{signature}\n\n{text}"
+
+
+def page() -> str:
+    modules = literal(PACKAGE, "_MODULES")
+    assert isinstance(modules, dict)
+    contents, parts = [], list[str]()
+    for title, (what, names) in GROUPS.items():
+        anchor = title.lower().replace(" ", "-").replace("'", "")
+        contents.append(f"- [{title}](#{anchor}): {', '.join(f'`{name}`' for name in names)}")
+        parts += [f"## {title}", what]
+        for name in names:
+            if name == "callbacks":
+                ready = literal(f"{PACKAGE}.api.callbacks", "__all__")
+                assert isinstance(ready, list)
+                for each in ready:
+                    if each != "Callback":
+                        path = f"{PACKAGE}.callbacks.{each}"
+                        parts += entry(each, find(f"{PACKAGE}.api.callbacks", each), path)
+            else:
+                parts += entry(name, find(f"{PACKAGE}.{modules[name]}", name), f"{PACKAGE}.{name}")
+    return "\n\n".join([HEAD.strip("\n"), "\n".join(contents), *(part for part in parts if part)]) + "\n"
+
+
+def problems() -> Iterator[str]:
+    """A sentence for each public name that the page has not once, and for each argument without a word."""
+    modules = literal(PACKAGE, "_MODULES")
+    assert isinstance(modules, dict)
+    grouped = [name for _, names in GROUPS.values() for name in names]
+    for name in sorted(set(modules) ^ set(grouped)):
+        yield f"{name} is {'in no group of docs/api.py' if name in modules else 'no public name'}"
+    for name in sorted(set(modules) - {"callbacks"}):
+        found = find(f"{PACKAGE}.{modules[name]}", name)
+        text = ast.get_docstring(found.node)
+        if not text:
+            yield f"{name} has no docstring"
+            continue
+        explained = {
+            each.strip().lstrip("*")
+            for heading, body in sections(text)
+            if heading in ("Args", "Attributes")
+            for names, _ in entries(body)
+            for each in names.split(",")
+        }
+        for argument in () if name in MADE_ELSEWHERE else arguments_of(found):
+            word = re.split(r"[:=]", argument)[0].strip().lstrip("*")
+            if word and word not in explained:
+                yield f"{name} does not say what {word} is"
+
+
+def main() -> None:
+    """Write the page, or with `--check` end with status 1 where it is not current."""
+    if found := list(problems()):
+        sys.exit("docs/api.py: " + "; ".join(found))
+    if "--check" not in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page():
+        sys.exit("docs/api.md does not show the docstrings as they are; run `make docs`")
+
+
+if __name__ == "__main__":
+    main()
