@@ -302,6 +302,7 @@ def example(body: str) -> str:
         else:
             lines.append(f"# {line}" if prompted and line else line)
     code = re.sub(r"  # doctest:.*", "", "\n".join(lines))
+    code = re.sub(r"^((?:from|import) .*\n)(?!from |import |\n)", r"\1\n", code, flags=re.MULTILINE)
     return re.sub(r"\bthreefold\.", "t3.", code)
 
 

@@ -62,6 +62,7 @@ class Axis:
         name: `dp`, `pp`, `cp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's index in `ranks`.
+        group: torch's process group of the ranks, for `torch.distributed`; None in a process that is alone.
         device_mesh: the one-dimensional mesh of this axis's `DTensor`s; None for groups that are no axis.
     """
 

@@ -1,0 +1,145 @@
+"""The guides in docs/guides: every block of Python, YAML and shell works as a reader would use it.
+
+A block whose first line is a comment with a file name is saved under it; other Python is a script of its own; shell
+blocks are run. All of a page is run in order, in one empty folder. Blocks of `text` are not run.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GUIDES = ROOT / "docs/guides"
+QUICK = {"own_model.md", "own_loop.md"}
+"""The pages of which the quick suite runs the Python; the slow one runs everything."""
+NAMED = re.compile(r"# ([\w./]+\.(?:py|yaml))$")
+
+
+class Block(NamedTuple):
+    """A block of a page; `line` is where its code begins."""
+
+    language: str
+    line: int
+    code: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page, in order."""
+    lines = page.read_text().splitlines()
+    start: int | None = None
+    for number, line in enumerate(lines):
+        if line.startswith("```"):
+            if start is None:
+                start = number
+            else:
+                yield Block(lines[start][3:], start + 2, "\n".join(lines[start + 1 : number]) + "\n")
+                start = None
+    assert start is None, f"{page.name} has a block without an end, from line {(start or 0) + 1}"
+
+
+def run_page(page: Path, folder: Path) -> int:
+    """Use all blocks of a page in order; returns how many were run.
+
+    Raises:
+        AssertionError: a block failed.
+    """
+    ran = 0
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    for block in blocks(page):
+        named = NAMED.match(block.code.splitlines()[0])
+        if block.language in ("python", "yaml") and named:
+            (folder / named[1]).write_text(block.code)
+            continue
+        if block.language not in ("python", "sh"):
+            assert block.language == "text", (
+                f"{page.name}, line {block.line}: a {block.language!r} block without a name"
+            )
+            continue
+        script = folder / f"block_{block.line}.{'py' if block.language == 'python' else 'sh'}"
+        script.write_text(block.code)
+        command = [sys.executable, str(script)] if block.language == "python" else ["bash", "-e", str(script)]
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+        assert ended.returncode == 0, f"{page.name}, line {block.line}:\n{ended.stdout}\n{ended.stderr}"
+        ran += 1
+    return ran
+
+
+SCRIPTS_IN_TURN = """
+import os, runpy, sys
+import threefold
+loaded = [getattr(threefold, name) for name in threefold.__all__]  # once for all scripts
+sys.path.insert(0, os.getcwd())
+for script in sys.argv[1:]:
+    if child := os.fork():
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{script} failed")
+    else:
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+"""
+
+
+def run_scripts(page: Path, folder: Path) -> int:
+    """Run the Python of a page, each script in a process of its own; returns how many there are.
+
+    Raises:
+        AssertionError: one failed.
+    """
+    scripts = []
+    for block in blocks(page):
+        if block.language != "python":
+            continue
+        named = NAMED.match(block.code.splitlines()[0])
+        script = named[1] if named else f"block_{block.line}.py"
+        (folder / script).write_text(block.code)
+        if not named or '__name__ == "__main__"' in block.code:
+            scripts.append(script)
+    command = [sys.executable, "-c", SCRIPTS_IN_TURN, *scripts]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, f"{page.name}:\n{ended.stdout}\n{ended.stderr}"
+    return len(scripts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(page.name for page in GUIDES.glob("*.md") if page.name != "README.md"))
+def test_a_guide_runs(name: str, tmp_path: Path) -> None:
+    assert run_page(GUIDES / name, tmp_path) > 0
+
+
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_the_python_of_a_guide_runs(name: str, tmp_path: Path) -> None:
+    assert run_scripts(GUIDES / name, tmp_path) > 0
+
+
+@pytest.mark.slow
+def test_the_readme_runs_with_the_model_of_the_guide(tmp_path: Path) -> None:
+    for block in blocks(GUIDES / "own_model.md"):
+        if named := NAMED.match(block.code.splitlines()[0]):
+            (tmp_path / named[1]).write_text(block.code)
+    assert run_scripts(ROOT / "README.md", tmp_path) == 1
+
+
+def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\n# mine.py\nx = 1\n```\n\n```sh\npython -c 'import mine; assert mine.x == 2'\n```\n")
+    with pytest.raises(AssertionError, match=r"page\.md, line 7"):
+        run_page(page, tmp_path)
+
+
+def test_every_guide_is_listed() -> None:
+    listed = re.findall(r"\]\((\w+\.md)\)", (GUIDES / "README.md").read_text())
+    assert sorted(set(listed)) == sorted({page.name for page in GUIDES.glob("*.md")} - {"README.md"})
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [*GUIDES.glob("*.md"), ROOT / "docs/api.md", ROOT / "README.md"]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
