@@ -119,14 +119,6 @@ def test_the_python_of_a_guide_runs(name: str, tmp_path: Path) -> None:
     assert run_scripts(GUIDES / name, tmp_path) > 0
 
 
-@pytest.mark.slow
-def test_the_readme_runs_with_the_model_of_the_guide(tmp_path: Path) -> None:
-    for block in blocks(GUIDES / "own_model.md"):
-        if named := NAMED.match(block.code.splitlines()[0]):
-            (tmp_path / named[1]).write_text(block.code)
-    assert run_scripts(ROOT / "README.md", tmp_path) == 1
-
-
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\n# mine.py\nx = 1\n```\n\n```sh\npython -c 'import mine; assert mine.x == 2'\n```\n")
