@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ROOT / "docs/guides"
-QUICK = {"own_model.md", "own_loop.md"}
+QUICK = {"own_model.md"}
 """The pages of which the quick suite runs the Python; the slow one runs everything."""
 NAMED = re.compile(r"# ([\w./]+\.(?:py|yaml))$")
 
