@@ -9,23 +9,12 @@ from torch import nn
 from threefold.models.plan import Plan, as_pattern
 from threefold.models.sharding import Column, Replicated, Row, Split, Vocab
 
-_COLUMN: Final = frozenset(
-    (
-        "q",
-        "k",
-        "v",
-        "query",
-        "key",
-        "value",
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "to_q",
-        "to_k",
-        "to_v",
-        "wq",
-        "wk",
-        "wv",
+_ATTENTION: Final = frozenset(
+    ["q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "to_q", "to_k", "to_v", "wq", "wk", "wv"]
+)
+"""Last parts of names of the linear layers that make queries, keys and values."""
+_FEED_FORWARD: Final = frozenset(
+    [
         "gate",
         "up",
         "gate_proj",
@@ -38,11 +27,13 @@ _COLUMN: Final = frozenset(
         "linear1",
         "intermediate",
         "dense_h_to_4h",
-    )
+    ]
 )
+"""The same of those that make the features of a feed-forward block."""
+_COLUMN: Final = _ATTENTION | _FEED_FORWARD
 """Last parts of names of linear layers whose output features are cut; the next layer takes its share."""
 _ROW: Final = frozenset(
-    (
+    [
         "o",
         "out",
         "proj",
@@ -59,7 +50,7 @@ _ROW: Final = frozenset(
         "linear2",
         "dense",
         "dense_4h_to_h",
-    )
+    ]
 )
 """Of those that take the share."""
 _FUSED: Final = frozenset(["qkv", "c_attn", "query_key_value", "wqkv", "in_proj", "qkv_proj", "to_qkv"])
@@ -67,25 +58,6 @@ _LOGITS: Final = frozenset(["head", "lm_head", "output", "logits", "unembed", "d
 _POSITIONS: Final = ("pos", "wpe")
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
 """Attributes in which modules commonly have their number of heads."""
-_ATTENTION: Final = frozenset(
-    (
-        "q",
-        "k",
-        "v",
-        "query",
-        "key",
-        "value",
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "to_q",
-        "to_k",
-        "to_v",
-        "wq",
-        "wk",
-        "wv",
-    )
-)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class TrainingLoop:
         try:
             ended = self._run(start)
         except BaseException:
-            with suppress(UserError):  # what came first is what is told
+            with suppress(UserError):  # the first error is the one to report
                 self._close()
             raise
         self._close()
