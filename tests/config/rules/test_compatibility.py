@@ -1,6 +1,6 @@
 """Every cell of docs/compatibility.md: the pair trains what one process trains, or is refused with one sentence.
 
-The quick tests run sets of features that together hold every pair; the slow ones run each pair on its own.
+The quick and slow tests run sets of features that together hold every pair; the sweep runs each pair on its own.
 """
 
 import re
@@ -152,8 +152,14 @@ def test_pairs_equal_one_process(compare, features: Features) -> None:
     check(compare(features), features)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", WORKING, ids=lambda cell: named((cell.first, cell.second)))
+def alone(cell: Cell) -> Any:
+    """The sets hold every pair but those with `compile`."""
+    pair = (cell.first, cell.second)
+    compiled = any(feature.name == "compile" for feature in pair)
+    return pytest.param(cell, marks=pytest.mark.slow if compiled else pytest.mark.sweep, id=named(pair))
+
+
+@pytest.mark.parametrize("cell", map(alone, WORKING))
 def test_each_pair_alone(compare, cell: Cell) -> None:
     if "compile" in (cell.first.name, cell.second.name) and shutil.which("c++") is None:
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
