@@ -59,8 +59,8 @@ def shards_seeded_alike() -> list[Patch]:
 def weights_seeded_by_rank() -> list[Patch]:
     draw = weights.draw_
 
-    def draw_by_rank(into: Tensor, parameter: Tensor, name: str, plan: Any, seed: int) -> Tensor:
-        return draw(into, parameter, name, plan, seed + torch.distributed.get_rank())
+    def draw_by_rank(into: Tensor, parameter: Tensor, name: str, plan: Any, seed: int, *more: Any) -> Tensor:
+        return draw(into, parameter, name, plan, seed + torch.distributed.get_rank(), *more)
 
     return [replace(weights, "draw_", draw_by_rank)]
 
