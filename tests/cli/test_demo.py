@@ -22,7 +22,8 @@ def test_the_command_after_the_demo_works_when_pasted(tmp_path: Path) -> None:
     (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
     (tmp_path / ".venv" / "ready").touch()
     options = {"cwd": tmp_path, "text": True, "capture_output": True, "timeout": 500}
-    demo = subprocess.run(["make", "demo", f"DEMO_OPTIONS={FEW_STEPS}"], **options)
+    # Called by `make test-slow`, make would say at its end which folder it leaves.
+    demo = subprocess.run(["make", "--no-print-directory", "demo", f"DEMO_OPTIONS={FEW_STEPS}"], **options)
     assert demo.returncode == 0, demo.stderr
     *_, heading, command, activate = demo.stdout.splitlines()
     assert heading == "Next, in this folder:"
