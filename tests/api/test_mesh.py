@@ -186,6 +186,7 @@ def test_half_of_a_launchers_variables_is_an_error(tmp_path: Path) -> None:
     assert line.startswith("The environment has a rank of a launcher but no LOCAL_RANK and no MASTER_PORT; start ")
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_meet(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert run_script(tmp_path, "tp=2", {}, *launcher) == ["0 dp 1 · tp 2 · pp 1 2.0", "1 dp 1 · tp 2 · pp 1 2.0"]

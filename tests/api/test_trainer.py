@@ -96,6 +96,7 @@ except t3.UserError as error:
 """
 
 
+@pytest.mark.slow
 def test_alone_it_is_one_process(small_run: Run, tmp_path: Path) -> None:
     """A script of its own: its callbacks are the objects that it has, and it may run again."""
     import yaml

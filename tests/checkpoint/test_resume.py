@@ -85,7 +85,8 @@ def zero(stage: int, **changes: Any) -> dict[str, Any]:
     return {"dp": 2, "set": (("parallel.zero", stage),), **changes}
 
 
-@sweep(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("before", "after"),
     [
         (zero(3, dp=3, tp=2), {"pp": 2}),
@@ -94,7 +95,6 @@ def zero(stage: int, **changes: Any) -> dict[str, Any]:
         (zero(2, dp=4, set=(("parallel.zero", 2), ("parallel.zero_shards", 2))), {"dtype": "fp64", "dp": 2}),
     ],
     ids=str,
-    quick=(0,),
 )
 def test_shards_of_the_replicas_go_on_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
@@ -106,14 +106,14 @@ def test_shards_of_the_replicas_go_on_equal(
     assert same(broken_run(pool, first, second, tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")
 
 
-@sweep(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("before", "after"),
     [
         ({"dp": 4, "set": (("parallel.zero", 3), ("parallel.zero_shards", 2), ("parallel.ep", 2))}, {"tp": 2}),
         ({"dp": 2}, {"dp": 8, "set": (("parallel.zero", 1), ("parallel.zero_shards", 4), ("parallel.ep", 2))}),
     ],
     ids=str,
-    quick=(0,),
 )
 def test_copies_of_shared_experts_go_on_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
@@ -141,7 +141,8 @@ def test_untied_weights(pool: WorkerPool, small_run: Run, tmp_path: Path) -> Non
     assert same(losses, losses_of(tmp_path / "unbroken"), "fp32")
 
 
-@sweep(("before", "after"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64")], quick=(0,))
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64")])
 def test_another_precision_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path, before: str, after: str) -> None:
     pool.run(1, train_rank, small_run.but(steps=WHOLE), tmp_path / "unbroken")
     losses = broken_run(pool, small_run.but(dtype=before, tp=2), small_run.but(dtype=after), tmp_path / "broken")
@@ -155,6 +156,7 @@ def test_narrow_runs_go_on_bit_equal(pool: WorkerPool, small_run: Run, tmp_path:
     assert broken_run(pool, run, run, tmp_path / "broken") == losses_of(tmp_path / "unbroken")
 
 
+@pytest.mark.slow
 def test_epochs_go_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """A run longer than its data, resumed inside the second pass with another number of replicas."""
     run = small_run.but(set=(("data.split", "10,90"), ("train.global_batch_size", 48)))

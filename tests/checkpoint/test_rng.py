@@ -3,6 +3,7 @@
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -112,6 +113,7 @@ def test_a_resumed_run_draws_what_the_unbroken_one_draws(pool, small_run: Run, t
     assert "random streams" not in printed
 
 
+@pytest.mark.slow
 def test_another_layout_draws_anew_and_says_so(pool, small_run: Run, tmp_path: Path) -> None:
     for folder in ("once", "twice"):
         pool.run(2, train_noisily, small_run.but(tp=2, steps=2), tmp_path / folder)

@@ -82,6 +82,7 @@ def test_an_error_in_a_config_does_not_wait_for_torch(told) -> None:
     assert "neither an axis such as dp2" in told["verify", "run.yaml", "dp2·zz"][2]
 
 
+@pytest.mark.slow
 def test_names_of_the_parallel_package_are_imported_when_used() -> None:
     """A config's checks use `threefold.comm.layout`, which needs no torch."""
     script = (

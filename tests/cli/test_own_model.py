@@ -47,12 +47,14 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_resumes_in_another_layout_without_its_file(trained: Path) -> None:
     alone, run = ([step["loss"] for step in steps_of(trained / name).values()] for name in ("alone", "run"))
     assert len(alone) == 4
     assert run == pytest.approx(alone, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_it_generates_the_same_in_every_layout(trained: Path) -> None:
     given = ("--prompt", "The with", "--prompt", "a", "--max-new-tokens", "20", "--dtype", "fp64")
     alone = command("generate", trained / "run", *given)
@@ -60,6 +62,7 @@ def test_it_generates_the_same_in_every_layout(trained: Path) -> None:
     assert command("generate", trained / "run", *given, "--tp", "2", "--pp", "2") == alone
 
 
+@pytest.mark.slow
 def test_it_is_exported_for_plain_torch(trained: Path, threefold: Command) -> None:
     out = trained / "exported"
     ended = threefold("checkpoint", "export", trained / "run", "--out", out)

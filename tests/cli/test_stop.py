@@ -110,7 +110,8 @@ def test_second_signal_ends_at_once(config_file: Path, tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
-@sweep("number", [signal.SIGTERM, signal.SIGINT], quick=(0,))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_at_start_up(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
     """While the ranks are being started, before any of them trains."""
     run = tmp_path / "run"

@@ -117,16 +117,18 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@sweep(
-    ("where", "status", "error"), [(">&-", 0, ""), (">/dev/full", 2, FULL), ("| true", 141, "")], ids=str, quick=(1,)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "status", "error"), [(">&-", 0, ""), (">/dev/full", 2, FULL), ("| true", 141, "")], ids=str
 )
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [1, 2])
 def test_generating_for_nobody(trained: Path, tp: int, where: str, status: int, error: str) -> None:
     ended = shell(f"{THREEFOLD} generate {trained} --tp {tp} --prompt Document --max-new-tokens 40 {where}")
     assert (ended.returncode, ended.stderr.decode()) == (status, error)
 
 
-@sweep(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("prompt", "sentence"),
     [
         (r"printf 'caf\xe9' | {} ", "Standard input is not UTF-8 text (byte 3 is 0xe9); convert it first"),
@@ -134,7 +136,6 @@ def test_generating_for_nobody(trained: Path, tp: int, where: str, status: int, 
         (r"{} <&-", "--prompt is empty"),
     ],
     ids=["standard input", "argument", "closed"],
-    quick=(0,),
 )
 def test_prompts_that_are_no_text(trained: Path, prompt: str, sentence: str) -> None:
     ended = shell(prompt.format(f"{THREEFOLD} generate {trained}"))

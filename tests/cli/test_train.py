@@ -86,6 +86,7 @@ def test_same_losses_from_the_command_from_torchrun_and_from_python(config_file:
     assert curves[0] == curves[1] == curves[2]
 
 
+@pytest.mark.slow
 def test_interrupt_is_quiet(config_file: Path, tmp_path: Path) -> None:
     process = started(config_file, tmp_path / "run", "--set", "parallel.tp=2")
     os.killpg(process.pid, signal.SIGINT)

@@ -56,6 +56,7 @@ def test_the_table_has_the_parameters_of_the_largest_rank(config_file: Path) -> 
     assert shown["dp2"] == sizes["dp2"].parameters > max(shown[layout] for layout in layouts[1:])
 
 
+@pytest.mark.slow
 def test_json_document(config_file: Path) -> None:
     ended = verify(config_file, "--layouts", "dp2; tp2", "--json", "--dtype", "fp32", "--set", "data.path=nowhere")
     assert (ended.returncode, ended.stderr) == (0, "")

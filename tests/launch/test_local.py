@@ -85,6 +85,7 @@ def test_restart_appends_to_the_logs(tmp_path: Path) -> None:
     assert log_of(tmp_path, 1) == "hello from 1\nnative words of 1\n" * 2
 
 
+@pytest.mark.slow
 def test_chosen_ranks_on_the_console(tmp_path: Path) -> None:
     _, output, _ = spawned(tmp_path, "report_sum", "(folder,)", 3, "console_ranks=(0, 2)")
     expected = [f"[rank {rank}] {words} {rank}" for rank in (0, 2) for words in ("hello from", "native words of")]
@@ -114,6 +115,7 @@ def test_one_message_names_the_rank_that_failed(tmp_path: Path, rank: int, how: 
     assert_gone(pids_of(tmp_path))
 
 
+@pytest.mark.slow
 def test_user_error_is_told_once(tmp_path: Path) -> None:
     code, output, error = spawned(tmp_path, "user_error_everywhere", "()", 3)
     assert (code, output, error) == (1, "", "UserError: data.path is nowhere.\n")
@@ -146,6 +148,7 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     assert_gone(pids_of(tmp_path))
 
 
+@pytest.mark.slow
 def test_terminal_stays_one_and_the_log_stays_text(tmp_path: Path) -> None:
     master, slave = os.openpty()
     script = tmp_path / "spawning.py"

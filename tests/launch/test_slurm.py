@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from threefold.launch.output import log_file
 
 HERE = Path(__file__).parent
@@ -17,6 +19,7 @@ run(workers.report_sum, (folder,), 2, run_dir=folder)
 """
 
 
+@pytest.mark.slow
 def test_ranks_meet_on_the_first_host(tmp_path: Path) -> None:
     step = {
         "SLURM_JOB_ID": str(os.getpid()),

@@ -207,6 +207,7 @@ def test_a_family_of_another_package_trains(small_run: Run, tmp_path: Path, pack
     assert "slope: 0.25" in (tmp_path / "one" / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_family_of_another_package_is_verified(small_run: Run, tmp_path: Path, package: Path) -> None:
     config = write_config(tmp_path, small_run.but(dropout=0.0))
     ended = threefold(package, "verify", str(config), "--layouts", "dp2·tp2·pp2")

@@ -97,7 +97,8 @@ def test_every_product_of_eight_ranks_for_ten_steps(pool, expected, layout: tupl
     check(pool, expected, Case(dtype="fp64", steps=10, accumulation=3, dropout=0.1, **sizes).with_layout(*layout))
 
 
-@sweep("tp", [1, 2, 3, 4], quick=(2,))  # fp32 in every other layout is for the slow run
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_loss_curve_of_twenty_steps_in_single_precision(pool, expected, tp: int) -> None:
     case = Case(dtype="fp32", steps=20).with_layout(1, tp, 1)
     trace = pool.run(tp, in_layout, case)[0]

@@ -102,6 +102,7 @@ def test_the_last_step_is_measured_before_it_replaces_another(pool: WorkerPool, 
     assert folders(tmp_path) == ["step_00000005"]
 
 
+@pytest.mark.slow
 def test_the_only_checkpoint_stays(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     settings = (("checkpoint.every", 1), ("optimizer.lr", 1e25), ("optimizer.warmup_steps", 0))
     with pytest.raises(
@@ -111,6 +112,7 @@ def test_the_only_checkpoint_stays(pool: WorkerPool, small_run: Run, tmp_path: P
     assert folders(tmp_path) == ["step_00000001"]
 
 
+@pytest.mark.slow
 def test_a_resumed_checkpoint_of_a_diverged_model_is_named(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """As a kill between the save and the first bad step leaves it; another precision might still read it."""
     settings = (("checkpoint.every", 1), ("optimizer.lr", 1e25), ("checkpoint.keep", 0))

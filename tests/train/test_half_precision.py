@@ -11,7 +11,8 @@ from tests.support.precision import narrow_departures
 from tests.support.sweep import sweep
 
 
-@sweep("layout", [(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 1, 3)], ids=str, quick=(2,))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 1, 3)], ids=str)
 def test_fifty_steps_of_fp16_follow_fp32(pool, expected, layout: tuple[int, int, int]) -> None:
     reference = expected(Case(steps=50)).losses
     case = Case(steps=50, dtype="fp16").with_layout(*layout)

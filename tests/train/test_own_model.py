@@ -44,6 +44,7 @@ def test_losses_are_those_of_one_process_and_a_run_resumes_in_another_layout(
         assert losses(folder) == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_file_of_its_model(pool, small_run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE.read_text())

@@ -19,6 +19,7 @@ def example(plan: str, *layouts: str):
     return task(*layouts, given=load_config(EXAMPLE / "own.yaml"), source=source)
 
 
+@pytest.mark.slow
 def test_example_is_equal_in_every_layout(pool, tmp_path: Path) -> None:
     for result in verify(pool, example("plan", *LAYOUTS), tmp_path, *LAYOUTS):
         assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)

@@ -65,7 +65,8 @@ def test_few_and_many_micro_batches(pool, expected, schedule: str, chunks: int, 
     check(pool, expected, chunked(schedule, chunks, pp=pp, accumulation=micro_batches))
 
 
-@sweep("schedule", SCHEDULES, quick=(3,))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_replicas_and_tensor_ranks(pool, expected, schedule: str) -> None:
     check(pool, expected, chunked(schedule, dp=2, tp=2, pp=2, accumulation=4, steps=3))
 

@@ -114,6 +114,7 @@ def test_a_kill_while_it_is_rewritten_loses_nothing(tmp_path: Path, event: str, 
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_over_a_damaged_line(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     run = small_run.but(set=(("checkpoint.every", 2),))
     pool.run(1, train_rank, run.but(steps=4), tmp_path)

@@ -136,6 +136,7 @@ def test_a_callback_of_another_package_sees_the_run(small_run: Run, tmp_path: Pa
     assert read[names[1]] == read[names[4]] != read[names[5]] == read[names[8]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

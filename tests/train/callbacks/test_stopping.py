@@ -239,6 +239,7 @@ def test_a_monitor_that_is_never_measured(pool: WorkerPool, small_run: Run, tmp_
         pool.run(1, _early, small_run, tmp_path, False, {})
 
 
+@pytest.mark.slow
 def test_the_command_says_why_it_stopped(small_run: Run, tmp_path: Path) -> None:
     """From the config, with arguments: printed once, exit status 0, and the run can be resumed."""
     import yaml

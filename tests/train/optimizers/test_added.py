@@ -97,6 +97,7 @@ def test_optimizer_of_another_package(tmp_path: Path, tokens: Path) -> None:
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-12 * max(1e-3, float(tensor.abs().max())))
 
 
+@pytest.mark.slow
 def test_verify_knows_it(tmp_path: Path) -> None:
     package = write_package(tmp_path / "site", "threefold.optimizers", {"toy": "toy_package:Toy"}, TOY)
     config = tmp_path / "toy.yaml"

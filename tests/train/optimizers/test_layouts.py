@@ -47,7 +47,8 @@ def test_muon(pool, expected, changes: dict[str, Any]) -> None:
     check(pool, expected, muon(**changes))
 
 
-@sweep(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "changes",
     [
         {"tp": 2},
@@ -59,7 +60,6 @@ def test_muon(pool, expected, changes: dict[str, Any]) -> None:
         {"dp": 2, "pp": 2, "settings": (("parallel.ep", 2),)},
         {"dp": 2, "cp": 2, "sequence": 12, "settings": (("parallel.ep", 2), *ZERO3)},
     ],
-    quick=(3,),
     ids=str,
 )
 def test_muon_of_a_mixture(pool, expected, changes: dict[str, Any]) -> None:

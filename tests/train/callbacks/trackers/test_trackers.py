@@ -22,6 +22,7 @@ def of(run: Run, entry: dict[str, Any]) -> Run:
     return run.but(dp=2, steps=3, set=settings)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """The records of its own file, read back by its own reader."""
     pytest.importorskip("wandb")
