@@ -134,7 +134,7 @@ MIXTURE = Case(model=MOE, positions="rope", sequence=12, tie=False)
             batch=48,
             settings=(("parallel.zero", 2), ("parallel.zero_shards", 4), ("parallel.ep", 2)),
         ),
-        replace(MIXTURE, tp=4, model=(*MOE, ("num_key_value_heads", 2))),
+        replace(MIXTURE, tp=4, model=(*MOE, ("num_key_value_heads", 2), ("expert_ffn_hidden_size", 20))),
     ],
     ids=["bf16", "zbv-tp4", "ep2-tp2-pp2", "zero1-tp2", "zero3-ep2-tp2", "hybrid", "hybrid-ep2", "shared heads"],
     quick=(0, 4),
