@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.cli.runs import command, end_of, read_until, start
-from tests.launch.workers import unhindered_clock
+from tests.support.cpu_waits import CpuWaits
 
 
 @pytest.mark.slow
@@ -80,9 +81,10 @@ def test_all_ranks_of_a_training_run_end_when_one_is_killed(config_file: Path, t
     found = processes_of(run)
     ranks = [process for process, parent in found.items() if parent not in found]  # not those that copy their output
     assert len(ranks) == 3
-    killed = unhindered_clock()
-    os.kill(max(ranks), signal.SIGKILL)
-    ended = [end_of(process) for process in processes]
-    assert unhindered_clock() - killed <= 10
+    with CpuWaits(*(process.pid for process in processes)) as waits:
+        killed = time.monotonic()
+        os.kill(max(ranks), signal.SIGKILL)
+        ended = [end_of(process) for process in processes]
+        assert waits.seconds_since(killed) <= 10
     assert all(code != 0 for code, _, _ in ended)
     assert processes_of(run) == {}

@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch.workers import unhindered_clock
+from tests.support.cpu_waits import CpuWaits
 from threefold.config import load_config
 from threefold.launch.output import log_file
 from threefold.launch.training_run import resolve_run
@@ -99,10 +100,11 @@ def test_killed_rank_is_named_in_one_message(config_file: Path, tmp_path: Path) 
     run = tmp_path / "run"
     process = started(config_file, run, "--set", "parallel.dp=2")
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    killed = unhindered_clock()
-    os.kill(int(ranks[1]), signal.SIGKILL)
-    _, error = process.communicate(timeout=100)
-    assert unhindered_clock() - killed <= 10
+    with CpuWaits(process.pid) as waits:
+        killed = time.monotonic()
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        _, error = process.communicate(timeout=100)
+        assert waits.seconds_since(killed) <= 10
     assert process.returncode == 1
     expected = "Error: rank 1 failed: its process was killed by SIGKILL, as when memory runs out"
     assert error == f"{expected} (log: {log_file(run, 1)}).\n"

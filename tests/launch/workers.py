@@ -2,7 +2,6 @@
 
 import ipaddress
 import os
-import re
 import signal
 import sys
 import time
@@ -13,14 +12,6 @@ import torch.distributed as dist
 
 from threefold.errors import UserError
 from threefold.launch import RankInfo
-
-
-def unhindered_clock() -> float:
-    """Seconds, without those in which processes of this machine had to wait for a CPU (where Linux counts them): on an
-    idle machine `time.monotonic`, under load the time in which nothing happened although it could have."""
-    pressure = Path("/proc/pressure/cpu")
-    found = re.search(r"^some .*total=(\d+)", pressure.read_text(), re.MULTILINE) if pressure.exists() else None
-    return time.monotonic() - (int(found[1]) / 1e6 if found else 0.0)
 
 
 def report_sum(info: RankInfo, folder: Path) -> None:
@@ -39,7 +30,7 @@ def fail(info: RankInfo, folder: Path, rank: int, how: str, others: str = "in a 
     dist.barrier()
     if info.rank == rank:
         print(f"last words of {rank}")
-        (folder / "failed_at").write_text(repr(unhindered_clock()))
+        (folder / "failed_at").write_text(repr(time.monotonic()))
         match how:
             case "raise":
                 raise ValueError("the cat sat on the keyboard")

@@ -68,9 +68,9 @@ def narrow_departures(expected: Trace, traces: list[Trace], limit: float) -> lis
     """Where losses, norms or gradients are further from fp32 than rounding takes them, in the first step."""
     found = []
     for trace in traces:
-        if abs(trace.losses[0] / expected.losses[0] - 1) > limit:
+        if not abs(trace.losses[0] / expected.losses[0] - 1) <= limit:
             found.append(f"loss {trace.losses[0]} is not {expected.losses[0]}")
-        if abs(trace.norms[0] / expected.norms[0] - 1) > limit:
+        if not abs(trace.norms[0] / expected.norms[0] - 1) <= limit:
             found.append(f"norm {trace.norms[0]} is not {expected.norms[0]}")
         for name, gradient in trace.gradients[0].items():
             if not relative_error(gradient, expected.gradients[0][name]) <= 4 * limit:

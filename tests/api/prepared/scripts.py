@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import torch
@@ -202,8 +203,10 @@ def worst(ours: Updates, theirs: Updates) -> float:
     shapes = [(len(each.losses), len(each.norms), len(each.weights)) for each in (ours, theirs)]
     if shapes[0] != shapes[1]:
         return torch.inf
-    errors = [_error(torch.tensor(ours.losses), torch.tensor(theirs.losses))]
-    errors.append(_error(torch.tensor(ours.norms), torch.tensor(theirs.norms)))
+    errors = [
+        _error(_numbers(ours.losses), _numbers(theirs.losses)),
+        _error(_numbers(ours.norms), _numbers(theirs.norms)),
+    ]
     for one, other in zip(ours.gradients, theirs.gradients, strict=True):
         if one.keys() != other.keys():
             return torch.inf
@@ -226,4 +229,9 @@ def _error(found: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     scale = max(expected.abs().max().item(), 1e-3)
-    return (found.double() - expected.double()).abs().max().item() / scale
+    error = (found.double() - expected.double()).abs().max().item() / scale
+    return torch.inf if isnan(error) else error  # which `max` would pass over
+
+
+def _numbers(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

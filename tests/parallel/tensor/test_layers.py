@@ -1,5 +1,6 @@
 """Each parallel layer against its single-device namesake, forward and every gradient."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -45,20 +46,21 @@ def against_linear(kind: str, bias: bool, whole_end: bool, pad_to: int) -> None:
     """Both layers on the same whole input and output gradient; 10 → 7 features divide by none of 2, 3, 4."""
     axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
     linear = reference_linear(10, 7, bias)
+    source = deepcopy(linear)  # a layer may take parameters over, whose gradients would then be those of both
     x, x_split = seeded(3, 5, 10).requires_grad_(), seeded(3, 5, 10).requires_grad_()
     grad = seeded(3, 5, 7, seed=9)
     expected = linear(x)
     expected.backward(grad)
     layer: ColumnParallelLinear | RowParallelLinear
     if kind == "column":
-        layer = ColumnParallelLinear.from_linear(linear, axis, gather_output=whole_end)
+        layer = ColumnParallelLinear.from_linear(source, axis, gather_output=whole_end)
         layer.pad_to = pad_to
         cut = slice(*shard(7, axis.size, axis.index))
         got = layer(x_split)
         got.backward(grad if whole_end else grad[..., cut])
         assert_equal(got, expected if whole_end else expected[..., cut])
     else:
-        layer = RowParallelLinear.from_linear(linear, axis, input_is_parallel=not whole_end)
+        layer = RowParallelLinear.from_linear(source, axis, input_is_parallel=not whole_end)
         cut = slice(*shard(10, axis.size, axis.index))
         got = layer(x_split if whole_end else x_split[..., cut])
         got.backward(grad)
@@ -74,7 +76,6 @@ def against_linear(kind: str, bias: bool, whole_end: bool, pad_to: int) -> None:
     if bias:
         assert layer.bias is not None
         assert linear.bias.grad is not None
-        # A row-parallel bias is the linear's own parameter, so its gradient is there twice: once from each layer.
         assert_equal(gradient_of(layer.bias), linear.bias.grad)
 
 
@@ -110,7 +111,7 @@ def against_embedding(vocab: int, pad_to: int) -> int:
     table = nn.Embedding(vocab, 6, dtype=torch.float64)
     with torch.no_grad():
         table.weight.copy_(seeded(vocab, 6))
-    layer = VocabParallelEmbedding.from_embedding(table, axis)
+    layer = VocabParallelEmbedding.from_embedding(deepcopy(table), axis)
     layer.pad_to = pad_to
     ids = torch.randint(0, vocab, (4, 9), generator=torch.Generator().manual_seed(3))
     grad = seeded(4, 9, 6)

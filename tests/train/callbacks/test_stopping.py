@@ -181,13 +181,17 @@ def test_early_stopping_at_the_same_step_in_every_layout(
     """No evaluation is an improvement by 1 nat: the first is the best, and two more make it enough."""
     run = small_run.but(steps=9, set=(("train.eval_every", 1), ("train.eval_batches", 1)))
     arguments = {"patience": 2, "min_delta": 1.0}
-    reason = r"valid_loss has not improved on \d\.\d+ 2 times in a row"
+    reason, best = re.compile(r"valid_loss has not improved on (\d\.\d+) 2 times in a row"), []
     for number, each in enumerate((run, run.but(**{**changes, "set": (*run.set, *changes.get("set", ()))}))):
         folder = tmp_path / str(number)
         ended = pool.run(each.world_size, _early, each, folder, False, arguments)
         assert {(stop.step, stop.signal) for stop, *_ in ended} == {(3, 0)}
-        assert re.fullmatch(reason, ended[0][0].reason)
+        (said,) = {stop.reason for stop, *_ in ended}
+        found = reason.fullmatch(said)
+        assert found is not None, said
+        best.append(float(found[1]))
         assert len(losses_of(folder)) == 3
+    assert best[1] == pytest.approx(best[0], rel=1e-5), "each rank judges by the loss of the whole split"
 
 
 def _early(run: Run, folder: Path, resume: bool, arguments: dict[str, Any]) -> tuple[Stopped | None, int, float]:
