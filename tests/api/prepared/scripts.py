@@ -1,5 +1,6 @@
 """A training script, plain on one process and prepared on ranks: what every update gives, parameter by parameter."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isnan
@@ -161,6 +162,8 @@ def plain(script: Script) -> Updates:
 def prepared(script: Script) -> Updates:
     """The same on the ranks of this world."""
     torch.set_num_threads(1)
+    if script.workers:
+        gc.collect()  # or a worker of the loader, a fork, may crash as it collects the process groups of earlier tests
     model, optimizer, loader = script.make()
     if torch.distributed.get_rank():  # every rank starts from the weights of rank 0
         with torch.no_grad():
