@@ -15,6 +15,8 @@ from threefold.launch.failure import RankFailed
 from threefold.launch.output import log_file
 
 HERE = Path(__file__).parent
+LONGEST = 300.0
+"""Seconds after which a run that ought to have ended is taken for one that hangs."""
 SPAWN = """
 import sys
 from pathlib import Path
@@ -48,7 +50,7 @@ def start(
 
 def spawned(folder: Path, worker: str, args: str, ranks: int, options: str = "") -> tuple[int, str, str]:
     process = start(folder, worker, args, ranks, options)
-    output, error = process.communicate(timeout=60)
+    output, error = process.communicate(timeout=LONGEST)
     return process.returncode, output, error
 
 
@@ -105,7 +107,7 @@ def test_chosen_ranks_on_the_console(tmp_path: Path) -> None:
 def test_one_message_names_the_rank_that_failed(tmp_path: Path, rank: int, how: str, error: str) -> None:
     process = start(tmp_path, "fail", f"(folder, {rank}, {how!r})", 4)
     with CpuWaits(process.pid) as waits:
-        output, message = process.communicate(timeout=60)
+        output, message = process.communicate(timeout=LONGEST)
         assert waits.seconds_since(float((tmp_path / "failed_at").read_text())) <= 10
     log = log_file(tmp_path / "run", rank)
     assert message == f"RankFailed: rank {rank} failed: {error} (log: {log})\n"
@@ -134,7 +136,7 @@ def test_interrupt_ends_all(tmp_path: Path) -> None:
     process = start(tmp_path, "wait_forever", "(folder,)", 3, "console_ranks=(0, 1, 2)", own_session=True)
     wait_until_up(process, 3)
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=LONGEST)
     assert error.splitlines()[-1] == "KeyboardInterrupt"
     assert len(pids_of(tmp_path)) == 3
     assert_gone(pids_of(tmp_path))
@@ -145,7 +147,7 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     process = start(tmp_path, "wait_forever", "(folder,)", 3, "console_ranks=(0, 1, 2)")
     wait_until_up(process, 3)
     process.kill()
-    process.communicate(timeout=60)  # returns when no rank and no copier holds the pipe any more
+    process.communicate(timeout=LONGEST)  # returns when no rank and no copier holds the pipe any more
     assert len(pids_of(tmp_path)) == 3
     assert_gone(pids_of(tmp_path))
 
