@@ -36,7 +36,10 @@ its value, the rule and the nearest value that works. The [guides](guides/README
 """
 
 GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
-    "A run from a config": ("What `threefold train` does, from Python.", ("Trainer", "load_config", "UserError")),
+    "A run from a config": (
+        "What `threefold train` and `threefold verify` do, from Python.",
+        ("Trainer", "verify_model", "VerifiedModel", "load_config", "UserError"),
+    ),
     "Starting ranks": (
         "From a script or a notebook; under `torchrun` and `srun` the ranks are theirs.",
         ("run", "spawn", "notebook_launcher", "init_mesh", "Mesh", "Axis", "Layout", "RankFailed"),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from threefold.api.prepared.loader import gather_for_metrics
     from threefold.api.prepared.prepare import clip_grad_norm_, prepare
     from threefold.api.trainer import Trainer
+    from threefold.api.verification import VerifiedModel, verify_model
     from threefold.comm.axis import Axis
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Mesh
@@ -84,6 +85,7 @@ __all__ = [
     "Splitter",
     "Trainer",
     "UserError",
+    "VerifiedModel",
     "Vocab",
     "VocabParallelEmbedding",
     "allreduce",
@@ -112,6 +114,7 @@ __all__ = [
     "save",
     "spawn",
     "split",
+    "verify_model",
 ]
 
 _MODULES: Final = {
@@ -144,6 +147,7 @@ _MODULES: Final = {
     "Splitter": "parallel.tensor.functional",
     "Trainer": "api.trainer",
     "UserError": "errors",
+    "VerifiedModel": "api.verification",
     "Vocab": "models.sharding",
     "VocabParallelEmbedding": "parallel.tensor.layers",
     "allreduce": "api.horovod",
@@ -172,6 +176,7 @@ _MODULES: Final = {
     "save": "api.checkpoint",
     "spawn": "api.launch",
     "split": "parallel.tensor.functional",
+    "verify_model": "api.verification",
 }
 """The module of each public name."""
 

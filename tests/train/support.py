@@ -62,7 +62,8 @@ def write_ids(folder: Path, documents: Sequence[Sequence[int]], tokenizer: Token
 
 @dataclass(frozen=True)
 class Run:
-    """A small run; `set` overrides any setting, as a tuple of ("section.key", value)."""
+    """A small run; `sections` replaces whole sections, as a tuple of ("section", settings), and `set` overrides any
+    setting, as one of ("section.key", value)."""
 
     data: Path
     dp: int = 1
@@ -72,6 +73,7 @@ class Run:
     steps: int = 4
     dtype: str = "fp32"
     dropout: float = 0.1
+    sections: tuple[tuple[str, dict[str, Any]], ...] = ()
     set: tuple[tuple[str, Any], ...] = ()
 
     def but(self, **changes: Any) -> "Run":
@@ -96,6 +98,7 @@ class Run:
             "log": {"every": 2},
         }
         given["model"] |= {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
+        given |= {name: dict(section) for name, section in self.sections}
         for key, value in self.set:
             section, name = key.split(".")
             given[section][name] = value

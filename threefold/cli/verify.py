@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from threefold.cli.options import ConfigFile, Overrides
+from threefold.cli.options import ConfigFile, Overrides, with_model
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -54,6 +54,7 @@ def verify(
     verification cannot start.
     """
     from threefold.config import load_config
+    from threefold.data.dataset import names_nested_data
     from threefold.data.vocabulary import vocabulary
     from threefold.launch.process import require_room
     from threefold.verify.layout_selection import possible
@@ -61,12 +62,16 @@ def verify(
     from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
 
     given = load_config(config, overrides or ())
+    nested = names_nested_data(given)
+    if model is not None and nested:
+        given = load_config(config, with_model(overrides, model))
     specs = parse_layouts([*(layouts or ()), *(named or ())])
     if specs and every:
         raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
     require_room(max((spec.world_size for spec in specs), default=ranks))
     base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
-    small = base if full else shrink(base, specs or possible(ranks, given.model.num_experts))
+    wanted = specs or possible(ranks, given.model.num_experts)
+    small = base if full else shrink(base, wanted, batch_alone=nested)
     selection = _select(small, specs, ranks, every)
     from threefold.cli.verify_view import (
         JsonView,

@@ -1,6 +1,6 @@
 """Reading a config file with overrides, with one-sentence errors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,17 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import one_of
 
+Overrides = Iterable[str] | Mapping[str, Any]
+"""Settings as `section.key=value`, the value as in YAML, or as a mapping from `section.key` to values."""
 
-def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
+
+def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
     """Read a YAML file and apply overrides in their order.
 
     Args:
         path: of the file.
-        overrides: settings in the form `section.key=value`, the value as in YAML, such as `parallel.tp=2`.
+        overrides: a mapping from settings to values, such as `{"parallel.tp": 2}`; or settings in the form
+            `section.key=value`, the value as in YAML, such as `parallel.tp=2`.
 
     Returns:
         the config, whose sections are its attributes.
@@ -28,7 +32,7 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
         UserError: unreadable file, bad YAML, unknown key, wrong type or impossible value.
 
     Example:
-        >>> config = threefold.load_config("my.yaml", ["parallel.tp=2", "train.max_steps=100"])
+        >>> config = threefold.load_config("my.yaml", {"parallel.tp": 2, "train.max_steps": 100})
         >>> config.parallel.tp
         2
     """
@@ -38,8 +42,7 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
         raise UserError(f"{shown(path)}: a config is a mapping of sections such as data: and model:.")
     values = {name: {} if section is None else _named(section) for name, section in _named(read).items()}
     origins = {".".join(key): f"{shown(path)}, line {line}: " for key, line in lines.items()}
-    for override in overrides:
-        _apply(override, values, origins)
+    _apply_all(overrides, values, origins)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -48,7 +51,7 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     return config
 
 
-def config_of(sections: dict[str, dict[str, Any]], overrides: Iterable[str] = ()) -> Config:
+def config_of(sections: dict[str, dict[str, Any]], overrides: Overrides = ()) -> Config:
     """A config from plain values by section, which come from no file, and overrides as of `load_config`.
 
     Raises:
@@ -56,8 +59,7 @@ def config_of(sections: dict[str, dict[str, Any]], overrides: Iterable[str] = ()
     """
     values: dict[Any, Any] = {name: dict(settings) for name, settings in sections.items()}
     origins = dict.fromkeys(_keys(sections), "")
-    for override in overrides:
-        _apply(override, values, origins)
+    _apply_all(overrides, values, origins)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -75,20 +77,37 @@ def _keys(sections: dict[str, dict[str, Any]]) -> list[str]:
     return [f"{section}.{key}" for section, values in sections.items() for key in values]
 
 
-def _apply(override: str, values: dict[Any, Any], origins: dict[str, str]) -> None:
-    key, equals, text = override.partition("=")
-    key, where = key.strip(), f"--set {shown(override)}"
-    if not equals or not key:
-        raise UserError(f"{where}: write it as section.key=value.")
+def _apply_all(overrides: Overrides, values: dict[Any, Any], origins: dict[str, str]) -> None:
+    if isinstance(overrides, str):
+        raise UserError(f"overrides is {shown(repr(overrides))} but must be a list or a mapping; use [{overrides!r}].")
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            where = f"overrides has {shown(str(key))}"
+            _require_setting(str(key), where)
+            _put(str(key), value, "", values, origins)
+        return
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key, where = key.strip(), f"--set {shown(override)}"
+        if not equals or not key:
+            raise UserError(f"{where}: write it as section.key=value.")
+        _require_setting(key, where)
+        _put(key, parse_value(text, where), f"{where}: ", values, origins)
+
+
+def _require_setting(key: str, where: str) -> None:
     if key in Config.model_fields:
         raise UserError(f"{where}: {key} is a section; name a setting of it, such as {_first(key)}.")
     if key not in known_keys():
         raise UserError(f"{where}: {_unknown(key)}")
+
+
+def _put(key: str, value: Any, origin: str, values: dict[Any, Any], origins: dict[str, str]) -> None:
     section, name = key.split(".")
-    origins[key] = f"{where}: "
+    origins[key] = origin
     chosen = values.setdefault(section, {})
     if isinstance(chosen, dict):
-        chosen[name] = parse_value(text, where)
+        chosen[name] = value
 
 
 def known_keys() -> list[str]:

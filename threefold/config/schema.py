@@ -244,6 +244,13 @@ class Config(Section):
         section, name = key.split(".")
         return name in getattr(self, section).model_fields_set and key not in self._derived
 
+    def given(self) -> dict[str, dict[str, Any]]:
+        """The settings that were given, as plain YAML values by section; of a config that is not resolved."""
+        return {
+            name: {key: value for key, value in values.items() if self.is_given(f"{name}.{key}")}
+            for name, values in self.sections().items()
+        }
+
     def origin(self, key: str) -> str:
         """Where `section.key` was set, as the beginning of a sentence: `'run.yaml, line 3: '`, or nothing."""
         return self._origins.get(key, "")

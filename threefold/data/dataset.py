@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from threefold.config import Config
 from threefold.config.data import DataConfig
+from threefold.config.model import OWN
 from threefold.data.chat.chat_template import ChatTemplate
 from threefold.data.content_checksums import ReadCorpus, content_of
 from threefold.data.corpus import Corpus
 from threefold.data.formats.jsonl import EncodedLines, JsonLines
-from threefold.data.formats.own_data import OwnData, is_own_data
+from threefold.data.formats.own_data import OwnData, is_nested, is_own_data
 from threefold.data.formats.token_files import holds_tokens, open_corpus
 from threefold.data.mixture import MixedSamples
 from threefold.data.packed_conversations import PackedConversations
@@ -53,6 +55,11 @@ class Dataset:
     def eod(self) -> int | None:
         """Id of the token that ends a document; None if there is none."""
         return next((eod for source in self.sources if (eod := source.data.eod) is not None), None)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether its samples are nestings of tensors for a model of the user's, and no tokens."""
+        return any(isinstance(source.data, OwnData) and source.data.is_nested for source in self.sources)
 
     @property
     def holds_chat(self) -> bool:
@@ -138,7 +145,13 @@ def open_dataset(config: Config) -> Dataset:
     """
     sources = [NamedCorpus(name, weight, _open(name, config)) for name, weight in config.data.corpora.items()]
     _check_shared(sources)
-    return Dataset(tuple(sources), config.data)
+    dataset = Dataset(tuple(sources), config.data)
+    if dataset.is_nested and len(sources) > 1:
+        raise UserError(
+            f"data.mixture names {' and '.join(source.name for source in sources)}, of which one has other samples "
+            "than tokens, which are not mixed; name one data set as data.path, such as one that joins them."
+        )
+    return dataset
 
 
 def names_data(config: Config) -> bool:
@@ -146,10 +159,19 @@ def names_data(config: Config) -> bool:
     return any(is_own_data(name) or Path(name).exists() or holds_tokens(Path(name)) for name in config.data.corpora)
 
 
+def names_nested_data(config: Config) -> bool:
+    """Whether a config's path names a data set of the user's whose samples are no tokens.
+
+    Raises:
+        UserError: there is no such data set.
+    """
+    return any(is_own_data(name) and not holds_tokens(Path(name)) and is_nested(name) for name in config.data.corpora)
+
+
 def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
     settings, path = config.data, Path(name)
     if is_own_data(name) and not holds_tokens(path):
-        return OwnData.open(name, config.model.vocab_size)
+        return OwnData.open(name, config.model.vocab_size, config.model.architecture == OWN)
     tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
     if not is_json_lines(path):
         return open_corpus(
@@ -210,7 +232,7 @@ def _not_shared(one: NamedCorpus, other: NamedCorpus, what: str) -> UserError:
 def _samples(data: Corpus | JsonLines | OwnData, name: str, settings: DataConfig, progress: Progress) -> Samples:
     length = settings.sequence_length
     if isinstance(data, OwnData):
-        return data.samples(name, settings.split, length)
+        return cast(Samples, data.samples(name, settings.split, length))  # of nested ones the loader makes batches
     if data.holds_chat:
         corpus = data if isinstance(data, Corpus) else data.conversations(progress)
         return PackedConversations.open(corpus, name, settings.split, length, settings.loss_tokens == "all")
@@ -221,7 +243,7 @@ def _samples(data: Corpus | JsonLines | OwnData, name: str, settings: DataConfig
 
 def _size(data: Corpus | JsonLines | OwnData, sequence_length: int) -> tuple[int, int]:
     if isinstance(data, OwnData):
-        return len(data) * sequence_length, len(data)
+        return len(data) * (1 if data.is_nested else sequence_length), len(data)
     if isinstance(data, Corpus):
         return data.token_count, data.document_count
     if data.holds_chat:

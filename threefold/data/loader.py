@@ -7,10 +7,12 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from threefold.data.formats.nested_samples import NestedSamples
 from threefold.data.samples import MixturePart, Samples
 from threefold.labels import IGNORE_INDEX
 from threefold.random.permutation import Int64Array
@@ -74,6 +76,8 @@ class Share:
 class Loader:
     """The batches of one data-parallel rank, of any step; the next one is prefetched.
 
+    A batch is a `Batch` of tokens; of samples that are nestings of tensors it is the nesting of this rank's rows.
+
     Args:
         train: the samples to train on.
         heldout: the samples to evaluate on, or None if there is no evaluation.
@@ -96,9 +100,14 @@ class Loader:
         self.seed = seed
         self.separate_documents = separate_documents
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
-        self._ahead: dict[int, Future[Batch]] = {}
+        self._ahead: dict[int, Future[Any]] = {}
 
-    def batch(self, step: int) -> Batch:
+    @property
+    def is_nested(self) -> bool:
+        """Whether its samples are nestings of tensors, and no tokens."""
+        return isinstance(self.train, NestedSamples)
+
+    def batch(self, step: int) -> Any:
         """The training batch of `step` (from 0): a function of (seed, step) alone, whatever was read before.
 
         Raises:
@@ -134,13 +143,14 @@ class Loader:
         shares = [max(1, round(part.weight * limit)) if limit else None for part in parts]
         return [(part, self.eval_batch_count(share, part.samples)) for part, share in zip(parts, shares, strict=True)]
 
-    def eval_batches(self, limit: int | None = None, of: Samples | None = None) -> Iterator[Batch]:
+    def eval_batches(self, limit: int | None = None, of: Samples | None = None) -> Iterator[Any]:
         """The first `limit` held-out batches (None or 0: all), in file order and the same at every evaluation.
 
         Of one part alone if `of` gives its samples.
 
         Every rank has the same number of batches: the last one is filled up with rows whose labels are all -100, so a
-        loss weighted by valid tokens is the mean over the split, and no rank waits for one that has finished.
+        loss weighted by valid tokens is the mean over the split, and no rank waits for one that has finished. Of
+        samples that are nestings of tensors it is filled up with the first ones, which then count twice.
 
         Raises:
             UserError: the token files are damaged.
@@ -165,18 +175,22 @@ class Loader:
         """End the reading thread."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _read_train(self, step: int) -> Batch:
+    def _read_train(self, step: int) -> Any:
         counters = step * self.share.global_batch_size + self.share.rows
         return self._make_batch(self.train, self.train.ordered(counters, self.seed))
 
-    def _read_heldout(self, samples: Samples, number: int) -> Batch:
+    def _read_heldout(self, samples: Samples, number: int) -> Any:
         indices = number * self.share.global_batch_size + self.share.rows
+        if isinstance(samples, NestedSamples):
+            return samples.batch(indices % len(samples))
         past_end = indices >= len(samples)
         batch = self._make_batch(samples, np.where(past_end, 0, indices))
         batch.labels.numpy()[past_end] = IGNORE_INDEX
         return batch
 
-    def _make_batch(self, samples: Samples, indices: Int64Array) -> Batch:
+    def _make_batch(self, samples: Samples, indices: Int64Array) -> Any:
+        if isinstance(samples, NestedSamples):
+            return samples.batch(indices)
         tokens, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in samples.labelled(indices))
         documents = torch.from_numpy(samples.documents(indices)) if self.separate_documents else None
         found = samples.positions(indices) if self.separate_documents else None

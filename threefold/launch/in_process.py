@@ -9,7 +9,8 @@ from typing import Any
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
 from threefold.launch.environment import LaunchedRank
-from threefold.launch.worker import Device, Job, RankInfo, Worker, stay_on_loopback, work
+from threefold.launch.signals import StopRequested, StopSignals
+from threefold.launch.worker import Device, Job, RankInfo, Worker, never, stay_on_loopback, work
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -34,6 +35,7 @@ def run_in_process(
     *,
     device: Device = "cpu",
     own: Callable[[], AbstractContextManager[object]] = nullcontext,
+    signals: StopSignals | None = None,
 ) -> object:
     """Call `worker(rank_info, *args)` here: as the rank that this process is of an initialised process group, which
     stays, or as the only rank of one that lasts for the call.
@@ -42,13 +44,16 @@ def run_in_process(
         worker: as of `run`.
         world_size: ranks of the layout.
         own: such as a lock, entered on rank 0; a `UserError` that it raises is raised on all ranks.
+        signals: for a worker that ends when `rank_info.asked()` is not 0. A second signal ends a rank of several at
+            once, which may be waiting for others; of a rank alone it raises.
 
     Raises:
+        StopRequested: a second signal came.
         UserError: the process group has another size, or this is one process and the layout has more.
     """
-    joined = joined_rank()
+    joined, asked = joined_rank(), (lambda: signals.received) if signals else never
     if joined is not None:
-        info = RankInfo(joined.rank, joined.world_size, joined.local_rank, joined.local_world_size, device)
+        info = RankInfo(joined.rank, joined.world_size, joined.local_rank, joined.local_world_size, device, asked)
         if joined.world_size != world_size:
             there = joined.world_size
             raise UserError(
@@ -56,6 +61,7 @@ def run_in_process(
             )
         with ExitStack() as stack:
             _enter(stack, own, joined.rank)
+            stack.enter_context(signals.noted() if signals else nullcontext())
             return worker(info, *args)
     if world_size > 1:
         raise UserError(
@@ -66,8 +72,13 @@ def run_in_process(
         require_gpus(1)
     import torch.distributed as dist
 
-    with own(), _alone():
-        return work(Job(worker, args, device, None, (0,)), RankInfo(0, 1, 0, 1, device), dist.HashStore())
+    with own(), _alone(), signals.passed_to(_raise_second) if signals else nullcontext():
+        return work(Job(worker, args, device, None, (0,)), RankInfo(0, 1, 0, 1, device, asked), dist.HashStore())
+
+
+def _raise_second(number: int, again: bool) -> None:
+    if again:
+        raise StopRequested(number, again)
 
 
 def _enter(stack: ExitStack, own: Callable[[], AbstractContextManager[object]], rank: int) -> None:

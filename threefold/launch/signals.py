@@ -32,15 +32,19 @@ class StopRequested(KeyboardInterrupt):
 class StopSignals:
     """Context manager that handles SIGINT and SIGTERM of this process; does nothing outside the main thread.
 
-    Outside of `passed_to` and `noted` a signal raises `StopRequested`. After a signal, later ones are ignored on exit,
-    as the process is ending.
+    Outside of `passed_to` and `noted` a signal raises `StopRequested`.
+
+    Args:
+        process_ends: whether the process is ending after a signal, so that on exit later ones are ignored; otherwise
+            the handlers of before are put back.
 
     Attributes:
         received: the number of the first signal, 0 before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process_ends: bool = True) -> None:
         self.received = 0
+        self._process_ends = process_ends
         self._when = 0.0
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
@@ -55,8 +59,8 @@ class StopSignals:
 
     def __exit__(self, *exc: object) -> None:
         for number, before in self._before.items():
-            # After a signal the process is ending: another one must not change its exit status.
-            signal.signal(number, signal.SIG_IGN if self.received else before)
+            # Where the process is ending, another signal must not change its exit status.
+            signal.signal(number, signal.SIG_IGN if self.received and self._process_ends else before)
 
     @contextmanager
     def passed_to(self, take: Callable[[int, bool], None]) -> Iterator[None]:

@@ -33,6 +33,7 @@ from threefold.launch.worker import Device, RankInfo
 from threefold.output.durable import write_durably
 
 if TYPE_CHECKING:
+    from threefold.models.source import ModelSource
     from threefold.train.callbacks.base import Callback
     from threefold.train.stop import Stopped
 
@@ -174,30 +175,40 @@ class TrainingRun:
             stopped = replace(stopped, signal=signals.received or stopped.signal)
         return stopped
 
-    def start_here(self, callbacks: "Sequence[Callback]" = ()) -> "Stopped | None":
+    def start_here(
+        self,
+        callbacks: "Sequence[Callback]" = (),
+        source: "ModelSource | None" = None,
+        signals: StopSignals | None = None,
+    ) -> "Stopped | None":
         """Train in this process, as one rank: of torchrun or Slurm, of a process group that is initialised, or alone.
 
         Args:
             callbacks: objects of this rank, beside those that every run has and the config names.
+            source: of the model; None for the one that the config names.
+            signals: as of `start`.
 
         Returns:
-            None after the last step; else the step at which a callback ended the run.
+            None after the last step; else the step at which a signal or a callback ended the run.
 
         Raises:
-            UserError: another run uses the folder, the layers cannot be partitioned into the stages, there are more or
-                fewer ranks than the layout has, or a rank raised it.
+            UserError: another run uses the folder, the model does not suit its plan, the layers cannot be partitioned
+                into the stages, there are more or fewer ranks than the layout has, or a rank raised it.
+            StopRequested: a second signal came.
         """
+        from threefold.models.source import ConfigSource
         from threefold.train.entry_point import check_division
 
-        check_division(self.config)
+        source = source or ConfigSource()
+        check_division(self.config, source)
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
-        args = (self.config, self.run_dir, self.resume, tuple(callbacks))
+        args = (self.config, self.run_dir, self.resume, tuple(callbacks), source)
         size = Layout.of(self.config.parallel).world_size
         joined = joined_rank()
         if joined is None and find_launched_rank() is not None:
-            ended = run(_train, args, size, device=device, run_dir=self.run_dir, own=self._folder)
+            ended = run(_train, args, size, device=device, run_dir=self.run_dir, own=self._folder, signals=signals)
         else:
-            ended = run_in_process(_train, args, size, device=device, own=self._folder)
+            ended = run_in_process(_train, args, size, device=device, own=self._folder, signals=signals)
         return cast("Stopped | None", ended)
 
     @contextmanager
@@ -248,15 +259,16 @@ def prepare_training(
     return TrainingRun(checked.fitted(), run_dir, resume)
 
 
-def explain_stop(run_dir: Path, signal: int, step: int | None, command: str) -> str:
+def explain_stop(run_dir: Path, signal: int, step: int | None, command: str, resumed: str | None = None) -> str:
     """The message about a run that a signal ended, with the command that resumes it.
 
     Args:
         step: updates made; None where a second signal ended it without a checkpoint.
         command: that started it.
+        resumed: that resumes it; None for the same with `--resume`.
     """
     saved = newest(run_dir)
-    resumed = command if "--resume" in command else f"{command} --resume"
+    resumed = resumed or (command if "--resume" in command else f"{command} --resume")
     if step is None:
         where = f"the newest checkpoint is {saved.path}" if saved else "there is no checkpoint"
         begin = f"Ended at once by a second {signal_name(signal)}, without saving; {where}"
@@ -321,8 +333,15 @@ def _require_no_checkpoints(run_dir: Path) -> None:
 
 
 def _train(
-    info: RankInfo, config: Config, run_dir: Path, resume: Resume, callbacks: "Sequence[Callback]" = ()
+    info: RankInfo,
+    config: Config,
+    run_dir: Path,
+    resume: Resume,
+    callbacks: "Sequence[Callback]" = (),
+    source: "ModelSource | None" = None,
 ) -> "Stopped | None":
+    from threefold.models.source import ConfigSource
     from threefold.train.entry_point import train as train_rank
 
-    return train_rank(config, run_dir, resume, info.asked, info.local_rank == 0, callbacks)
+    model = source or ConfigSource()
+    return train_rank(config, run_dir, resume, info.asked, info.local_rank == 0, callbacks, model)

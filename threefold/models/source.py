@@ -2,13 +2,12 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN
 from threefold.config.model_file import split_model_file
 from threefold.errors import UserError
+from threefold.models.constructor import bound_arguments, call, loss_of, told
 from threefold.models.plan import Plan
 from threefold.models.registry import family_of, make_model, model_plan
 from threefold.models.sharding import ModelPlan
@@ -25,9 +25,6 @@ from threefold.plugins import import_file
 MakeModel = Callable[[], nn.Module]
 AnyPlan = Plan | ModelPlan | Callable[..., Plan | ModelPlan]
 """A plan, or a function of the `model` section that returns one."""
-
-_SECTION: Final = ("config", "cfg")
-"""Parameters of a model's constructor that get the whole `model` section."""
 
 
 class ModelSource(ABC):
@@ -116,7 +113,7 @@ class FileSource(ModelSource):
     def loss(self, config: Config) -> Callable[..., Any] | None:
         """The file's `loss`, or that of the model's class."""
         module = self._import()
-        found = getattr(getattr(module, self.name, None), "loss", None) or getattr(module, "loss", None)
+        found = loss_of(getattr(module, self.name, None)) or getattr(module, "loss", None)
         if found is not None and not callable(found):
             raise UserError(f"{self.path.name}: loss is {found!r} but must be a function loss(output, batch).")
         return cast("Callable[..., Any] | None", found)
@@ -199,7 +196,7 @@ class FileSource(ModelSource):
         positional = (config,) if takes_section else ()
         written = "config" if takes_section else ""
         named = {} if takes_section else bound_arguments(factory, config, said)
-        model = _call(factory, positional, named, said=f"{said}({written})")
+        model = call(factory, positional, named, said=f"{said}({written})")
         if not isinstance(model, nn.Module):
             raise UserError(f"{said}({written}) returns a {_kind(model)} but must return a Module.")
         return model
@@ -215,7 +212,7 @@ class FileSource(ModelSource):
         try:
             return import_file(self.path)
         except Exception as error:
-            raise UserError(f"{self.path.name} cannot be imported: {_told(error)}.") from error
+            raise UserError(f"{self.path.name} cannot be imported: {told(error)}.") from error
 
 
 @dataclass(frozen=True)
@@ -225,7 +222,7 @@ class ObjectSource(ModelSource):
     Attributes:
         model: its class, or a function that makes it.
         plan: of it; None where it is the class's attribute `plan`.
-        own_loss: `loss(output, batch)`; None where the last layer returns the loss.
+        own_loss: `loss(output, batch)`; None where it is the class's attribute `loss`, or the last layer returns it.
     """
 
     model: Callable[..., nn.Module]
@@ -233,14 +230,14 @@ class ObjectSource(ModelSource):
     own_loss: Callable[..., Any] | None = None
 
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
-        plan = self.plan if self.plan is not None else getattr(self.model, "plan", None)
+        plan = self.plan if self.plan is not None else getattr(self._class, "plan", None)
         if plan is None:
             raise UserError(f"{self} has no plan; pass plan=Plan(…), or give the class the attribute plan.")
         make = partial(self._make, config.model)
         return make, complete_plan(plan, make, config.model, str(self), "plan")
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
-        return self.own_loss
+        return self.own_loss or loss_of(self._class)
 
     def describe(self, config: Config) -> str:
         return str(self)
@@ -249,35 +246,53 @@ class ObjectSource(ModelSource):
         return with_own_model(config, "")
 
     def __str__(self) -> str:
-        return getattr(self.model, "__name__", type(self.model).__name__)
+        return getattr(self._class, "__name__", type(self._class).__name__)
+
+    @property
+    def _class(self) -> Any:
+        """The class or function, where its arguments are given by `functools.partial`."""
+        found: Any = self.model
+        while isinstance(found, partial):
+            found = found.func
+        return found
 
     def _make(self, config: ModelConfig) -> nn.Module:
-        model = _call(self.model, (), bound_arguments(self.model, config, str(self)), said=f"{self}()")
+        model = call(self.model, (), bound_arguments(self.model, config, str(self)), said=f"{self}()")
         if not isinstance(model, nn.Module):
             raise UserError(f"{self}() returns a {_kind(model)} but must return a Module.")
         return model
 
 
-def as_source(model: "str | Callable[..., nn.Module]", plan: AnyPlan | None = None) -> ModelSource:
+def as_source(
+    model: "str | Callable[..., nn.Module]", plan: Any = None, loss: Callable[..., Any] | None = None
+) -> ModelSource:
     """The source of a model.
 
     Args:
-        model: a class, a function that makes the model, or `"FILE.py:NAME"`.
+        model: a class, a function that makes the model, or `"FILE.py:NAME"`; or what is its plan too, with a method
+            `build`.
         plan: of the model; None where the class or the file has it.
+        loss: `loss(output, batch)`; None where the class's attribute or the file's function `loss` is it, or the last
+            layer returns the loss.
 
     Raises:
         UserError: it is something else, such as a model that is made already.
     """
     if isinstance(model, str):
-        if plan is not None:
-            raise UserError(f"model is {model!r} and plan is given too; the file has the plan, so leave plan out.")
+        for name, given in (("plan", plan), ("loss", loss)):
+            if given is not None:
+                raise UserError(f"model is {model!r} and {name} is given too; the file has it, so leave {name} out.")
         return FileSource.parse(model, "model")
     if isinstance(model, nn.Module) or not callable(model):
         raise UserError(
             f"model is a {_kind(model)} but must be a class or a function that makes the model, such as "
             f"{_kind(model) if isinstance(model, nn.Module) else 'MyModel'}: each rank makes its own part."
         )
-    return ObjectSource(model, plan)
+    if loss is not None and not callable(loss):
+        raise UserError(f"loss is {loss!r} but must be a function loss(output, batch).")
+    if plan is None and hasattr(model, "build"):
+        plan = model
+    return ObjectSource(model, plan, loss)
 
 
 def file_source(config: ModelConfig) -> FileSource:
@@ -298,7 +313,7 @@ def with_own_model(config: Config, file: str) -> Config:
     """A config, not resolved, with the model of a file; empty for one that is given in Python."""
     from threefold.config.loading import config_of
 
-    sections = config.sections()
+    sections = config.given()
     sections["model"] = {key: value for key, value in sections["model"].items() if key != "preset"} | {
         "architecture": OWN,
         "file": file,
@@ -314,64 +329,23 @@ def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, na
     Raises:
         UserError: it is none of them, or does not fit the model.
     """
-    if callable(plan):
+    if callable(plan) and not hasattr(plan, "build"):
         takes_config = bool(inspect.signature(plan).parameters)
         written = f"{said}: {plan.__name__}({'config' if takes_config else ''})"
-        plan = _call(plan, (config,) if takes_config else (), {}, said=written)
+        plan = call(plan, (config,) if takes_config else (), {}, said=written)
         if not isinstance(plan, Plan | ModelPlan):
             raise UserError(f"{written} returns a {_kind(plan)} but must return a ModelPlan.")
     if isinstance(plan, ModelPlan):
         return plan
-    if not isinstance(plan, Plan):
+    if not hasattr(plan, "build"):
         raise UserError(f"{said}: {name} is a {_kind(plan)} but must be a Plan.")
     with torch.device("meta"):
         model = make()
     try:
-        return plan.build(model)
+        built: ModelPlan = plan.build(model)
+        return built
     except UserError as error:
         raise UserError(f"{said}: {error}") from None
-
-
-def bound_arguments(factory: Callable[..., Any], config: ModelConfig, said: str) -> dict[str, Any]:
-    """The keyword arguments of a model's constructor: those of `model.arguments`, and for parameters without a default
-    the settings of their names; `config` is the whole section.
-
-    Raises:
-        UserError: an argument is unknown, or one is missing.
-    """
-    given: Mapping[str, Any] = config.arguments
-    parameters = [each for each in inspect.signature(factory).parameters.values() if each.kind not in _REST]
-    names = [each.name for each in parameters]
-    takes_any = any(each.kind is _REST[1] for each in inspect.signature(factory).parameters.values())
-    for name in given:
-        if name not in names and not takes_any:
-            close = get_close_matches(name, names, n=1)
-            near = f"; the nearest is {close[0]}" if close else ""
-            raise UserError(f"model.arguments has {name}, which {said} does not take{near}.")
-    bound = dict(given)
-    for parameter in parameters:
-        name = parameter.name
-        if name in bound or (parameter.default is not parameter.empty and name not in _SECTION):
-            continue
-        if name in _SECTION:
-            bound[name] = config
-        elif name in ModelConfig.model_fields:
-            bound[name] = getattr(config, name)
-        else:
-            raise UserError(f"{said} needs the argument {name}; give it as model.arguments: {{{name}: …}}.")
-    return bound
-
-
-_REST: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def _call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mapping[str, Any], said: str) -> Any:
-    try:
-        return function(*positional, **named)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{said} raises {_told(error)}.") from error
 
 
 def _is_model_class(found: Any) -> bool:
@@ -380,8 +354,3 @@ def _is_model_class(found: Any) -> bool:
 
 def _kind(value: object) -> str:
     return type(value).__name__
-
-
-def _told(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{type(error).__name__}{': ' if first else ''}{first}"

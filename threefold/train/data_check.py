@@ -1,7 +1,9 @@
 """Checks that the ranks of a replica read the same samples, and different replicas different ones."""
 
+import hashlib
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -9,12 +11,10 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import is_derived, with_micro_batch
-from threefold.data.loader import fingerprint
+from threefold.data.loader import Batch, fingerprint
 from threefold.errors import UserError
+from threefold.models.own_batch import batch_shapes, map_tensors
 from threefold.train.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from threefold.data.loader import Batch
 
 
 def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
@@ -43,25 +43,33 @@ class DataCheck(Callback):
     Args:
         mesh: this rank's.
         every: steps between comparisons.
+        rows: of this rank in the global batch, for batches that do not have them.
 
     Raises:
         UserError: on every rank, naming a rank that reads other samples.
     """
 
-    def __init__(self, mesh: Mesh, every: int) -> None:
-        self.mesh, self.every = mesh, every
+    def __init__(self, mesh: Mesh, every: int, rows: Sequence[int] = ()) -> None:
+        self.mesh, self.every, self.rows = mesh, every, tuple(rows)
         self._compared = False
 
-    def before_step(self, step: int, batch: "Batch") -> None:
+    def before_step(self, step: int, batch: Any) -> None:
         if self.mesh.world.size == 1 or (self._compared and step % self.every):
             return
         self._compared = True
         # A sum in which each rank has its own element: cheaper than gathering on every backend.
         table = torch.zeros(self.mesh.world.size, dtype=torch.int64, device=self.mesh.device)
-        table[self.mesh.rank] = fingerprint(batch)
+        table[self.mesh.rank] = fingerprint(batch) if isinstance(batch, Batch) else nested_fingerprint(batch, self.rows)
         found = self.mesh.world.all_reduce_(table).tolist()
         if problem := disagreement(found, self.mesh.layout):
             raise UserError(f"At step {step} {problem}.")
+
+
+def nested_fingerprint(batch: Any, rows: Sequence[int]) -> int:
+    """As `fingerprint`, of a batch that is a nesting of tensors on the CPU, and its rows in the global batch."""
+    digest = hashlib.blake2b(repr((batch_shapes(batch), tuple(rows))).encode(), digest_size=8)
+    map_tensors(batch, lambda tensor: digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data))
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def disagreement(fingerprints: list[int], layout: Layout) -> str | None:

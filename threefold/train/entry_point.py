@@ -76,7 +76,11 @@ def train(
             for line in lines:
                 say(line)
         run = RunContext(config, run_dir, mesh)
-        all_callbacks = [DataCheck(mesh, config.log.every), check, *make_callbacks(run, callbacks)]
+        all_callbacks = [
+            DataCheck(mesh, config.log.every, loader.share.rows.tolist()),
+            check,
+            *make_callbacks(run, callbacks),
+        ]
         return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run).fit(step)
 
 
@@ -109,9 +113,10 @@ def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel,
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = config.train
     samples, read = len(loader.train), train.max_steps * train.global_batch_size
+    length = "" if loader.is_nested else f" of {config.data.sequence_length:,} tokens"
     say(
         f"Training {parameters:,} parameters in {config.precision.dtype} on {mesh.device.type}, {mesh.layout}: "
-        f"{train.max_steps:,} steps of {train.global_batch_size:,} samples of {config.data.sequence_length:,} tokens, "
+        f"{train.max_steps:,} steps of {train.global_batch_size:,} samples{length}, "
         f"which reads the {samples:,} training samples {read / samples:.2g} times."
     )
     for note in loader.train.notes:

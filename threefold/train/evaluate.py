@@ -1,10 +1,12 @@
 """Evaluation: the loss on the validation part."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from threefold.data.loader import Batch, Loader
+from threefold.data.loader import Loader
 from threefold.errors import UserError
+from threefold.models.loss_terms import LOSS, LossSums
 from threefold.train.callbacks.base import EvaluationRecord
 from threefold.train.engine import Engine
 
@@ -28,28 +30,40 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
         UserError: all their labels are masked.
     """
     started = time.perf_counter()
-    loss, tokens, by_corpus = 0.0, 0, {}
+    loss, tokens, by_corpus, terms = 0.0, 0, {}, dict[str, float]()
     for part, count in loader.eval_parts(batches):
-        measured = _mean_loss(engine, loader.eval_batches(count, part.samples), part.name)
+        measured = _sums(engine, loader.eval_batches(count, part.samples), part.name)
         if measured is None:
             return None
-        part_loss, part_tokens = measured
-        loss, tokens = loss + part.weight * part_loss, tokens + part_tokens
-        by_corpus[part.name] = part_loss
-    return EvaluationRecord(step, loss, tokens, time.perf_counter() - started, by_corpus if loader.is_mixture else {})
+        loss, tokens = loss + part.weight * measured.loss, tokens + _counted(measured)
+        by_corpus[part.name] = measured.loss
+        for name, mean in several(measured.terms).items():
+            terms[name] = terms.get(name, 0.0) + part.weight * mean
+    seconds = time.perf_counter() - started
+    return EvaluationRecord(step, loss, tokens, seconds, by_corpus if loader.is_mixture else {}, terms)
 
 
-def _mean_loss(engine: Engine, batches: Iterator[Batch], name: str) -> tuple[float, int] | None:
-    """Mean loss over the valid tokens, and their number; None where the run is to end."""
-    total, tokens = 0.0, 0
+def several(terms: Mapping[str, float]) -> dict[str, float]:
+    """The terms of a loss where they say more than the loss: none of a loss that is a single mean."""
+    return {} if set(terms) <= {LOSS} else dict(terms)
+
+
+def _counted(sums: LossSums) -> int:
+    """What the mean is taken over: valid tokens, or what the one term counts; the samples where there are several."""
+    (only, *others) = sums.counts.values()
+    return sums.samples if others else int(only)
+
+
+def _sums(engine: Engine, batches: Iterator[Any], name: str) -> LossSums | None:
+    """The loss over the valid tokens, or of the user's terms; None where the run is to end."""
+    sums = LossSums()
     for batch in batches:
-        loss, count = engine.evaluate(batch)
+        sums = sums + engine.eval_batch(batch, engine.loss)
         if engine.stop.is_due:
             return None
-        total, tokens = total + loss, tokens + count
-    if tokens == 0:
+    if not any(sums.counts.values()):
         of = f" of {name}" if name else ""
         raise UserError(
             f"All labels of the validation batches{of} are masked, as its documents are empty; prepare other data."
         )
-    return total / tokens, tokens
+    return sums

@@ -19,7 +19,7 @@ from threefold.train.callbacks.base import (
 )
 from threefold.train.divergence import CheckpointStore, DivergenceError, SafeSaving
 from threefold.train.engine import Engine
-from threefold.train.evaluate import evaluate
+from threefold.train.evaluate import evaluate, several
 from threefold.train.stop import Stopped
 
 
@@ -126,14 +126,15 @@ class TrainingLoop:
         except DivergenceError as error:
             raise self.saving.explained(error) from error
         ended = time.perf_counter()
-        epoch = self._epoch(done)
+        epoch, nested = self._epoch(done), self.loader.is_nested
+        read_samples = self.config.train.global_batch_size
         record = StepRecord(
             step=done + 1,
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens=result.tokens,
-            tokens_read=self.config.train.global_batch_size * self.config.data.sequence_length - result.padding,
+            tokens_read=read_samples * (1 if nested else self.config.data.sequence_length) - result.padding,
             padding=result.padding,
             epoch=epoch,
             batch=done - self._first_step(epoch),
@@ -148,6 +149,8 @@ class TrainingLoop:
                 "forward_backward": computed - begun,
                 "update": ended - computed,
             },
+            terms=several(result.terms),
+            unit="samples" if nested else "tokens",
         )
         self.saving.after_step(record)
         self._notify("after_step", record)

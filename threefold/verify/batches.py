@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,16 @@ _DOCUMENT_BEGINS = 0.2
 class BatchSource(ABC):
     """Batches as a function of config and step."""
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether they are nestings of tensors for a model of the user's, and no tokens."""
+        return False
+
     @abstractmethod
-    def read(self, config: Config, step: int, share: Share) -> Batch:
+    def read(self, config: Config, step: int, share: Share) -> Any:
         """The rows of `share` of the global batch of `step`."""
 
-    def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Batch:
+    def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
         """As `read`, with some labels ignored (`IGNORED`), a different fraction in each row.
 
         So the ranks have different numbers of labels, and a mean of means is not the mean. Some of the first rows keep
@@ -81,3 +87,29 @@ class TokenFileBatches(BatchSource):
 
     def __str__(self) -> str:
         return f"the rows of {', '.join(self.given.data.corpora)}"
+
+
+@dataclass(frozen=True)
+class NestedBatches(BatchSource):
+    """Training samples of the config's data where they are no tokens, through the loader of training.
+
+    Attributes:
+        given: the config, for reading its data.
+    """
+
+    given: Config
+
+    @property
+    def is_nested(self) -> bool:
+        return True
+
+    def read(self, config: Config, step: int, share: Share) -> Any:
+        samples = open_dataset(self.given).samples("train", config.data)
+        with closing(Loader(samples, None, share, config.train.seed)) as loader:
+            return loader.batch(step)
+
+    def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
+        return self.read(config, step, Share(config.train.global_batch_size, dp_index, dp))
+
+    def __str__(self) -> str:
+        return f"the samples of {', '.join(self.given.data.corpora)}"

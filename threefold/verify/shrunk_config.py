@@ -44,14 +44,28 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     return resolve(config_of(settings), vocab_size=1)
 
 
-def shrink(config: Config, specs: Sequence[LayoutSpec]) -> Config:
+def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = False) -> Config:
     """A prepared config with fewer layers, heads and tokens, large enough for every layout.
 
     Widths keep their ratios, an odd vocabulary stays odd, the initialisation is wider so that activations keep their
     magnitude, and the batch is the smallest that every layout can divide. Nothing grows. The warm-up is at most one
     step, so that the few steps have the full learning rate.
+
+    Args:
+        config: prepared.
+        specs: the layouts.
+        batch_alone: whether the model keeps its size.
     """
     settings = _settings(config)
+    fewest = (each.layout.dp * (_schedule(each).micro_batches or each.layout.pp) for each in specs)
+    settings["train"]["global_batch_size"] = 2 * lcm(*fewest)
+    settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
+    if not batch_alone:
+        _shrink_model(config, specs, settings)
+    return resolve(config_of(settings), vocab_size=1)
+
+
+def _shrink_model(config: Config, specs: Sequence[LayoutSpec], settings: Settings) -> None:
     model = config.model
     sequence = min(config.data.sequence_length, _multiple(_SEQUENCE, _sequence_unit(specs)))
     sizes = {**_widths(model, specs), **_lengths(config, sequence)}
@@ -62,10 +76,6 @@ def shrink(config: Config, specs: Sequence[LayoutSpec]) -> Config:
     if chunk := config.train.loss_chunk_size:  # as many chunks as before
         vocab = settings["model"]["vocab_size"]
         settings["train"]["loss_chunk_size"] = max(1, round(chunk * vocab / model.vocab_size))
-    fewest = (each.layout.dp * (_schedule(each).micro_batches or each.layout.pp) for each in specs)
-    settings["train"]["global_batch_size"] = 2 * lcm(*fewest)
-    settings["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, 1)
-    return resolve(config_of(settings), vocab_size=1)
 
 
 def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:

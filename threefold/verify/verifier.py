@@ -9,12 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from threefold.config import Config
-from threefold.data.dataset import names_data
+from threefold.data.dataset import names_data, open_dataset
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.source_check import check_source
-from threefold.verify.batches import BatchSource, RandomBatches, TokenFileBatches
+from threefold.verify.batches import BatchSource, NestedBatches, RandomBatches, TokenFileBatches
 from threefold.verify.compare import TOLERANCE, coverage
 from threefold.verify.layout_selection import Selection
 from threefold.verify.layout_spec import LayoutSpec
@@ -53,7 +53,9 @@ class Verification:
 
 def choose_batches(config: Config) -> BatchSource:
     """Batches of the config's data, or random ones if it names none."""
-    return TokenFileBatches(config) if names_data(config) else RandomBatches()
+    if not names_data(config):
+        return RandomBatches()
+    return NestedBatches(config) if open_dataset(config).is_nested else TokenFileBatches(config)
 
 
 class Verifier:

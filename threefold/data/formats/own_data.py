@@ -1,10 +1,13 @@
-"""Samples from the user's own code: any map-style `torch.utils.data.Dataset` of token sequences, by its import path."""
+"""Samples from the user's own code: any map-style `torch.utils.data.Dataset`, by its import path.
+
+They are token sequences or, for a model of the user's, any nesting of tensors.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +19,9 @@ from threefold.files import shown
 from threefold.labels import IGNORE_INDEX
 from threefold.plugins import is_import_path, load_path
 from threefold.random.permutation import Int64Array, samples_at
+
+if TYPE_CHECKING:
+    from threefold.data.formats.nested_samples import NestedSamples
 
 _SETTING = "data.path"
 
@@ -32,17 +38,20 @@ class OwnData:
     A data set has `__len__` and `__getitem__`; it is divided by `data.split`, over its samples, unless a mapping with
     `train`, `valid` and `test` is given in its place. A sample is a pair (tokens, labels) of sequences of one length, a
     mapping with both, or one sequence of tokens, each of which is the label of the one before it; the label -100 is
-    ignored. Shorter ones than `data.sequence_length` are filled up at the end.
+    ignored. Shorter ones than `data.sequence_length` are filled up at the end. For a model of the user's, samples that
+    are nothing of this are any nesting of tensors, arrays and numbers, all of the same shapes.
 
     Attributes:
         path: `package.module:Name` or `file.py:Name`.
         parts: the data sets: by the name of the split, or the whole under the empty name.
-        vocab_size: number of token ids.
+        vocab_size: number of token ids; 1 where samples are no tokens and no setting says it.
+        is_nested: whether its samples are nestings of tensors.
     """
 
     path: str
     parts: Mapping[str, Any]
     vocab_size: int
+    is_nested: bool = False
     eod: None = None
     holds_chat: bool = False
     template: None = None
@@ -51,17 +60,25 @@ class OwnData:
     tokenizer_sha256: None = None
 
     @classmethod
-    def open(cls, path: str, vocab_size: int | None) -> "OwnData":
+    def open(cls, path: str, vocab_size: int | None, for_own_model: bool = False) -> "OwnData":
         """What is at an import path.
+
+        Args:
+            path: as of the class.
+            vocab_size: of the config.
+            for_own_model: whether samples may be something else than tokens.
 
         Raises:
             UserError: it cannot be imported, is no data set, or nothing says how many token ids there are.
         """
         parts = _parts(path)
+        if for_own_model and is_nested(path):
+            return cls(path, parts, vocab_size or 1, is_nested=True)
         if vocab_size is None:
+            otherwise = ", or return mappings if its samples are no tokens" if for_own_model else ""
             raise UserError(
                 f"{_SETTING} is {shown(path)}, a data set of tokens that does not say how many ids there are; set "
-                "model.vocab_size."
+                f"model.vocab_size{otherwise}."
             )
         return cls(path, parts, vocab_size)
 
@@ -69,7 +86,7 @@ class OwnData:
         """Number of samples of all parts."""
         return sum(len(part) for part in self.parts.values())
 
-    def samples(self, name: str, split: str, sequence_length: int) -> "OwnSamples":
+    def samples(self, name: str, split: str, sequence_length: int) -> "OwnSamples | NestedSamples":
         """The samples of split `name` ("train", "valid" or "test").
 
         Raises:
@@ -86,7 +103,24 @@ class OwnData:
         if not len(chosen):
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
             raise UserError(f"{_SETTING} is {shown(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
+        if self.is_nested:
+            from threefold.data.formats.nested_samples import NestedSamples  # imports torch, as the data set does
+
+            return NestedSamples(self, part, chosen.astype(np.int64))
         return OwnSamples(self, part, chosen.astype(np.int64), sequence_length)
+
+
+def is_nested(path: str) -> bool:
+    """Whether the first sample of a data set, by its import path, is something else than tokens and labels.
+
+    Raises:
+        UserError: there is no data set.
+    """
+    part = next((part for part in _parts(path).values() if len(part)), None)
+    try:
+        return part is not None and not _pair(part[0])
+    except Exception:  # it is no such pair, or cannot be read, which reading it tells
+        return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from threefold.config import Config
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
-    from threefold.data.loader import Batch
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,9 @@ class StepRecord:
         phases: the seconds of its parts, which add up to `seconds`: `data`, `callbacks` (their `before_step`),
             `forward_backward` and `update`. On a GPU, whose work is only waited for in the update, the forward and
             backward passes show there.
+        terms: of a loss of several terms, the mean of each over the global batch, by name; not a number where it counts
+            nothing.
+        unit: what `tokens` and `tokens_read` count; samples where a data set has other samples than tokens.
     """
 
     step: int
@@ -52,6 +54,8 @@ class StepRecord:
     padding: int = 0
     corpus_epochs: Mapping[str, float] = field(default_factory=dict)
     phases: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
+    unit: Literal["tokens", "samples"] = "tokens"
 
     @property
     def tokens_per_second(self) -> float:
@@ -70,6 +74,7 @@ class EvaluationRecord:
         tokens: number of those tokens.
         seconds: duration.
         corpus_losses: for a mixture, each corpus's mean by name.
+        terms: of a loss of several terms, the mean of each by name; of a mixture weighted as the loss is.
     """
 
     step: int
@@ -77,6 +82,7 @@ class EvaluationRecord:
     tokens: int
     seconds: float
     corpus_losses: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,8 +148,9 @@ class Callback:
     def before_epoch(self, epoch: int) -> None:
         """The next step is the first of `epoch`, or the first of a resumed run."""
 
-    def before_step(self, step: int, batch: "Batch") -> None:
-        """Before update number `step` (1 for the first), with this rank's `batch`."""
+    def before_step(self, step: int, batch: Any) -> None:
+        """Before update number `step` (1 for the first), with this rank's `batch`: its `tokens`, `labels` and `rows`,
+        or the nesting of tensors that a data set of other samples gives."""
 
     def after_step(self, record: StepRecord) -> None:
         """After an optimizer step; the record is the same on every rank, but for the times."""

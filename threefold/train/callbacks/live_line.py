@@ -83,7 +83,9 @@ class LiveLine(Callback):
         if self._progress is None or self._task is None or self._last is None:
             return
         left = clock((self.steps - self._last.step) * self._seconds)
-        shown = f"loss {self._last.loss:.4f}{self._valid} · {self._speed:,.0f} tokens/s · {left} left"
+        terms = "".join(f" · {name} {mean:.4f}" for name, mean in self._last.terms.items())
+        speed = f"{self._speed:,.0f} {self._last.unit}/s"
+        shown = f"loss {self._last.loss:.4f}{terms}{self._valid} · {speed} · {left} left"
         self._progress.update(self._task, completed=self._last.step, shown=shown, refresh=True)
         self._drawn = time.monotonic()
 

@@ -61,6 +61,8 @@ class MetricsFile(Callback):
             values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
         if record.corpus_epochs:
             values["epochs"] = {name: round(epochs, 6) for name, epochs in record.corpus_epochs.items()}
+        if record.terms:
+            values["terms"] = {name: _number(mean) for name, mean in record.terms.items()}
         self._file.write(json.dumps(values))
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
@@ -71,6 +73,8 @@ class MetricsFile(Callback):
         }
         if record.corpus_losses:
             values["valid_losses"] = {name: _number(loss) for name, loss in record.corpus_losses.items()}
+        if record.terms:
+            values["valid_terms"] = {name: _number(mean) for name, mean in record.terms.items()}
         self._file.write(json.dumps(values))
 
     def close(self) -> None:

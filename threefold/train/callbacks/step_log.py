@@ -54,6 +54,7 @@ class StepLog(Callback):
             f"global step {record.step}, validation loss: {record.loss:.9f}, tokens: {record.tokens}, "
             f"eval_cost: {record.seconds:.5f} sec"
             + "".join(f", loss of {name}: {loss:.9f}" for name, loss in record.corpus_losses.items())
+            + "".join(f", {name}: {mean:.9f}" for name, mean in record.terms.items())
         )
 
     def after_checkpoint(self, step: int, path: Path) -> None:
@@ -84,7 +85,8 @@ def step_line(since: list[StepRecord], ranks: int) -> str:
         f"global step {last.step}, epoch: {last.epoch}, batch: {last.batch}, loss: {last.loss:.9f}, "
         f"avg_reader_cost: {sum(record.reader_cost for record in since) / count:.5f} sec, "
         f"avg_batch_cost: {seconds / count:.5f} sec, speed: {count / seconds:.2f} step/s, "
-        f"ips_total: {rate:.0f} tokens/s, ips: {rate / ranks:.0f} tokens/s, learning rate: {last.lr:.5e}"
+        f"ips_total: {rate:.0f} {last.unit}/s, ips: {rate / ranks:.0f} {last.unit}/s, learning rate: {last.lr:.5e}"
         + ("" if last.loss_scale is None else f", loss scale: {last.loss_scale:g}")
         + "".join(f", epoch of {name}: {epochs:.3g}" for name, epochs in last.corpus_epochs.items())
+        + "".join(f", {name}: {mean:.9f}" for name, mean in last.terms.items())
     )

@@ -56,14 +56,17 @@ class Summary(Callback):
         if self._last is None:
             return []
         rows = [("training loss", f"{self._last.loss:.4f} at step {self._last.step}")]
+        rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._last.terms.items()]
         if self._valid is not None:
             rows.append(("validation loss", f"{self._valid.loss:.4f} at step {self._valid.step}"))
             rows += [(f"  of {name}", f"{loss:.4f}") for name, loss in self._valid.corpus_losses.items()]
+            rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._valid.terms.items()]
+        unit = self._last.unit
         rows += [
-            ("tokens trained on", f"{self._counted:,} in {self._steps:,} steps, those counted for the loss"),
-            ("tokens read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
+            (f"{unit} trained on", f"{self._counted:,} in {self._steps:,} steps, those counted for the loss"),
+            (f"{unit} read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
             ("time", f"{clock(time.perf_counter() - self._started)}, of which {clock(self._seconds)} in steps"),
-            ("speed", f"{self._read / self._seconds:,.0f} tokens/s read" + self._padded_speed()),
+            ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read" + self._padded_speed()),
         ]
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
 

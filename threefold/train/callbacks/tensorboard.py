@@ -61,11 +61,13 @@ class TensorBoard(Callback):
         }
         if record.loss_scale is not None:
             values["loss_scale"] = record.loss_scale
+        values |= {f"terms/{name}": mean for name, mean in record.terms.items()}
         self._write(record.step, values)
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         by_corpus = {f"loss/validation of {name}": loss for name, loss in record.corpus_losses.items()}
-        self._write(record.step, {"loss/validation": record.loss, **by_corpus})
+        terms = {f"terms/validation of {name}": mean for name, mean in record.terms.items()}
+        self._write(record.step, {"loss/validation": record.loss, **by_corpus, **terms})
 
     def close(self) -> None:
         if self._file is not None:

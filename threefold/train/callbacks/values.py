@@ -4,7 +4,8 @@ from threefold.train.callbacks.base import EvaluationRecord, StepRecord
 
 
 def step_values(record: StepRecord) -> dict[str, float]:
-    """`loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, and `loss_scale` where there is one."""
+    """`loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, `loss_scale` where there is one, and `term/NAME` of each
+    term of a loss of several."""
     values: dict[str, float] = {
         "loss": record.loss,
         "grad_norm": record.grad_norm,
@@ -12,9 +13,14 @@ def step_values(record: StepRecord) -> dict[str, float]:
         "tokens_per_second": record.tokens_per_second,
         "epoch": record.epoch,
     }
-    return values if record.loss_scale is None else {**values, "loss_scale": record.loss_scale}
+    if record.loss_scale is not None:
+        values["loss_scale"] = record.loss_scale
+    return values | {f"term/{name}": mean for name, mean in record.terms.items()}
 
 
 def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
-    """`valid_loss`, and for a mixture `valid_loss/NAME` of each corpus."""
-    return {"valid_loss": record.loss, **{f"valid_loss/{name}": loss for name, loss in record.corpus_losses.items()}}
+    """`valid_loss`, for a mixture `valid_loss/NAME` of each corpus, and `valid_term/NAME` of each term of a loss of
+    several."""
+    values = {"valid_loss": record.loss}
+    values |= {f"valid_loss/{name}": loss for name, loss in record.corpus_losses.items()}
+    return values | {f"valid_term/{name}": mean for name, mean in record.terms.items()}

@@ -1,0 +1,192 @@
+"""A user's model on samples that are no tokens: the same losses and terms in every layout, resumed; and their checks."""
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.train.support import Run, losses_of, same, steps_of, train_rank
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.config.loading import config_of
+from threefold.data.dataset import open_dataset
+from threefold.data.loader import Loader, Share
+from threefold.errors import UserError
+from threefold.launch.worker_pool import WorkerPool
+from threefold.train.callbacks.base import StepRecord
+from threefold.train.callbacks.csv_log import CSVLog
+from threefold.train.callbacks.epoch_metrics import EpochRecord
+from threefold.train.data_check import DataCheck
+from threefold.train.evaluate import several
+
+WHOLE = Share(4)
+FILE = Path(__file__).parents[2] / "examples" / "two_tower.py"
+
+
+def two_towers(run: Run, **changes: Any) -> Run:
+    own = (
+        ("model", {"architecture": "own", "file": f"{FILE}:TwoTower"}),
+        ("data", {"path": f"{FILE}:pairs", "split": "80,19"}),
+        ("optimizer", {"name": f"{FILE}:Soft", "lr": 0.1, "warmup_steps": 2, "decay_steps": 20}),
+    )
+    evaluated = (("train.eval_every", 3), ("train.eval_batches", 2), ("train.callbacks", ["csv_log", "epoch_metrics"]))
+    return run.but(dtype="fp64", sections=own, set=evaluated, **changes)
+
+
+def terms_of(folder: Path) -> list[dict[str, float]]:
+    return [step["terms"] for step in steps_of(folder).values()]
+
+
+def test_losses_and_terms_are_those_of_one_process_and_a_run_resumes_in_another_layout(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    """Over the end of an epoch of 80 samples in batches of 8."""
+    run = two_towers(small_run, steps=12)
+    [printed] = pool.run(1, train_rank, run, tmp_path / "alone")
+    assert "12 steps of 8 samples, which reads the 80 training samples 1.2 times" in printed
+    assert "samples/s" in printed
+    alone, terms = losses_of(tmp_path / "alone"), terms_of(tmp_path / "alone")
+    assert alone == pytest.approx([each["match"] + 0.01 * each["size"] for each in terms], rel=1e-14)
+    pool.run(4, train_rank, two_towers(small_run, dp=2, tp=2, steps=5), tmp_path / "more")
+    pool.run(4, train_rank, two_towers(small_run, tp=2, pp=2, steps=12), tmp_path / "more", True)
+    assert same(losses_of(tmp_path / "more"), alone, "fp64")
+    for name in ("match", "size"):
+        assert same([each[name] for each in terms_of(tmp_path / "more")], [each[name] for each in terms], "fp64")
+    for file in ("metrics.csv", "epochs.csv"):
+        rows = [list(csv.DictReader((tmp_path / folder / file).open())) for folder in ("more", "alone")]
+        columns = [name for name in rows[1][0] if "loss" in name or "term/" in name]
+        assert {"term/match", "term/size"} <= set(columns)
+        assert len(rows[0]) - len(rows[1]) == (file == "epochs.csv")  # the epoch in which it was resumed has two
+        for more, one in zip(rows[0][-2:], rows[1][-2:], strict=True) if file == "metrics.csv" else ():
+            for name in columns:
+                assert (more[name] == one[name] == "") or float(more[name]) == pytest.approx(float(one[name]), rel=1e-9)
+
+
+DATA = """
+import torch
+import torch.distributed as dist
+
+
+class Rows:
+    def __init__(self, item, samples=10):
+        self.item, self.samples = item, samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return self.item(index)
+
+
+def of_rank():
+    "Rank 3 reads another file."
+    return Rows(lambda index: (torch.tensor([index, dist.get_rank() == 3]), float(index)), 8)
+
+
+nested = Rows(lambda index: {"x": (torch.full((2,), index), index), "y": 0.5 * index})
+tuples = Rows(lambda index: (torch.ones(3), torch.ones(2), index))
+shapes = Rows(lambda index: {"x": torch.zeros(1 + index)})
+text = Rows(lambda index: {"x": torch.zeros(1), "name": "a"})
+missing = Rows(lambda index: {}["x"])
+tokens = Rows(lambda index: (torch.arange(4), torch.arange(4)))
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("nested") / "my_rows.py"
+    path.write_text(DATA)
+    return path
+
+
+def loader_of(file: Path, name: str, share: Share = WHOLE, **data: Any) -> Loader:
+    sections = {"data": {"path": f"{file}:{name}", "split": "1", **data}, "model": {"architecture": "own"}}
+    samples = open_dataset(config_of(sections)).samples("train")
+    return Loader(samples, samples, share, seed=3)
+
+
+def test_replicas_read_disjoint_blocks_of_the_global_batch(file: Path) -> None:
+    whole, *parts = (loader_of(file, "nested", Share(4, *place)).batch(2) for place in ((0, 1), (0, 2), (1, 2)))
+    assert torch.cat([part["x"][0] for part in parts]).equal(whole["x"][0])
+    assert whole["y"].tolist() == [0.5 * index for index in whole["x"][1].tolist()]
+    order = [index for step in range(5) for index in loader_of(file, "nested").batch(step)["x"][1].tolist()]
+    assert sorted(order) == sorted([*range(10), *range(10)])
+
+
+def test_the_last_batch_of_an_evaluation_is_filled_with_the_first_samples(file: Path) -> None:
+    batches = [batch["x"][1].tolist() for batch in loader_of(file, "nested").eval_batches()]
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("shapes", r"whose samples \d, \d, \d, … cannot be put into one batch \(RuntimeError: .*\); give all the same"),
+        ("text", r"whose sample \d has a str in it but must be tensors, arrays and numbers, or tuples, lists and map"),
+        ("missing", r"whose sample \d cannot be read \(KeyError: 'x'\); correct its __getitem__\."),
+        ("tokens", r"how many ids there are; set model\.vocab_size, or return mappings if its samples are no tokens\."),
+    ],
+)
+def test_wrong_samples(file: Path, name: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=rf"^data\.path is .*{sentence}"):
+        loader_of(file, name).batch(0)
+
+
+def test_they_are_not_mixed(file: Path) -> None:
+    mixture = {f"{file}:nested": 1.0, f"{file}:tuples": 1.0}
+    with pytest.raises(UserError, match=r"^data\.mixture names .*nested and .*tuples, of which one has other samples"):
+        open_dataset(config_of({"data": {"mixture": mixture}, "model": {"architecture": "own"}}))
+
+
+def checked(file: Path, same_rows: bool) -> str:
+    """What the check of this rank's first batch says; with `same_rows` both replicas read the first one's."""
+    mesh = Mesh(Layout(dp=2, tp=2))
+    loader = loader_of(file, "tuples" if same_rows else "of_rank", Share(4, 0 if same_rows else mesh.dp.index, 2))
+    try:
+        DataCheck(mesh, 10, loader.share.rows.tolist()).before_step(1, loader.batch(0))
+    except UserError as error:
+        return str(error)
+    finally:
+        loader.close()
+    return f"nothing on rank {dist.get_rank()}"
+
+
+def test_ranks_that_read_other_samples_are_named(pool: WorkerPool, file: Path) -> None:
+    found = pool.run(4, checked, file, False)
+    assert found == [found[0]] * 4
+    assert found[0].startswith("At step 1 rank 3 (dp 1, pp 0, tp 1) read other samples than the others of its replica")
+    found = pool.run(4, checked, file, True)
+    assert found == ["At step 1 the replicas dp 0 and dp 1 read the same samples; each must have its own."] * 4
+
+
+def record(step: int, **terms: float) -> StepRecord:
+    return StepRecord(step, 1.0, 1.0, 0.1, 4 * step, 8, 0, step - 1, 0.0, 1.0, terms=terms)
+
+
+def test_the_terms_of_an_epoch_are_weighted_means_of_those_that_count_something() -> None:
+    epoch = EpochRecord(0, 1, 1)
+    for each in (record(1, a=1.0, b=math.nan), record(2, a=4.0, b=5.0)):
+        epoch.add(each)
+    assert epoch.terms == {"a": 3.0, "b": 5.0}
+    assert several({"loss": 2.0}) == {}
+    assert several({"loss": 2.0, "a": 1.0}) == {"loss": 2.0, "a": 1.0}
+
+
+def test_the_table_gets_a_column_for_each_term(small_run: Run, tmp_path: Path) -> None:
+    from threefold.train.callbacks.base import RunContext
+
+    log = CSVLog()
+    log.setup(RunContext(small_run.config, tmp_path, None))  # type: ignore[arg-type]
+    log.before_fit(0)
+    log.after_step(record(1))
+    log.after_step(record(2, a=0.5))
+    log.close()
+    log.before_fit(1)
+    log.after_step(record(2, a=0.25, b=1.0))
+    log.close()
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert [(row["step"], row["term/a"], row["term/b"]) for row in rows] == [("1", "", ""), ("2", "0.25", "1.0")]

@@ -1,0 +1,136 @@
+"""`verify_model`: what `threefold verify` does, from Python, with objects of one's own."""
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from threefold.api.own_parts import AnyConfig, own_run
+from threefold.data.vocabulary import vocabulary
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.launch.forking import prepare_fork
+from threefold.launch.process import require_room
+from threefold.models.loss_terms import LossFunction
+from threefold.models.source import ModelSource
+from threefold.verify.layout_selection import Selection, asked_for, covering, possible
+from threefold.verify.layout_spec import LayoutSpec, parse_layouts
+from threefold.verify.report import EQUAL, LayoutResult
+from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
+from threefold.verify.verifier import Verification, choose_batches, verifier
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class VerifiedModel:
+    """The results of `verify_model`; its text has a line for each layout.
+
+    Attributes:
+        results: of each layout, in order.
+    """
+
+    results: tuple[LayoutResult, ...]
+
+    @property
+    def all_equal(self) -> bool:
+        """Whether every layout computes what one process does."""
+        return all(result.verdict == EQUAL for result in self.results)
+
+    def __iter__(self) -> Iterator[LayoutResult]:
+        return iter(self.results)
+
+    def __str__(self) -> str:
+        return "\n".join(map(_line, self.results))
+
+
+def verify_model(
+    config: AnyConfig,
+    layouts: Sequence[str] | str | None = None,
+    *,
+    model: Any = None,
+    plan: Any = None,
+    loss: LossFunction | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    optimizer: "Callable[..., torch.optim.Optimizer] | None" = None,
+    dataset: Any = None,
+    ranks: int = 4,
+    steps: int = 3,
+    dtype: Literal["fp64", "fp32"] = "fp64",
+    full: bool = False,
+) -> VerifiedModel:
+    """Train a few steps in a single process and in each layout, on processes of this host, and compare the results.
+
+    Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding.
+    The layout of the config is not read.
+
+    Args:
+        config, model, plan, loss, arguments, optimizer, dataset: as of `Trainer`; classes and functions belong to a
+            module or to the script, as processes look them up there.
+        layouts: such as `["dp2·tp2", "pp2 zero1"]`; None for a selection that covers what there is.
+        ranks: of the selected layouts.
+        steps: optimizer steps to compare.
+        dtype: precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.
+        full: whether a model of the config keeps its full size, in place of fewer and narrower layers. A model of one's
+            own on data that are no tokens always does.
+
+    Returns:
+        a result for each layout.
+
+    Raises:
+        UserError: an argument is wrong, the model does not suit its plan, or the data cannot be read.
+
+    Example:
+        >>> verified = threefold.verify_model(config, ["dp2·tp2"], model=MyModel, loss=loss, dataset=MyData)
+        >>> assert verified.all_equal, verified
+    """
+    if dtype not in ("fp64", "fp32"):
+        raise UserError(f"dtype is {dtype!r} but must be fp64 or fp32; use fp64.")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise UserError(f"steps is {steps!r} but must be a whole number of at least 1; use 3.")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
+        raise UserError(f"ranks is {ranks!r} but must be a whole number of at least 2; use 4.")
+    given, source = own_run(
+        config, model=model, plan=plan, loss=loss, arguments=arguments, optimizer=optimizer, dataset=dataset
+    )
+    _require_picklable(source)
+    specs = parse_layouts([layouts] if isinstance(layouts, str) else list(layouts or ()))
+    require_room(max((spec.world_size for spec in specs), default=ranks))
+    base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
+    rows = choose_batches(given)
+    wanted = specs or possible(ranks, given.model.num_experts)
+    small = base if full else shrink(base, wanted, batch_alone=rows.is_nested)
+    if specs:
+        selection = asked_for(small, specs)
+    else:
+        chosen = covering(small, ranks).specs
+        selection = Selection(tuple(each for each in chosen if source.loss(small) is None or _suits_own_loss(each)))
+    prepare_fork()
+    with verifier(Verification(small, steps, rows, source, full), selection) as check:
+        check.run_one_process()
+        return VerifiedModel(tuple(check.verify(spec) for spec in selection.specs))
+
+
+def _suits_own_loss(spec: LayoutSpec) -> bool:
+    """A loss of the user's needs whole sequences."""
+    return spec.layout.cp == 1 and not spec.setting("parallel.sequence_parallel", False)
+
+
+def _require_picklable(source: ModelSource) -> None:
+    try:
+        pickle.dumps(source)
+    except Exception as error:
+        raise UserError(
+            f"{shown(str(source))} with its plan and loss cannot be sent to other processes "
+            f"({' '.join(str(error).split())}); define them at the top of a module or of the script."
+        ) from None
+
+
+def _line(result: LayoutResult) -> str:
+    line = f"{result.spec}: {result.verdict}"
+    if result.worst is not None:
+        line += f", the largest relative error is {result.worst.relative:.1e}"
+    if result.first is not None:
+        line += f", the first departure is {result.first} ({result.first.where(result.spec.layout)})"
+    return line + (f", {result.message}" if result.message else "")

@@ -1,0 +1,98 @@
+"""Samples for a user's own model: any nesting of tensors, arrays and numbers, from a map-style data set."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import default_collate
+
+from threefold.data.samples import MixturePart, Samples
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.random.permutation import Int64Array, samples_at
+
+if TYPE_CHECKING:
+    from threefold.data.formats.own_data import OwnData
+
+
+@dataclass(frozen=True, eq=False)
+class NestedSamples:
+    """The samples of one split of a data set, put into batches as `torch.utils.data.DataLoader` does it.
+
+    Attributes:
+        data: where they come from.
+        part: the data set.
+        chosen: int64 [samples], which of its samples.
+    """
+
+    data: "OwnData"
+    part: Any
+    chosen: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        """The one corpus, with the whole weight."""
+        return (MixturePart("", cast(Samples, self), 1.0),)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As of `Samples`."""
+        return ()
+
+    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
+        """As of `Samples`."""
+        return samples_at(counters, len(self), seed)
+
+    def epochs(self, counter: int) -> dict[str, float]:
+        """As of `Samples`."""
+        return {}
+
+    def batch(self, indices: Int64Array) -> Any:
+        """A batch of samples: their nesting, with a tensor for each leaf whose dim 0 counts them.
+
+        Raises:
+            UserError: a sample cannot be read, or holds something else than tensors, arrays and numbers, or they
+                differ in shape.
+        """
+        numbers = [int(number) for number in self.chosen[indices]]
+        samples = [self._read(number) for number in numbers]
+        try:
+            batch = default_collate(samples)
+        except Exception as error:
+            raise UserError(
+                f"data.path is {shown(self.data.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
+                f"put into one batch ({_told(error)}); give all the same nesting and shapes, padded say."
+            ) from error
+        if kind := _wrong_leaf(batch):
+            raise UserError(
+                f"data.path is {shown(self.data.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
+                "tensors, arrays and numbers, or tuples, lists and mappings of these; make it a tensor."
+            )
+        return batch
+
+    def _read(self, number: int) -> Any:
+        try:
+            return self.part[number]
+        except Exception as error:
+            raise UserError(
+                f"data.path is {shown(self.data.path)}, whose sample {number:,} cannot be read ({_told(error)}); "
+                "correct its __getitem__."
+            ) from error
+
+
+def _wrong_leaf(batch: Any) -> str | None:
+    """The type of what is no tensor in a batch; None where all leaves are."""
+    if isinstance(batch, torch.Tensor):
+        return None
+    if isinstance(batch, str | bytes) or not isinstance(batch, Mapping | tuple | list):
+        return type(batch).__name__
+    inside = batch.values() if isinstance(batch, Mapping) else batch
+    return next((kind for each in inside if (kind := _wrong_leaf(each))), None)
+
+
+def _told(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
