@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -70,7 +72,10 @@ def _fitted(sections: dict[str, Any], folder: Path, arguments: dict[str, Any]) -
 
 
 SCRIPT = """
+import os
+import signal
 import sys
+
 import torch
 import threefold as t3
 
@@ -89,6 +94,15 @@ stopping = t3.callbacks.EarlyStopping("loss", patience=2, min_delta=9)
 stopped = t3.Trainer(config, run_dir=folder, callbacks=[stopping, Note()], optimizer=Mine).fit(max_steps=9)
 print("ended", stopped.step, stopping.waited, torch.distributed.is_initialized())
 print("again", t3.Trainer(config, run_dir=folder, optimizer=Mine).fit(max_steps=6, resume=True))
+
+
+class Press(t3.Callback):
+    def after_step(self, record):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+pressed = t3.Trainer(config, run_dir=folder + "-pressed", callbacks=[Press()]).fit(max_steps=6)
+print("pressed", pressed.signal, pressed.step, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 try:
     t3.Trainer({**config.sections(), "parallel": {"dp": 2, "tp": 2}}, run_dir=folder + "-4").fit(max_steps=1)
 except t3.UserError as error:
@@ -113,6 +127,8 @@ def test_alone_it_is_one_process(small_run: Run, tmp_path: Path) -> None:
         "again None",
     ]
     assert list(steps_of(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+    assert "pressed 2 2 True" in told
+    assert told[told.index("pressed 2 2 True") - 1] == "  trainer.fit(resume=True)"
     assert told[-1] == (
         "The layout has 4 ranks but this is one process; start the script with `torchrun --nproc-per-node 4`, or call "
         "it in threefold.run(fn, ranks=4)."
@@ -145,6 +161,41 @@ class Raising(t3.Callback):
 def _with_callbacks(sections: dict[str, Any], folder: Path, callbacks: Sequence[Any]) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         t3.Trainer(sections, run_dir=folder, callbacks=callbacks).fit(max_steps=3)
+
+
+class Interrupting(t3.Callback):
+    """Rank 1 alone gets SIGTERM after step 2."""
+
+    ranks = "all"
+
+    def setup(self, run: Any) -> None:
+        self.rank = run.mesh.rank
+
+    def after_step(self, record: Any) -> None:
+        if (self.rank, record.step) == (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupted(sections: dict[str, Any], folder: Path) -> tuple[list[Any], str]:
+    """How two runs of one folder end, the first of which gets a signal; whether its handler is gone, and the output."""
+    before, printed = signal.getsignal(signal.SIGTERM), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        stopped = t3.Trainer(sections, run_dir=folder, callbacks=[Interrupting()]).fit(max_steps=6)
+        untouched = signal.getsignal(signal.SIGTERM) is before
+        again = t3.Trainer(sections, run_dir=folder).fit(max_steps=6, resume=True)
+    return [stopped and (stopped.signal, stopped.step, stopped.reason), untouched, again], printed.getvalue()
+
+
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(dp=2, steps=6, dtype="fp64")
+    (first, told), (second, silent) = pool.run(2, interrupted, sections_of(run), tmp_path / "run")
+    assert first == second == [(signal.SIGTERM, 3, ""), True, None]
+    saved = tmp_path / "run/checkpoints/step_00000003"
+    assert (
+        f"Stopped by SIGTERM after step 3, which is saved in {saved}; resume with:\n  trainer.fit(resume=True)" in told
+    )
+    assert "Stopped by" not in silent
+    assert list(steps_of(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
 class NeedsMore(t3.Callback):

@@ -148,6 +148,22 @@ def test_wrong_override(tmp_path: Path, override: str, expected: str) -> None:
     assert message(tmp_path, SEVEN_LINES, override) == expected
 
 
+def test_overrides_as_a_mapping(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {path: tokens}\nparallel: {tp: 4}\n")
+    config = load_config(file, {"parallel.tp": 2, "data.path": "C: other", "optimizer.betas": (0.9, 0.99)})
+    assert (config.parallel.tp, config.data.path, config.optimizer.betas) == (2, "C: other", (0.9, 0.99))
+    for overrides, sentence in (
+        ({"parallel.dq": 2}, "overrides has parallel.dq: parallel.dq is not a setting; the nearest is parallel.dp."),
+        ({"parallel": {}}, "overrides has parallel: parallel is a section; name a setting of it, such as parallel.dp."),
+        ({"parallel.tp": "two"}, "parallel.tp is 'two' but must be a whole number."),
+        ("parallel.tp=2", "overrides is 'parallel.tp=2' but must be a list or a mapping; use ['parallel.tp=2']."),
+    ):
+        with pytest.raises(UserError) as told:
+            load_config(file, overrides)  # type: ignore[arg-type]
+        assert str(told.value) == sentence
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         load_config(tmp_path / "none.yaml")

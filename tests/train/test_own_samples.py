@@ -1,4 +1,4 @@
-"""A user's model on samples that are no tokens: the same losses and terms in every layout, resumed; and their checks."""
+"""A model of the user on samples that are no tokens: one loss in every layout, resumed; and checks of what is read."""
 
 import csv
 import math

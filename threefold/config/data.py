@@ -15,8 +15,9 @@ class DataConfig(Section):
     """Folder that `threefold data prepare` wrote, or token files of Megatron-LM (`PREFIX.bin`, `PREFIX.idx`) or Fleet
     (`PREFIX_ids.npy`, `PREFIX_idx.npz`; `PREFIX_ids.npz`): their folder, their prefix or one of them; or a file of JSON
     lines (`.jsonl`, `.json`, also as `.gz` or `.zst`), each of them a sample or a conversation; or the import path of a
-    map-style `torch.utils.data.Dataset` of tokens or of a function that makes one, `package.module:Name` or
-    `my_data.py:make` (docs/training.md). Default: must be given, or `mixture`."""
+    map-style `torch.utils.data.Dataset` of tokens, or for a model of your own of any nesting of tensors, or of a
+    function that makes one, `package.module:Name` or `my_data.py:make` (docs/training.md). Default: must be given, or
+    `mixture`."""
     mixture: dict[PathText, Annotated[float, Field(gt=0)]] = derived(min_length=1)
     """Several corpora in place of `path`: the path of each and its share of the samples, of which only the ratios
     count, such as `{books: 3, code: 1}`; they must have one tokenizer. Default: none."""
