@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import default_collate
@@ -12,21 +12,18 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.random.permutation import Int64Array, samples_at
 
-if TYPE_CHECKING:
-    from threefold.data.formats.own_data import OwnData
-
 
 @dataclass(frozen=True, eq=False)
 class NestedSamples:
     """The samples of one split of a data set, put into batches as `torch.utils.data.DataLoader` does it.
 
     Attributes:
-        data: where they come from.
+        path: the data set's import path.
         part: the data set.
         chosen: int64 [samples], which of its samples.
     """
 
-    data: "OwnData"
+    path: str
     part: Any
     chosen: Int64Array
 
@@ -64,12 +61,12 @@ class NestedSamples:
             batch = default_collate(samples)
         except Exception as error:
             raise UserError(
-                f"data.path is {shown(self.data.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
+                f"data.path is {shown(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
                 f"put into one batch ({_told(error)}); give all the same nesting and shapes, padded say."
             ) from error
         if kind := _wrong_leaf(batch):
             raise UserError(
-                f"data.path is {shown(self.data.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
+                f"data.path is {shown(self.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
                 "tensors, arrays and numbers, or tuples, lists and mappings of these; make it a tensor."
             )
         return batch
@@ -79,7 +76,7 @@ class NestedSamples:
             return self.part[number]
         except Exception as error:
             raise UserError(
-                f"data.path is {shown(self.data.path)}, whose sample {number:,} cannot be read ({_told(error)}); "
+                f"data.path is {shown(self.path)}, whose sample {number:,} cannot be read ({_told(error)}); "
                 "correct its __getitem__."
             ) from error
 

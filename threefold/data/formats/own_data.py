@@ -106,7 +106,7 @@ class OwnData:
         if self.is_nested:
             from threefold.data.formats.nested_samples import NestedSamples  # imports torch, as the data set does
 
-            return NestedSamples(self, part, chosen.astype(np.int64))
+            return NestedSamples(self.path, part, chosen.astype(np.int64))
         return OwnSamples(self, part, chosen.astype(np.int64), sequence_length)
 
 
