@@ -16,6 +16,7 @@ from threefold.config.convert.key_mapping import (
     flat,
     foreign_text,
     number,
+    put_activation,
     put_chunks,
     put_optimizer,
     put_zero,
@@ -43,6 +44,10 @@ TABLE = (
     Same("model.num_layers", "model.num_layers", whole),
     Same("model.num_attention_heads", "model.num_attention_heads", whole),
     Same("model.max_position_embeddings", "model.max_position_embeddings", whole),
+    Same("model.drop_rate", "model.hidden_dropout", number),
+    Same("model.attn_drop_rate", "model.attention_dropout", number),
+    Same("model.embed_drop_rate", "model.embedding_dropout", number),
+    Same("model.layer_norm_epsilon", "model.norm_eps", number),
     Same("optimizer.lr", "optimizer.lr", number),
     Same("optimizer.weight_decay", "optimizer.weight_decay", number, 0.0),
     Same("optimizer.eps", "optimizer.eps", number),
@@ -60,6 +65,11 @@ OTHER_NAMES = {
     "model.depth": "model.num_layers",
     "model.num_heads": "model.num_attention_heads",
     "model.max_seq_len": "model.max_position_embeddings",
+    "model.dropout": "model.drop_rate",
+    "model.attention_dropout": "model.attn_drop_rate",
+    "model.embedding_dropout": "model.embed_drop_rate",
+    "model.layernorm_epsilon": "model.layer_norm_epsilon",
+    "model.activation": "model.act_func",
     "MAX_GRAD_NORM": "clip_grad_norm",
     "gradient_clipping": "clip_grad_norm",
     "LEARNING_RATE": "optimizer.lr",
@@ -85,6 +95,9 @@ _SIZES = {
     "gpt3": _sizes(96, 12288, 96, 2048),
 }
 """Sizes of Colossal-AI's own model functions, by a word of their name."""
+_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu"}
+"""Its names of activation functions, and torch's."""
+_DROPOUTS = ("model.hidden_dropout", "model.attention_dropout", "model.embedding_dropout")
 REASONS = {
     "NUM_EPOCHS": "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size",
     "WARMUP_*": "optimizer.warmup_steps counts steps",
@@ -222,8 +235,11 @@ def _model(mapping: KeyMapping) -> None:
     parts = re.split(r"[^a-z0-9]+", name.lower())
     sizes = next((sizes for part, sizes in _SIZES.items() if part in parts), None)
     if sizes is not None:
-        for key, value in sizes.items():
-            mapping.settings.setdefault(f"model.{key}", value)
+        # Its classes for pipelines drop nothing by default, the others a tenth.
+        dropout = dict.fromkeys(_DROPOUTS, 0.0 if "pipeline" in parts else 0.1)
+        for key, value in {**{f"model.{key}": value for key, value in sizes.items()}, **dropout}.items():
+            mapping.settings.setdefault(key, value)
+        mapping.given.setdefault("model.act_func", "gelu")
         shown = ", ".join(f"{key} {value}" for key, value in sizes.items())
         reason = f"its sizes are in its own code; those of Colossal-AI's function of that name are taken: {shown}"
         mapping.note("model.type", name, f"{reason}, where the file sets no others")
@@ -240,6 +256,10 @@ def _model(mapping: KeyMapping) -> None:
         mapping.put("model.vocab_size", size)
         whose = "Colossal-AI's models, GPT-2's 50257 padded" if name else "GPT-2"
         mapping.note("VOCAB_SIZE", "not given", f"model.vocab_size is that of {whose}: {size}")
+    put_activation(mapping, "model.act_func", _ACTIVATIONS)
+    ratio, hidden = mapping.take("model.mlp_ratio", number), mapping.settings.get("model.hidden_size")
+    if ratio is not None and hidden is not None:
+        mapping.put("model.ffn_hidden_size", int(ratio * hidden))
     if mapping.take("model.checkpoint", switch, False):
         mapping.put("train.recompute", "full")
 

@@ -226,6 +226,22 @@ def put_optimizer(mapping: KeyMapping, name: str, key: str, value: Any) -> None:
         )
 
 
+def put_activation(mapping: KeyMapping, key: str, known: Mapping[str, str]) -> None:
+    """Set a GPT's activation function.
+
+    Args:
+        key: foreign key; its value is a name, perhaps with a module before it, as in `nn.functional.gelu`.
+        known: foreign name → that of `model.activation`.
+    """
+    name = mapping.take(key, text)
+    if name is None:
+        return
+    if (ours := known.get(name.rpartition(".")[2])) is None:
+        reason = f"no function that is known, such as {' or '.join(known)}; set model.activation"
+        mapping.note(key, name, reason, unsupported=True)
+    mapping.put("model.activation", ours)
+
+
 def put_zero(mapping: KeyMapping, stage: int, key: str, value: Any) -> None:
     """Set ZeRO, if there are several replicas."""
     if mapping.settings.get("parallel.dp", 1) * mapping.settings.get("parallel.cp", 1) > 1:

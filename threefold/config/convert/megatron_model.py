@@ -48,6 +48,7 @@ def fill_model(mapping: KeyMapping) -> None:
         _rope_scaling(mapping)
         _experts(mapping)
     else:
+        _activation(mapping)
         head = mapping.given.get("kv-channels")
         heads, hidden = (mapping.settings.get(f"model.{key}") for key in ("num_attention_heads", "hidden_size"))
         if head is not None and heads and str(head).isdecimal() and int(head) * heads == hidden:
@@ -69,7 +70,7 @@ def _is_llama(mapping: KeyMapping) -> bool:
     differing: list[tuple[str, Any, str]] = []
     if not llama:
         _differ(differing, norm != "LayerNorm", "normalization", norm, "gpt has layer norms")
-        _differ(differing, swiglu, "swiglu", True, "gpt has GELU; with --normalization RMSNorm it would be llama")
+        _differ(differing, swiglu, "swiglu", True, "gpt has no gates; with --normalization RMSNorm it is llama")
         _differ(differing, bare, "disable-bias-linear", True, "gpt has biases")
         mapping.put("model.position_embedding", "rope" if rope else "learned")
         _differ(differing, not rope and position != "learned_absolute", "position-embedding-type", position, "learned")
@@ -84,6 +85,14 @@ def _is_llama(mapping: KeyMapping) -> bool:
 def _differ(found: list[tuple[str, Any, str]], differs: bool, key: str, value: Any, reason: str) -> None:
     if differs:
         found.append((key, value, reason))
+
+
+def _activation(mapping: KeyMapping) -> None:
+    """The activation function of a GPT: GELU fused with the bias is its tanh approximation, as OpenAI's is, and GELU
+    without that fusion is exact."""
+    squared, tanh = mapping.take("squared-relu", switch, False), mapping.take("openai-gelu", switch, False)
+    exact = mapping.take("no-bias-gelu-fusion", switch, False)
+    mapping.put("model.activation", "relu2" if squared else "gelu" if exact and not tanh else "gelu_tanh")
 
 
 def _ffn(mapping: KeyMapping, llama: bool) -> None:

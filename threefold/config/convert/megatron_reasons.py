@@ -136,10 +136,10 @@ UNSUPPORTED: Final = {
     "rope-scaling-factor": "only architecture llama has it, which needs --normalization RMSNorm and --swiglu",
     "rope-type": "rotary positions are the usual ones",
     "mscale*": "model.rope_scaling yarn and model.rope_attention_factor",
-    "squared-relu": "llama has SwiGLU; for gpt set model.activation relu2",
-    "openai-gelu": "it is the default of model.activation, gelu_tanh; leave it out",
-    "quick-geglu": "llama has SwiGLU, gpt has GELU",
-    "glu-linear-offset": "llama has SwiGLU, gpt has GELU",
+    "squared-relu": "llama has SwiGLU",
+    "openai-gelu": "llama has SwiGLU",
+    "quick-geglu": "the only gated function is SwiGLU, that of llama",
+    "glu-linear-offset": "the only gated function is SwiGLU, that of llama, without an offset",
     "activation-func-clamp-value": "activations are not clamped",
     "softmax-type": "attention uses the plain softmax",
     "window-size": "model.sliding_window is for llama, in all layers but the first few",
@@ -189,9 +189,10 @@ SWITCHES: Final = _names(
     "moe-shared-expert-gate moe-per-layer-logging multi-latent-attention no-async-tensor-model-parallel-allreduce "
     "no-bias-dropout-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-create-attention-mask-in-dataloader "
     "no-gradient-accumulation-fusion no-load-optim no-load-rng no-masked-softmax-fusion no-mmap-bin-files "
-    "no-position-embedding no-rope-fusion no-save-optim no-save-rng overlap-grad-reduce overlap-param-gather "
-    "override-opt-param-scheduler override-opt_param-scheduler profile qk-layernorm recompute-activations "
-    "reset-attention-mask reset-position-ids sequence-parallel squared-relu swiglu tp-comm-overlap "
+    "no-position-embedding no-rope-fusion no-save-optim no-save-rng openai-gelu overlap-grad-reduce "
+    "overlap-param-gather override-opt-param-scheduler override-opt_param-scheduler profile qk-layernorm quick-geglu "
+    "recompute-activations reset-attention-mask reset-position-ids sequence-parallel squared-relu swiglu "
+    "tp-comm-overlap "
     "untie-embeddings-and-output-weights use-checkpoint-args use-checkpoint-opt_param-scheduler "
     "use-cpu-initialization use-dist-ckpt use-distributed-optimizer use-flash-attn use-legacy-models "
     "use-mcore-models use-megatron-fsdp use-rope-scaling use-rotary-position-embeddings use-torch-fsdp2"

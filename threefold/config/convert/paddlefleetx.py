@@ -14,6 +14,7 @@ from threefold.config.convert.key_mapping import (
     flat,
     foreign_text,
     number,
+    put_activation,
     put_chunks,
     put_optimizer,
     put_zero,
@@ -97,6 +98,8 @@ REASONS = {
     "Fused.*": "kernels are chosen automatically",
     "Profiler.*": "the step log has times; there is no profiler in a config",
 }
+ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
+"""Its names of activation functions; its GPTs compute GELU by the tanh approximation."""
 IMPLIED = {
     "Model.module": ("GPTModule", "GPTModuleAuto"),
     "Model.name": ("GPT",),
@@ -152,6 +155,7 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     _rename(mapping)
     _skip_implied(mapping)
     mapping.move(TABLE)
+    put_activation(mapping, "Model.hidden_act", ACTIVATIONS)
     _layout(mapping, world)
     _batch(mapping)
     _precision(mapping)

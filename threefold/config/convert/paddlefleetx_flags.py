@@ -44,6 +44,8 @@ KEYS: Final = {
     "max_position_embeddings": "Model.max_position_embeddings",
     "hidden_dropout_prob": "Model.hidden_dropout_prob",
     "attention_probs_dropout_prob": "Model.attention_probs_dropout_prob",
+    "hidden_act": "Model.hidden_act",
+    "hidden_activation": "Model.hidden_act",
     "initializer_range": "Model.initializer_range",
     "type_vocab_size": "Model.type_vocab_size",
     "use_recompute": "Model.use_recompute",
