@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import select
 import signal
 import sys
 import time
@@ -43,6 +44,17 @@ def fail(info: RankInfo, folder: Path, rank: int, how: str, others: str = "in a 
                 os._exit(7)
     while True:
         dist.barrier() if others == "in a collective" else signal.pause()
+
+
+def outlive_rank_zero(info: RankInfo, folder: Path) -> None:
+    """Rank 1 fails by itself once the process of rank 0 has ended."""
+    (folder / f"pid_{info.rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    process = os.pidfd_open(int((folder / "pid_0").read_text()))
+    dist.barrier()
+    if info.rank == 1:
+        select.select([process], [], [])
+        raise ValueError("the cat sat on the keyboard")
 
 
 def user_error_everywhere(info: RankInfo) -> None:

@@ -1,6 +1,7 @@
 """Failures of ranks, and which of several was the first cause."""
 
 import pickle
+import re
 import signal
 import time
 import traceback
@@ -83,6 +84,21 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     lines = traceback.format_exception_only(error)[-1].split("\n")
     message = " ".join(line.strip() for line in lines if line.strip())
     return Failure(rank, message, now, raised=raised, traceback=text)
+
+
+_LOST: Final = re.compile(r"connection|broken pipe|\bpeer|pair closure|nccl", re.IGNORECASE)
+"""Words of gloo, NCCL and the store where the process at the other end has gone."""
+
+
+def lost_rank_zero(failure: Failure) -> Failure:
+    """The failure of rank 0, whose process can no longer be reached, from that of a rank which noticed.
+
+    A rank that failed by itself after rank 0 had ended keeps its own failure.
+    """
+    if failure.user_error or not _LOST.search(failure.error):
+        return failure
+    error = f"its process ended without a report, or its host is out of reach of rank {failure.rank}"
+    return Failure(0, error, failure.when, silent=True)
 
 
 def pickled(error: BaseException) -> bytes | None:

@@ -2,15 +2,16 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank
-from threefold.launch.failure import Failure, RankFailed, from_exception
+from threefold.launch.failure import Failure, RankFailed, from_exception, lost_rank_zero
 from threefold.launch.local import StartMethod, run_local, write_traceback
+from threefold.launch.output import failure_file
 from threefold.launch.process import require_room
 from threefold.launch.signals import StopSignals
 from threefold.launch.worker import Device, Job, RankInfo, Worker, meet, never, work
@@ -110,21 +111,21 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
     try:
         store = meet(launched)
         with ExitStack() as stack:
-            refusal = _enter(stack, own, launched, store)
+            refusal = _enter(stack, own, launched, store, job.run_dir)
             if not refusal:
                 stack.enter_context(job.output_of(launched.rank))
                 stack.enter_context(signals.noted() if signals else nullcontext())
                 return work(job, info, store)
     except Exception as error:
         write_traceback(job, launched.rank, error)
-        failure = from_exception(launched.rank, error)
-        if _is_first(store, failure):
+        failure = _to_report(store, from_exception(launched.rank, error), job.run_dir)
+        if failure is not None:
             raise RankFailed(failure.message(job.run_dir)) from error
         sys.exit(1)
     raise UserError(refusal)
 
 
-def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any) -> str:
+def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any, run_dir: Path | None) -> str:
     """Enter `own` on rank 0. Returns the message of the `UserError` that it raised, on every rank; empty if none."""
     refusal = ""
     if launched.rank == 0:
@@ -132,14 +133,41 @@ def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any)
             stack.enter_context(own())
         except UserError as error:
             refusal = str(error)
+        if run_dir is not None and not refusal:
+            with suppress(OSError):  # there is none, or no such folder yet
+                failure_file(run_dir).unlink()
         store.set(_OWNED, refusal)
     store.wait([_OWNED])
     return str(store.get(_OWNED).decode())
 
 
-def _is_first(store: Any, failure: Failure) -> bool:
-    """Whether no other rank has reported a failure yet."""
+def _to_report(store: Any, failure: Failure, run_dir: Path | None) -> Failure | None:
+    """The failure that this rank reports; None where another rank has reported one.
+
+    Under Slurm the process of rank 0 holds the store in which ranks see who failed first. Where it has ended without a
+    report, the ranks that it leaves behind agree by a file of the run folder, where that is the same on all hosts, and
+    without a run folder leave the report to rank 1.
+    """
+    if store is None:  # the ranks have not met
+        return failure
     try:
-        return int(store.add("failures", 1)) == 1
+        first = int(store.add("failures", 1)) == 1
     except Exception:  # the store is unreachable
+        reported = lost_rank_zero(failure)
+        reports = failure.rank == 1 or reported is failure if run_dir is None else _claim(run_dir, reported)
+        return reported if reports else None
+    if first and run_dir is not None:
+        _claim(run_dir, failure)
+    return failure if first else None
+
+
+def _claim(run_dir: Path, failure: Failure) -> bool:
+    """Write the failure to a file that one rank alone makes. Returns whether this rank is the one."""
+    try:
+        with failure_file(run_dir).open("x", encoding="utf-8") as file:
+            file.write(f"{failure.message(run_dir)}\n")
+    except FileExistsError:
+        return False
+    except OSError:  # such as a full disk: better told twice than not at all
         return True
+    return True

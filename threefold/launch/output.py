@@ -27,6 +27,11 @@ def log_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank_{rank:05d}.log"
 
 
+def failure_file(run_dir: Path) -> Path:
+    """The file that the rank makes which reports the failure of a launcher's ranks: its message."""
+    return run_dir / "logs" / "failure"
+
+
 @contextmanager
 def logged(log: Path) -> Iterator[None]:
     """Append this process's standard output and error, native code's included, to `log`."""
