@@ -1,6 +1,7 @@
 """The collectives of a training step are, to the byte, those of the formula."""
 
 from collections import defaultdict
+from typing import Any
 from unittest.mock import patch
 
 from tests.support.parity import Case, make_engine, shard_of
@@ -70,6 +71,35 @@ CASES = {
     "gradients in bf16": Case(dp=2, cp=2, settings=(("parallel.gradient_compression", "bf16"),), **EVEN),
     "dualpipev": Case(pp=2, schedule="dualpipev", **EVEN, accumulation=4),
 }
+
+
+def grouped(key_value_heads: int, tp: int, *model: tuple[str, Any], **changes: Any) -> Case:
+    """A Llama with 12 heads of width 4 and fewer key-value heads."""
+    sizes = (("architecture", "llama"), ("num_key_value_heads", key_value_heads), ("head_dim", 4), *model)
+    return Case(**{"positions": "rope", "tie": False, "model": sizes, "tp": tp, **EVEN, **changes})
+
+
+GROUPED = {
+    "kv heads on their own ranks": grouped(4, 2),
+    "kv heads on their own ranks, cp, norms of heads": grouped(4, 2, ("qk_norm", True), cp=2, dtype="bf16"),
+    "each kv head on two ranks": grouped(2, 4, ("qkv_bias", True)),
+    "a kv head on all ranks": grouped(1, 2, ("qk_norm", True), accumulation=3, dropout=0.1),
+    "rows that do not divide": grouped(2, 6),
+    "repeated, sequence": grouped(2, 4, ("qk_norm", True), settings=SHARED),
+    "repeated, cp": grouped(2, 4, cp=2),
+    "repeated, ring, zero 2": grouped(1, 2, cp=2, dp=2, settings=(*RING, ("parallel.zero", 2))),
+    "repeated, pp, dp": grouped(1, 2, dp=2, pp=2),
+    "repeated, recompute": grouped(2, 4, settings=(*FULL, ("train.recompute_every", 2))),
+    "repeated, recompute of the core": grouped(1, 2, settings=CORE),
+}
+
+
+@sweep("name", GROUPED, quick=(2, 3))
+def test_grouped_heads(pool, name: str) -> None:
+    """Key-value heads fewer than heads; where they are fewer than tensor ranks too, features travel."""
+    case = GROUPED[name]
+    for counted, computed in pool.run(case.world_size, counted_and_computed, case):
+        assert counted == computed
 
 
 @sweep("name", CASES, quick=(0, 1, 2, 6, 7, 11, 17, 19, 21, 27, 30))

@@ -1,7 +1,7 @@
 """The communication of a training step on each axis, by formula: number of collectives, and bytes of each kind.
 
 The same numbers that the mesh's recorder counts while a step runs, from sizes alone; `docs/parallel/traffic.md` has the
-formulas as a table. They are those of a GPT: an embedding of tokens and positions, blocks of attention and MLP, a head.
+formulas as a table. They are those of a decoder without experts: an embedding, blocks of attention and MLP, a head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ def wire_bytes(operation: str, nbytes: float, ranks: int) -> float:
 
 
 def step_traffic(config: Config, stages: StageMap, place: Coordinates) -> Table:
-    """The collectives of one rank in one training step of a GPT.
+    """The collectives of one rank in one training step of a GPT, or of a Llama without experts.
 
     Args:
         config: resolved.
@@ -104,7 +104,8 @@ class _Step:
         blocks = layers & set(range(1, model.num_layers + 1))
         self.blocks = len(blocks)
         self.held = Place(tp=Shard(place.tp, parallel.tp))
-        weights = weights_by_layer(config.model, model_plan(config.model, config.data.sequence_length))
+        self.plan = model_plan(config.model, config.data.sequence_length)
+        weights = weights_by_layer(config.model, self.plan)
         self.layers = [each for number, each in enumerate(weights.values()) if number in layers]
         replayed = blocks & set(range(1, model.num_layers + 1, train.recompute_every))
         self.replayed_cores = len(replayed) if train.recompute != "none" else 0
@@ -117,6 +118,7 @@ class _Step:
             yield from self._tensor_shared() if self.parallel.sequence_parallel else self._tensor()
             if self.has_head:
                 yield from self._loss()
+            yield from self._repeated_heads()
         if self.parallel.cp > 1:
             yield from self._context()
         if self.parallel.pp > 1:
@@ -167,10 +169,12 @@ class _Step:
         """Forward: after the embedding and each half of a block; backward: before each half and the head."""
         each = self.has_embedding + 4 * self.blocks + self.has_head + self._replayed_sums()
         yield "tp", "all_reduce", self.micro_batches * each, self.activation
+        partial = self.summed * sum(self._held_whole(per_head=True))
+        yield "tp", "all_reduce", int(partial > 0), partial
 
     def _tensor_shared(self) -> Iterator[Carried]:
         """A gather before each half of a block, a reduce-scatter after it, the adjoint of each backward, and the input
-        gathered again; weights that are held whole are summed over the shares."""
+        gathered again; gradients of weights that are held whole are summed over the shares."""
         gathers = 6 * self.blocks + self.has_embedding + 2 * self.has_head + 2 * self.replayed
         scatters = 4 * self.blocks + self.has_embedding + self.has_head + self._replayed_sums()
         yield "tp", "all_gather", self.micro_batches * gathers, self.activation
@@ -188,18 +192,38 @@ class _Step:
         yield "tp", "all_reduce_max", self.micro_batches, self.tokens * self.wide
         yield "tp", "all_reduce", self.micro_batches, 2 * self.tokens * self.wide
 
+    def _repeated_heads(self) -> Iterator[Carried]:
+        """Features of queries, keys and values where ranks share a key-value head, gathered over these ranks, or over
+        the whole axis where they do not divide; and their gradients back."""
+        model, tp = self.config.model, self.parallel.tp
+        if model.num_key_value_heads >= tp:
+            return
+        sharing = tp // model.num_key_value_heads
+        rows = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+        over_all = sharing == tp or rows % tp > 0
+        axis, ranks = ("tp", tp) if over_all else ("tp shares", sharing)
+        features = -(-rows // tp) * ranks * self.tokens * self.itemsize
+        yield axis, "all_gather", self.micro_batches * (self.blocks + self.replayed), features
+        yield axis, "reduce_scatter", self.micro_batches * self.blocks, features
+
+    def _keys_and_values(self) -> int:
+        """Bytes of those of a rank's heads and positions."""
+        model = self.config.model
+        heads = max(model.num_key_value_heads // self.parallel.tp, 1)
+        return 2 * heads * model.head_dim * self.tokens * self.itemsize
+
     def _context(self) -> Iterator[Carried]:
         """Keys and values of each block in one; their gradients back."""
         if self.parallel.cp_method == "ring":
             yield from self._ring()
             return
-        keys_and_values = 2 * self.activation * self.parallel.cp // self.parallel.tp
+        keys_and_values = self._keys_and_values() * self.parallel.cp
         yield "cp", "all_gather", self.micro_batches * (self.blocks + self.replayed_cores), keys_and_values
         yield "cp", "reduce_scatter", self.micro_batches * self.blocks, keys_and_values
 
     def _ring(self) -> Iterator[Carried]:
         """Each rank's keys and values to all others, forward and backward; their gradients all the way round, wide."""
-        own, passes = 2 * self.activation // self.parallel.tp, 2 * self.blocks + self.replayed_cores
+        own, passes = self._keys_and_values(), 2 * self.blocks + self.replayed_cores
         yield "cp", "send", self.micro_batches * passes * (self.parallel.cp - 1), own
         gradients = own // self.itemsize * self.wide
         yield "cp", "send", self.micro_batches * self.blocks * self.parallel.cp, gradients
@@ -230,11 +254,14 @@ class _Step:
         """For each layer of this rank, rows and columns of its parameters (1 column for a vector)."""
         yield from ([_matrix(weight.held_shape(self.held)) for weight in weights] for weights in self._weights())
 
-    def _held_whole(self) -> Iterator[int]:
-        """Elements of the parameters that the tensor axis does not split: positions, norms and row-parallel biases."""
+    def _held_whole(self, per_head: bool = False) -> Iterator[int]:
+        """Elements of the parameters that the tensor axis does not split: positions, norms and row-parallel biases; or
+        only of those that each rank applies to its own heads."""
         share = self._of_shard if self.parallel.zero else int
         for weights in self._weights():
             for weight in weights:
+                if per_head and not self.plan.has_partial_gradient(weight.name):
+                    continue
                 if weight.split.cut_dim(weight.own_name, "tp") is None:
                     rows, columns = _matrix(weight.shape)
                     yield share(rows) * columns
