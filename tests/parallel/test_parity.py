@@ -133,6 +133,15 @@ def test_compiled_layers(pool, expected, layout: tuple[int, int, int], dropout: 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_compiled_layers_with_recompute(pool, expected, mode: str) -> None:
+    """With dropout, whose masks the compiled code draws again; every other layer, the others as they are."""
+    again = (("train.recompute", mode), ("train.recompute_every", 2))
+    check(pool, expected, Case(layers=4, compile=True, dropout=0.2, settings=again).with_layout(2, 1, 2))
+
+
+@pytest.mark.slow
 def test_half_precision_follows_single_precision_in_every_layout(pool, expected) -> None:
     """bf16 with fp32 masters: twenty steps stay within a hundredth of one process in fp32."""
     reference = expected(Case(steps=20)).losses

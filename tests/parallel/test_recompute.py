@@ -18,7 +18,7 @@ from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.sharding import Constant, ModelPlan, Replicated
 from threefold.parallel.parameter import local, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.recompute import apply_recompute, chosen_layers, unwrapped
+from threefold.parallel.recompute import Recomputed, apply_recompute, chosen_layers, unwrapped
 from threefold.plan.activations import block_bytes, recording_saved
 from threefold.random.dropout import sample_keys
 
@@ -238,3 +238,27 @@ def test_settings_that_say_nothing_are_refused(train: dict[str, Any], sentence: 
     given = {"model": {"num_layers": 3}, "data": {"path": "unused"}, "train": train}
     with pytest.raises(UserError, match=sentence):
         resolve(Config.model_validate(given), 67)
+
+
+def test_a_compiled_module_is_compiled_inside_its_recomputation() -> None:
+    """The backward pass runs the compiled code again; compiled around it, it would run once and keep everything."""
+    runs: list[torch.Size] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        def run(*given: Tensor) -> Any:
+            runs.append(given[-1].shape)
+            return graph(*given)
+
+        return run
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    x = torch.randn(4, 3, requires_grad=True)
+    expected = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+    recomputed = Recomputed(module)
+    recomputed.compile(backend=backend)
+    loss = recomputed(x).square().sum()
+    assert len(runs) == 1
+    found = torch.autograd.grad(loss, [x, *recomputed.parameters()])
+    assert len(runs) == 2
+    assert all(gradient.equal(other) for gradient, other in zip(found, expected, strict=True))

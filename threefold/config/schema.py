@@ -136,7 +136,7 @@ class TrainConfig(Section):
     the fp32 logits of a micro-batch take at most 128 MiB on a rank, else as many as take that."""
     compile: bool = False
     """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU and, in bf16, on a CPU; needs
-    `parallel.tp` 1."""
+    `parallel.tp` 1. Experts, and attention with `recompute: selective`, run as they are between compiled parts."""
     callbacks: tuple[CallbackEntry, ...] = derived(strict=False)
     """Training callbacks (docs/training.md), which the run gets beside the built-in ones, in this order: each a name
     (`early_stopping`, `csv_log`, `epoch_metrics`, `phase_timers`, `wandb`, `mlflow`, or one of an installed package) or

@@ -8,7 +8,7 @@ Collectives inside a module are repeated too. Torch ends a recomputation at the 
 needs; all ranks of a group run the same operations and so end at the same one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,21 +36,29 @@ class Recomputed(nn.Module):
     """
 
     wrapped: nn.Module
+    compiled: Callable[..., Any] | None
 
     def __init__(self, module: nn.Module, streams: RandomStreams | None = None) -> None:
         super().__init__()
         self.training = module.training
         self.__dict__["wrapped"] = module  # not among the submodules: those are the module's own
+        self.__dict__["compiled"] = None
         share_contents(self, module)
         self._context = noop_context_fn if streams is None else streams.replays
 
+    # In a layer that is compiled: what is around it is compiled, and what is computed again is not.
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the module."""
-        forward = self.wrapped.forward
+        forward = self.compiled or self.wrapped.forward
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=self._context)
         return recomputed(forward, *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`, inside the recomputation: the backward pass runs the compiled code again."""
+        self.__dict__["compiled"] = torch.compile(self.wrapped.forward, *args, **kwargs)
 
     def train(self, mode: bool = True) -> "Recomputed":
         """As `nn.Module.train`, for the module too."""

@@ -31,20 +31,6 @@ class Rule:
 RULES: tuple[Rule, ...] = (
     Rule(
         "compile",
-        "selective",
-        "train.compile",
-        lambda config: config.train.compile and config.train.recompute == "selective",
-        "train.recompute selective cannot be replayed inside a compiled layer; use false or recompute none",
-    ),
-    Rule(
-        "compile",
-        "full",
-        "train.compile",
-        lambda config: config.train.compile and config.train.recompute == "full",
-        "train.recompute full cannot be replayed inside a compiled layer; use false or recompute none",
-    ),
-    Rule(
-        "compile",
         "tp",
         "train.compile",
         lambda config: config.train.compile and config.parallel.tp > 1,
@@ -71,14 +57,6 @@ RULES: tuple[Rule, ...] = (
         "parallel.zero",
         lambda config: config.parallel.zero > 0 and config.train.compile,
         "train.compile is true and gathering weights cannot be compiled; use 0 or compile false",
-    ),
-    Rule(
-        "compile",
-        "experts",
-        "train.compile",
-        lambda config: config.train.compile and config.model.num_experts > 0,
-        "model.num_experts is {config.model.num_experts}, and how many tokens each gets is not known when a layer is "
-        "compiled; use false or num_experts 0",
     ),
     Rule(
         "compile",

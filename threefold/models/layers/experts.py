@@ -57,6 +57,8 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, inner))
 
+    # How many tokens each expert gets is known when a layer runs, not when it is compiled.
+    @torch.compiler.disable
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """[B, S, H] → [B, S, H]: the weighted sum of the outputs of each token's experts."""
         return through(x, choice, len(self.gate_up), lambda rows, counts: swiglu(rows, self.gate_up, self.down, counts))

@@ -32,6 +32,8 @@ class ParallelExperts(nn.Module):
         self.gate_up = _part("gate_up", experts.gate_up, context)
         self.down = _part("down", experts.down, context)
 
+    # How many tokens each expert gets is known when a layer runs, not when it is compiled.
+    @torch.compiler.disable
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """[B, S, H] → [B, S, H], the same on every rank of the tensor axis or its shard of the sequence."""
         tp, dim = self.context.tp, self.context.sequence_dim
