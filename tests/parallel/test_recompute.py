@@ -240,6 +240,7 @@ def test_settings_that_say_nothing_are_refused(train: dict[str, Any], sentence: 
         resolve(Config.model_validate(given), 67)
 
 
+@pytest.mark.slow
 def test_a_compiled_module_is_compiled_inside_its_recomputation() -> None:
     """The backward pass runs the compiled code again; compiled around it, it would run once and keep everything."""
     runs: list[torch.Size] = []

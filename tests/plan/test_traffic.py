@@ -94,7 +94,7 @@ GROUPED = {
 }
 
 
-@sweep("name", GROUPED, quick=(2, 3))
+@sweep("name", GROUPED, quick=(3,))
 def test_grouped_heads(pool, name: str) -> None:
     """Key-value heads fewer than heads; where they are fewer than tensor ranks too, features travel."""
     case = GROUPED[name]
