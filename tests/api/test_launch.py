@@ -199,3 +199,52 @@ def torchrun(folder: Path, ranks: str) -> subprocess.CompletedProcess[str]:
     script.write_text(TORCHRUN.format(ranks=ranks))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+INTERRUPTED = """
+import os
+import signal
+import sys
+
+import threefold as t3
+
+
+class Press(t3.Callback):
+    def after_step(self, record):
+        if record.step == 2:
+            os.kill(os.getppid(), signal.SIGINT)
+
+
+def waits():
+    if os.environ["RANK_OF_TEST"] == "0":
+        os.kill(os.getppid(), signal.SIGINT)
+    signal.pause()
+
+
+def train():
+    sections = {{"parallel": {{"dp": 2}}, "train": {{"global_batch_size": 4, "max_steps": 5000, "eval_every": 0}}}}
+    stopped = t3.Trainer(sections, model={file!r}, dataset={data!r}, run_dir=sys.argv[1], callbacks=[Press()]).fit()
+    return stopped.signal, stopped.step, len(os.listdir(os.path.join(sys.argv[1], "checkpoints")))
+
+
+first, second = t3.run(train, ranks=2)
+print("ended", first == second, first[0], first[1] < 5000, first[2])
+os.environ["RANK_OF_TEST"] = "0"
+try:
+    t3.run(waits, ranks=1)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_training_run_with_a_checkpoint_and_other_functions_at_once(tmp_path: Path) -> None:
+    """Ctrl-C reaches the process that started the ranks, which asks them."""
+    two_tower = Path(__file__).parents[2] / "examples" / "two_tower.py"
+    text = INTERRUPTED.format(file=f"{two_tower}:TwoTower", data=f"{two_tower}:pairs")
+    (tmp_path / "script.py").write_text(text)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "ended True 15 True 1" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "interrupted"
