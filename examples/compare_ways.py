@@ -4,7 +4,8 @@
     python examples/compare_ways.py --csv MINE.csv   # your own comments, with the columns comment_text and label
 
 The script of a single process and that of every other way are the same function, `train`: what differs is how its ranks
-are started and what `threefold.prepare` is told. A way whose packages are missing is left out.
+are started, and what `threefold.prepare` is told; the pipeline is `threefold.parallelize`. Every way starts from
+the same weights and reads the same batches. A way whose packages are missing is left out.
 """
 
 import argparse
@@ -15,9 +16,11 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 WORDS, LENGTH = 512, 24
 SEED = 7
@@ -25,14 +28,13 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks are started, and what is told to `prepare`."""
+    """How the ranks are started, with what they train, and what that is told."""
 
     name: str
     ranks: int
     start: str  # here, spawn, torchrun
-    options: tuple[tuple[str, object], ...] = ()
-    tp: int = 1
-    uses_accelerate: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    by: str = "prepare"  # or parallelize, accelerate
 
 
 WAYS = (
@@ -43,8 +45,9 @@ WAYS = (
     Way("compressed, fp16", 2, "torchrun", (("compress", "fp16"),)),
     Way("accumulation", 2, "torchrun", (("accumulate", 2),)),
     Way("ZeRO 1", 2, "torchrun", (("zero", 1),)),
-    Way("tensor parallel", 2, "torchrun", tp=2),
-    Way("accelerate", 2, "torchrun", uses_accelerate=True),
+    Way("tensor parallel", 2, "torchrun", (("tp", 2),)),
+    Way("pipeline", 2, "torchrun", (("pp", 2),), by="parallelize"),
+    Way("accelerate", 2, "torchrun", by="accelerate"),
 )
 
 
@@ -119,105 +122,191 @@ def area_under_curve(labels: list[int], scores: list[float]) -> float:
 
 
 def make_model():
-    """Embeddings, one block of self-attention and a head: plain PyTorch."""
+    """Embeddings, one block of self-attention and a head: plain PyTorch, in layers that pass on the mask."""
     import torch
     from torch import nn
     from torch.nn import functional as F
 
-    class Attention(nn.Module):
-        def __init__(self, width: int, heads: int) -> None:
-            super().__init__()
-            self.head_dim = width // heads
-            self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-            self.out = nn.Linear(width, width)
-
-        def forward(self, x, mask):
-            batch, length, _ = x.shape
-            q, k, v = (
-                each(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
-                for each in (self.query, self.key, self.value)
-            )
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
-            return self.out(attended.transpose(1, 2).reshape(batch, length, -1))
-
-    class Classifier(nn.Module):
-        def __init__(self, width: int = 64, heads: int = 4) -> None:
+    class Embed(nn.Module):
+        def __init__(self, width):
             super().__init__()
             self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
-            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.attention = Attention(width, heads)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-            self.head = nn.Linear(width, 1)
 
         def forward(self, tokens):
-            mask = tokens != 0
-            x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-            x = x + self.attention(self.norm1(x), mask)
-            x = x + self.down(F.gelu(self.up(self.norm2(x))))
-            return self.head(x.masked_fill(~mask[..., None], -1e4).amax(1)).sum(-1)
+            return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device)), tokens != 0
 
+    class Attention(nn.Module):
+        def __init__(self, width, heads):
+            super().__init__()
+            self.head_dim, self.norm = width // heads, nn.LayerNorm(width)
+            self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+        def forward(self, x, mask):
+            y = self.norm(x)
+            q, k, v = (
+                each(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                for each in (self.query, self.key, self.value)
+            )
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
+            return x + self.out(y.transpose(1, 2).flatten(2)), mask
+
+    class FeedForward(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x, mask):
+            return x + self.down(F.gelu(self.up(self.norm(x)))), mask
+
+    class Head(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.score = nn.Linear(width, 1)
+
+        def forward(self, x, mask):
+            return self.score(x.masked_fill(~mask[..., None], -1e4).amax(1)).sum(-1)
+
+    class Classifier(nn.Module):
+        def __init__(self, width=64, heads=4):
+            super().__init__()
+            self.embed, self.attention = Embed(width), Attention(width, heads)
+            self.feed, self.head = FeedForward(width), Head(width)
+
+        def forward(self, tokens):
+            return self.head(*self.feed(*self.attention(*self.embed(tokens))))
+
+    torch.manual_seed(SEED)
     return Classifier()
+
+
+class Script(NamedTuple):
+    """What a training loop needs, whatever the way."""
+
+    loader: Any
+    valid: Any
+    update: Callable[[Any, Any], None]
+    """Of a batch and its labels."""
+    predict: Callable[[Any, Any], tuple[Any, Any]]
+    """Logits and labels of all rows of a batch of `valid`, on rank 0 at least."""
+    train: Callable[[], object] = lambda: None
+    evaluate: Callable[[], object] = lambda: None
+
+
+def cut():
+    """How the layers are cut: for tensor parallelism, and for a plan."""
+    import threefold as t3
+
+    columns = {f"attention.{name}": t3.Column(heads=4) for name in ("query", "key", "value")}
+    return {**columns, "attention.out": t3.Row(heads=4), "feed.up": t3.Column(), "feed.down": t3.Row()}
+
+
+def with_prepare(options, make_optimizer, loader, valid, loss_fn) -> Script:
+    """Any module in one call."""
+    import torch.distributed as dist
+
+    import threefold as t3
+
+    model, tp = make_model(), options.pop("tp", 1)
+    optimizer = make_optimizer(model.parameters())
+    mesh = t3.init_mesh(tp=tp) if dist.is_initialized() else None
+    table = cut() if tp > 1 else None
+    model, optimizer = t3.prepare(model, optimizer, mesh=mesh, tensor_parallel=table, **options)
+    loader, valid, model = t3.prepare(loader, valid, model)
+
+    def update(x, y):
+        t3.backward(loss_fn(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def predict(x, y):
+        return t3.gather_for_metrics((model(x), y), valid)
+
+    return Script(loader, valid, update, predict, model.train, model.eval)
+
+
+def with_parallelize(options, make_optimizer, loader, valid, loss_fn) -> Script:
+    """A plan says where a pipeline may cut the model."""
+    import torch
+
+    import threefold as t3
+
+    mesh = t3.init_mesh(**options)
+    plan = t3.Plan(layers=["embed", "attention", "feed", "head"], shard={**cut(), "**": t3.Replicated()})
+    model = t3.parallelize(make_model, plan, mesh, micro_batches=mesh.pp.size)
+    optimizer = t3.distributed_optimizer(make_optimizer(model.parameters()), model)
+
+    def update(x, y):
+        model.train_batch((x, y), lambda logits, batch: loss_fn(logits, batch[1]))
+        optimizer.step()
+
+    def predict(x, y):
+        logits = []  # of the last stage, micro-batch by micro-batch
+
+        def keep(output, batch):
+            logits.append(output)
+            return loss_fn(output, batch[1])
+
+        model.eval_batch((x, y), keep)
+        return t3.broadcast_object(torch.cat(logits) if mesh.is_last_stage else None, mesh.pp.last), y
+
+    return Script(loader, valid, update, predict)
+
+
+def with_accelerate(options, make_optimizer, loader, valid, loss_fn) -> Script:
+    """The script of `with_prepare`, as Accelerate has it."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    model = make_model()
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    model, optimizer, loader, valid = accelerator.prepare(model, make_optimizer(model.parameters()), loader, valid)
+
+    def update(x, y):
+        accelerator.backward(loss_fn(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def predict(x, y):
+        return accelerator.gather_for_metrics((model(x), y))
+
+    return Script(loader, valid, update, predict, model.train, model.eval)
+
+
+MAKERS = {"prepare": with_prepare, "parallelize": with_parallelize, "accelerate": with_accelerate}
 
 
 def train(way: Way, path: Path, epochs: int) -> dict[str, float]:
     """Train in one way, on the ranks of this process group; the same on every rank."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn import functional as F
-    from torch.utils.data import DataLoader, TensorDataset
+    from functools import partial
 
-    import threefold as t3
+    import torch
+    from torch.nn import functional as F
+    from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
     torch.set_num_threads(1)
-    torch.manual_seed(SEED)
     texts, labels = read_comments(path)
     tokens, targets = torch.tensor(texts), torch.tensor(labels, dtype=torch.float32)
     held_out = len(texts) // 5
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     options = dict(way.options)
-    size = 64 // int(options.get("accumulate", 1))  # of a batch, so that an update has 64 rows in each way
-    loader = DataLoader(TensorDataset(tokens[held_out:], targets[held_out:]), size, shuffle=True)
+    size = 64 // options.get("accumulate", 1)  # of a batch, so that an update has 64 rows in each way
+    rows = TensorDataset(tokens[held_out:], targets[held_out:])
+    loader = DataLoader(rows, size, sampler=RandomSampler(rows, generator=torch.Generator().manual_seed(SEED)))
     valid = DataLoader(TensorDataset(tokens[:held_out], targets[:held_out]), 256)
-    if way.uses_accelerate:
-        from accelerate import Accelerator
-        from accelerate.utils import DataLoaderConfiguration
-
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-        model, optimizer, loader, valid = accelerator.prepare(model, optimizer, loader, valid)
-        backward, gather = accelerator.backward, accelerator.gather_for_metrics
-    else:
-        mesh = t3.init_mesh(tp=way.tp) if dist.is_initialized() else None
-        if way.tp > 1:
-            options["tensor_parallel"] = {
-                "attention.query": t3.Column(),
-                "attention.key": t3.Column(),
-                "attention.value": t3.Column(),
-                "attention.out": t3.Row(),
-                "up": t3.Column(),
-                "down": t3.Row(),
-            }
-        model, optimizer = t3.prepare(model, optimizer, mesh=mesh, **options)
-        loader, valid, model = t3.prepare(loader, valid, model)
-        backward = t3.backward
-
-        def gather(values):
-            return t3.gather_for_metrics(values, valid)
-
+    make_optimizer = partial(torch.optim.AdamW, lr=2e-3)
+    script = MAKERS[way.by](options, make_optimizer, loader, valid, F.binary_cross_entropy_with_logits)
     started = time.perf_counter()
+    script.train()
     for _ in range(epochs):
-        model.train()
-        for x, y in loader:
-            backward(F.binary_cross_entropy_with_logits(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+        for x, y in script.loader:
+            script.update(x, y)
     seconds = time.perf_counter() - started
     scores: list[float] = []
     truth: list[int] = []
-    model.eval()
+    script.evaluate()
     with torch.no_grad():
-        for x, y in valid:
-            logits, answers = gather((model(x), y))
+        for x, y in script.valid:
+            logits, answers = script.predict(x, y)
             scores += logits.tolist()
             truth += answers.int().tolist()
     predicted = [int(score > 0) for score in scores]
@@ -302,7 +391,7 @@ def print_table(found: list[dict[str, object]]) -> None:
         numbers = [f"{row[key]:.3f}" for key in ("accuracy", "f1", "auc")]
         times = [f"{seconds:.1f} s", f"{row['whole_seconds']:.1f} s", f"{first / seconds:.2f}"]
         table.add_row(str(row["name"]), str(row["ranks"]), *times, *numbers)
-    Console().print(table)
+    Console(width=max(Console().width, 88)).print(table)
 
 
 def draw(found: list[dict[str, object]], path: Path) -> None:
@@ -316,11 +405,14 @@ def draw(found: list[dict[str, object]], path: Path) -> None:
     seconds = [float(str(row["seconds"])) for row in found]
     places = range(len(names))
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 0.45 * len(names) + 1.8), sharey=True)
-    left.barh(places, seconds, color="#4c72b0")
+    left.bar_label(left.barh(places, seconds, color="#4c72b0"), fmt="%.1f", padding=3)
+    left.margins(x=0.15)
     left.set_title("training time (s)")
     left.set_yticks(list(places), names)
     left.invert_yaxis()
-    middle.barh(places, [seconds[0] / each for each in seconds], color="#55a868")
+    speed_ups = middle.barh(places, [seconds[0] / each for each in seconds], color="#55a868")
+    middle.bar_label(speed_ups, fmt="%.2f", padding=3)
+    middle.margins(x=0.15)
     middle.axvline(1, color="grey", linewidth=0.8)
     middle.set_title("speed-up over one process")
     for offset, (key, label, color) in enumerate(
@@ -328,7 +420,7 @@ def draw(found: list[dict[str, object]], path: Path) -> None:
     ):
         heights = [place + 0.25 * (offset - 1) for place in places]
         right.barh(heights, [float(str(row[key])) for row in found], 0.22, label=label, color=color)
-    right.set_xlim(0.5, 1)
+    right.set_xlim(0, 1)
     right.set_title("quality on the held-out comments")
     right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.tight_layout()
@@ -359,7 +451,7 @@ def main() -> None:
         path = given.folder / "comments.csv"
         write_comments(path, given.rows)
     ways = [by_name[name] for name in given.ways] if given.ways else list(WAYS)
-    for way in [way for way in ways if way.uses_accelerate and find_spec("accelerate") is None]:
+    for way in [way for way in ways if way.by == "accelerate" and find_spec("accelerate") is None]:
         ways.remove(way)
         print(f"{way.name}: left out, as it needs `pip install accelerate`")
     found = compare(ways, path, given.epochs, given.folder)

@@ -65,7 +65,7 @@ def run_page(page: Path, folder: Path) -> int:
         script = folder / f"block_{block.line}.{'py' if block.language == 'python' else 'sh'}"
         script.write_text(block.code)
         command = [sys.executable, str(script)] if block.language == "python" else ["bash", "-e", str(script)]
-        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
         assert ended.returncode == 0, f"{page.name}, line {block.line}:\n{ended.stdout}\n{ended.stderr}"
         ran += 1
     return ran
@@ -103,7 +103,7 @@ def run_scripts(page: Path, folder: Path) -> int:
             scripts.append(script)
     command = [sys.executable, "-c", SCRIPTS_IN_TURN, *scripts]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, f"{page.name}:\n{ended.stdout}\n{ended.stderr}"
     return len(scripts)
 
@@ -117,6 +117,19 @@ def test_a_guide_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_the_python_of_a_guide_runs(name: str, tmp_path: Path) -> None:
     assert run_scripts(GUIDES / name, tmp_path) > 0
+
+
+@pytest.mark.slow
+def test_the_readme_runs_with_the_model_of_the_guide_and_fewer_steps(tmp_path: Path) -> None:
+    for block in blocks(GUIDES / "own_model.md"):
+        if block.language == "python" and (named := NAMED.match(block.code.splitlines()[0])):
+            (tmp_path / named[1]).write_text(block.code)
+    text = (ROOT / "README.md").read_text()
+    for many, few in (("max_steps: 1000", "max_steps: 2"), ("max_steps=2000", "max_steps=4")):
+        assert text.count(many) == 1
+        text = text.replace(many, few)
+    (tmp_path / "README.md").write_text(text)
+    assert run_page(tmp_path / "README.md", tmp_path) == 2
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:

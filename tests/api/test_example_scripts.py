@@ -1,10 +1,12 @@
 """The scripts in examples/ run as commands, and give the same on one process and on several."""
 
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +74,20 @@ def test_the_generated_comments_are_read_back(ways: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.slow
 def test_ways_reach_one_accuracy(ways: dict[str, Any], tmp_path: Path) -> None:
-    import json
-
-    command = [sys.executable, str(EXAMPLES / "compare_ways.py"), "--folder", str(tmp_path), "--rows", "3000"]
-    names = ["one process", "spawn", "tensor parallel"]
-    ended = subprocess.run([*command, "--epochs", "4", "--ways", *names], capture_output=True, text=True, timeout=500)
+    """They start from the same weights and read the same batches."""
+    command = [sys.executable, str(EXAMPLES / "compare_ways.py"), "--folder", str(tmp_path)]
+    names = [way.name for way in ways["WAYS"] if way.by != "accelerate" or find_spec("accelerate")]
+    assert "pipeline" in names
+    options = ["--rows", "2000", "--epochs", "5"]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads((tmp_path / "ways.json").read_text())
-    assert [row["name"] for row in found] == names
-    assert {row["rows"] for row in found} == {600}
-    accuracies = [row["accuracy"] for row in found]
-    assert min(accuracies) > 0.8
-    assert max(accuracies) - min(accuracies) < 0.03
+    found = {row["name"]: row for row in json.loads((tmp_path / "ways.json").read_text())}
+    assert list(found) == names
+    assert {row["rows"] for row in found.values()} == {400}
+    alone = found["one process"]
+    assert alone["accuracy"] > 0.8
+    for name, row in found.items():
+        rounded = name in ("bf16", "compressed, fp16")
+        for metric in ("accuracy", "f1", "auc"):
+            assert row[metric] == pytest.approx(alone[metric], abs=0.03 if rounded else 0.01), (name, metric)
     assert (tmp_path / "ways.png").stat().st_size > 10_000

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from threefold.api.wrapped_optimizer import WrappedOptimizer
 from threefold.comm.axis import Axis, Recorder
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
@@ -124,7 +125,7 @@ def allreduce(tensor: Tensor, average: bool = True) -> Tensor:
     return total / world.size if average else total
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(WrappedOptimizer):
     """An optimizer that updates with the mean of the ranks' gradients.
 
     Each rank computes the loss of its own rows and calls `loss.backward()`; sums over the ranks start while it is
@@ -155,7 +156,6 @@ class DistributedOptimizer(Optimizer):
         ```
     """
 
-    # Not initialised as an optimizer: parameters, state and hooks are those of the original.
     def __init__(
         self,
         optimizer: Optimizer,
@@ -173,7 +173,8 @@ class DistributedOptimizer(Optimizer):
         passes = backward_passes_per_step
         if not isinstance(passes, int) or passes < 1:
             raise UserError(f"backward_passes_per_step is {passes!r} but must be a whole number of at least 1; use 1.")
-        self.optimizer, self.backward_passes_per_step = optimizer, passes
+        super().__init__(optimizer)
+        self.backward_passes_per_step = passes
         self._axis = _world()
         self._parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters or ()}
@@ -189,21 +190,6 @@ class DistributedOptimizer(Optimizer):
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self)))
         self.zero_grad()
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the original."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """That of the original."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the original."""
-        return self.optimizer.defaults
 
     def synchronize(self) -> None:
         """Wait until each `.grad` is the mean of the ranks' gradients, as to clip them before `step`."""
@@ -253,14 +239,6 @@ class DistributedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As the original's."""
         self.optimizer.load_state_dict(dict(state_dict))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet, as in a copy that is being made
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.optimizer!r})"
 
     def _note(self, parameter: Tensor) -> None:
         self._passes[parameter] += 1

@@ -1,9 +1,7 @@
 """Starting ranks from a script or a notebook: `run`, `spawn` and `notebook_launcher`."""
 
-import os
 import pickle
 from collections.abc import Callable, Sequence
-from signal import SIGTERM
 from typing import Any, Literal
 
 from threefold.api.arguments import naming_arguments
@@ -13,7 +11,6 @@ from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import RankFailed, cause
 from threefold.launch.local import StartMethod, collect_local
 from threefold.launch.process import require_room
-from threefold.launch.signals import StopSignals
 from threefold.launch.worker import Device, Job, RankInfo, join, meet
 
 DeviceSetting = Literal["auto", "cpu", "cuda"]
@@ -65,9 +62,7 @@ def spawn(
 ) -> list[Any]:
     """Call `fn(*args)` in so many processes of this host, the ranks of one process group, and wait for their values.
 
-    A rank that fails ends all others within seconds: they are killed, so that no collective waits for it. Ctrl-C
-    (SIGINT) and SIGTERM go to the ranks as SIGTERM, which `Trainer.fit` ends with a checkpoint and others at once; a
-    second one kills them.
+    A rank that fails ends all others within seconds: they are killed, so that no collective waits for it.
 
     Args:
         fn: called with `torch.distributed` initialised; with "fork" any function, such as one of a notebook's cell.
@@ -85,7 +80,6 @@ def spawn(
         UserError: an argument is wrong, there are fewer GPUs than ranks, this process is itself a rank, or CUDA is
             initialised.
         RankFailed: a rank's process ended, such as by SIGKILL; the message names rank and signal.
-        KeyboardInterrupt: Ctrl-C ended a rank before the function returned.
         Exception: what `fn` raised first, of the same type, with the rank as a note and its traceback as the cause.
 
     Example:
@@ -108,12 +102,7 @@ def spawn(
     else:
         raise UserError(f"start_method is {start_method!r} but must be fork or spawn; use fork.")
     job = Job(_call, (fn, args, one_thread), chosen, None, tuple(range(ranks)), prints_traceback=False)
-    with StopSignals(process_ends=False) as signals:
-        failures, results = collect_local(job, ranks, start_method, signals)
-    if failures and signals.received:
-        if signals.received == SIGTERM:
-            os.kill(os.getpid(), SIGTERM)  # which ends this process, as it would have without ranks
-        raise KeyboardInterrupt
+    failures, results = collect_local(job, ranks, start_method)
     if failures:
         raise cause(failures).original()
     values = []

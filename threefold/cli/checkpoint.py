@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from threefold.byte_sizes import format_bytes, parse_bytes
-from threefold.cli.options import ModelFile, model_file
+from threefold.cli.options import ModelFile, model_file, print_warnings
 
 app = typer.Typer(help="Import and export Hugging Face models.", no_args_is_help=True)
 
@@ -77,8 +77,7 @@ def export(
 
     with Bars() as bars:
         made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite, model_file(model)), bars)
-    for warning in made.warnings:
-        typer.echo(f"Warning: {warning}", err=True)
+    print_warnings(made.warnings)
     print_table(
         (str(out), ""),
         [

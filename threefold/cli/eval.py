@@ -19,6 +19,7 @@ from threefold.cli.options import (
     SpecialTokensName,
     TensorRanks,
     model_file,
+    print_warnings,
 )
 
 if TYPE_CHECKING:
@@ -118,8 +119,7 @@ def measure(
     from threefold.inference.log_likelihood import score
 
     if model.prints:
-        for warning in model.trained.warnings:
-            typer.echo(f"Warning: {warning}", err=True)
+        print_warnings(model.trained.warnings)
     about["step"] = model.trained.checkpoint.step
     started = time.perf_counter()
     with _progress("measuring", len(work.windows), model.prints) as advance:

@@ -14,6 +14,7 @@ from threefold.cli.options import (
     SpecialTokensName,
     TensorRanks,
     model_file,
+    print_warnings,
 )
 from threefold.cli.streams import read_standard_input
 from threefold.errors import OutputLost
@@ -104,8 +105,7 @@ def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest")
             lost = error  # the other ranks need this one to the end
 
     if model.prints:
-        for warning in model.trained.warnings:
-            typer.echo(f"Warning: {warning}", err=True)
+        print_warnings(model.trained.warnings)
         echo(pending.pop(0))
     for number, text in generate_text(model, prompts, request):
         if not model.prints:

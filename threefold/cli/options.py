@@ -1,7 +1,7 @@
-"""Parameters that several commands share."""
+"""Parameters that several commands share, and how they warn."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -60,3 +60,9 @@ def model_file(model: str | None) -> str | None:
 
     file, name = split_model_file(model)
     return f"{file}:{name}" if name else str(file)
+
+
+def print_warnings(warnings: Iterable[str]) -> None:
+    """Print each on standard error."""
+    for warning in warnings:
+        typer.echo(f"Warning: {warning}", err=True)

@@ -7,15 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.data.corpus import Corpus
-from threefold.data.samples import MixturePart
+from threefold.data.samples import SingleCorpus
 from threefold.data.split import document_runs
 from threefold.errors import UserError
 from threefold.labels import IGNORE_INDEX
-from threefold.random.permutation import Int64Array, samples_at
+from threefold.random.permutation import Int64Array
 
 
 @dataclass(frozen=True, eq=False)
-class PackedConversations:
+class PackedConversations(SingleCorpus):
     """The samples of one split of a corpus with a loss mask.
 
     A sample has room for S + 1 tokens, the last of which is only a label. Documents are put into samples whole, the
@@ -83,10 +83,6 @@ class PackedConversations:
     def __len__(self) -> int:
         return len(self.samples) - 1
 
-    @property
-    def parts(self) -> tuple[MixturePart, ...]:
-        return (MixturePart("", self, 1.0),)
-
     @cached_property
     def notes(self) -> tuple[str, ...]:
         room = len(self) * (self.sequence_length + 1)
@@ -101,12 +97,6 @@ class PackedConversations:
             f"{self.longer:,} of them are longer than a sample of {self.sequence_length:,} tokens: they are cut into "
             "pieces, all of whose answers have labels; the attention mask separates pieces.",
         )
-
-    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        return samples_at(counters, len(self), seed)
-
-    def epochs(self, counter: int) -> dict[str, float]:
-        return {}
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         shape = (len(indices), self.sequence_length + 1)

@@ -6,15 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.data.corpus import Corpus
-from threefold.data.samples import MixturePart
+from threefold.data.samples import SingleCorpus
 from threefold.data.split import SPLITS, document_runs
 from threefold.errors import UserError
 from threefold.labels import IGNORE_INDEX
-from threefold.random.permutation import Int64Array, samples_at
+from threefold.random.permutation import Int64Array
 
 
 @dataclass(frozen=True, eq=False)
-class PackedSamples:
+class PackedSamples(SingleCorpus):
     """The samples of one split: its documents end to end in file order, cut every `sequence_length` tokens.
 
     Sample i is stream[i * S : i * S + S + 1]: it overlaps the next by one token, so that each token of the stream but
@@ -72,20 +72,6 @@ class PackedSamples:
             raise self.files.outside(int(windows[row, column]), int(places[row, column]), sample)
         return windows
 
-    @property
-    def parts(self) -> tuple[MixturePart, ...]:
-        return (MixturePart("", self, 1.0),)
-
-    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        return samples_at(counters, len(self), seed)
-
-    def epochs(self, counter: int) -> dict[str, float]:
-        return {}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return ()
-
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         windows = self.read(indices)
         tokens, labels = windows[:, :-1], windows[:, 1:].copy()
@@ -97,9 +83,6 @@ class PackedSamples:
         """The number of the document that each input token of the samples at `indices` belongs to: int64 [rows, S]."""
         places = self._places(indices, self.sequence_length)
         return np.searchsorted(self.files.documents, places, side="right") - 1
-
-    def positions(self, indices: Int64Array) -> None:
-        return None
 
     def padding(self, indices: Int64Array) -> Int64Array:
         return np.zeros(len(indices), np.int64)

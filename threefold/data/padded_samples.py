@@ -5,17 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from threefold.data.formats.jsonl import EncodedLines
-from threefold.data.samples import MixturePart
+from threefold.data.samples import SingleCorpus
 from threefold.data.split import document_runs
 from threefold.data.token_storage import TOKENS_FILE
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.labels import IGNORE_INDEX
-from threefold.random.permutation import Int64Array, samples_at
+from threefold.random.permutation import Int64Array
 
 
 @dataclass(frozen=True, eq=False)
-class PaddedSamples:
+class PaddedSamples(SingleCorpus):
     """The samples of one split: one for each of its lines, in file order.
 
     A sample is the line's tokens and the end-of-document token, cut to S + 1; what a shorter one lacks is filled up
@@ -57,13 +57,6 @@ class PaddedSamples:
     def __len__(self) -> int:
         return self.count
 
-    @property
-    def parts(self) -> tuple[MixturePart, ...]:
-        return (MixturePart("", self, 1.0),)
-
-    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        return samples_at(counters, len(self), seed)
-
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         lines = self._lines(indices)
         starts, ends = self.encoded.lines[lines], self.encoded.lines[lines + 1]
@@ -85,20 +78,10 @@ class PaddedSamples:
     def documents(self, indices: Int64Array) -> Int64Array:
         return np.repeat(self._lines(indices)[:, None], self.sequence_length, axis=1)
 
-    def positions(self, indices: Int64Array) -> None:
-        return None
-
     def padding(self, indices: Int64Array) -> Int64Array:
         lines = self._lines(indices)
         held = self.encoded.lines[lines + 1] - self.encoded.lines[lines]
         return np.maximum(0, self.sequence_length - held)
-
-    def epochs(self, counter: int) -> dict[str, float]:
-        return {}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return ()
 
     def _lines(self, indices: Int64Array) -> Int64Array:
         return indices + self.shifts[np.searchsorted(self.first_samples, indices, side="right") - 1]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from threefold.random.permutation import Int64Array
+from threefold.random.permutation import Int64Array, samples_at
 
 
 class Samples(Protocol):
@@ -56,3 +56,24 @@ class MixturePart:
     name: str
     samples: Samples
     weight: float
+
+
+class SingleCorpus(Samples, Protocol):
+    """What samples of one corpus have in common, read in a keyed order and with positions from the sample's start."""
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        return (MixturePart("", self, 1.0),)
+
+    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
+        return samples_at(counters, len(self), seed)
+
+    def epochs(self, counter: int) -> dict[str, float]:
+        return {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+    def positions(self, indices: Int64Array) -> Int64Array | None:
+        return None

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from threefold.api.prepared.grad_sync import GradSync
 from threefold.api.prepared.shards import slice_of
 from threefold.api.prepared.whole_weights import OwnedWeights
+from threefold.api.wrapped_optimizer import WrappedOptimizer
 from threefold.errors import UserError
 from threefold.parallel.parameter import like, local, stored, whole
 
@@ -30,7 +31,7 @@ ELEMENTWISE = (
 """Optimizers that treat every element of a weight independently, so that they update a shard as they do the whole."""
 
 
-class PreparedOptimizer(Optimizer):
+class PreparedOptimizer(WrappedOptimizer):
     """What `prepare` returns for an optimizer, with the same groups, state and defaults.
 
     `step` does nothing while gradients are accumulated, and nothing where they overflowed in fp16. `state_dict` has
@@ -42,9 +43,9 @@ class PreparedOptimizer(Optimizer):
         sync: the gradients.
     """
 
-    # Not initialised as an optimizer: parameters, state and hooks are those of the original.
     def __init__(self, optimizer: Optimizer, before: Mapping[str, nn.Parameter], sync: GradSync) -> None:
-        self.optimizer, self.sync = optimizer, sync
+        super().__init__(optimizer)
+        self.sync = sync
         self._seen_updates = sync.updates
         self._owned: OwnedWeights | None = None
         names = {id(parameter): name for name, parameter in before.items()}
@@ -66,21 +67,6 @@ class PreparedOptimizer(Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last `step` updated nothing, because gradients are being accumulated or overflowed."""
         return self.sync.is_accumulating or self.sync.overflowed
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the original."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """That of the original, of this rank's shards."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the original."""
-        return self.optimizer.defaults
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the weights once their gradients are complete.
@@ -133,14 +119,6 @@ class PreparedOptimizer(Optimizer):
         given, held = state_dict["state"].items(), self._stored
         state = {index: _cut(held[index], each) for index, each in given if index < len(held)}
         self.optimizer.load_state_dict({**state_dict, "state": state})
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("optimizer", "sync"):  # not set yet, as in a copy that is being made
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"PreparedOptimizer({self.optimizer!r})"
 
 
 class PreparedScheduler:

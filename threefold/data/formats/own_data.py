@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from threefold.data.samples import MixturePart
+from threefold.data.samples import SingleCorpus
 from threefold.data.split import SPLITS, document_runs
 from threefold.data.text.text_encoding import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.labels import IGNORE_INDEX
 from threefold.plugins import is_import_path, load_path
-from threefold.random.permutation import Int64Array, samples_at
+from threefold.random.permutation import Int64Array
 
 if TYPE_CHECKING:
     from threefold.data.formats.nested_samples import NestedSamples
@@ -124,7 +124,7 @@ def is_nested(path: str) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnSamples:
+class OwnSamples(SingleCorpus):
     """The samples of one split of a data set, each filled up to `sequence_length` tokens.
 
     Attributes:
@@ -144,20 +144,6 @@ class OwnSamples:
     def __len__(self) -> int:
         return len(self.chosen)
 
-    @property
-    def parts(self) -> tuple[MixturePart, ...]:
-        return (MixturePart("", self, 1.0),)
-
-    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        return samples_at(counters, len(self), seed)
-
-    def epochs(self, counter: int) -> dict[str, float]:
-        return {}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return ()
-
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         tokens = np.zeros((len(indices), self.sequence_length), np.int64)
         labels = np.full_like(tokens, IGNORE_INDEX)
@@ -171,9 +157,6 @@ class OwnSamples:
 
     def documents(self, indices: Int64Array) -> Int64Array:
         return np.zeros((len(indices), self.sequence_length), np.int64)
-
-    def positions(self, indices: Int64Array) -> None:
-        return None
 
     def padding(self, indices: Int64Array) -> Int64Array:
         lengths = [self._lengths.get(int(index)) or len(self._read(int(self.chosen[index]))[0]) for index in indices]
