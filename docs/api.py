@@ -38,29 +38,32 @@ its value, the rule and the nearest value that works. The [guides](guides/README
 GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "A run from a config": (
         "What `threefold train` and `threefold verify` do, from Python.",
-        ("Trainer", "verify_model", "VerifiedModel", "load_config", "UserError"),
+        ("Trainer", "Stopped", "verify_model", "VerifiedModel", "load_config", "Config", "UserError"),
     ),
     "Starting ranks": (
         "From a script or a notebook; under `torchrun` and `srun` the ranks are theirs.",
-        ("run", "spawn", "notebook_launcher", "init_mesh", "Mesh", "Axis", "Layout", "RankFailed"),
+        ("run", "spawn", "notebook_launcher", "init_mesh", "Mesh", "Axis", "Layout", "Coordinates", "RankFailed"),
     ),
     "Your own model": (
         "A model in plain PyTorch, and how it is cut.",
         (
             *("Plan", "Column", "Row", "Vocab", "Replicated", "PerHead", "Normal", "Constant", "inspect"),
-            *("PipelineLayers", "ModelPlan"),
+            *("Inspection", "InspectedModule", "PipelineLayers", "ModelPlan", "Split"),
         ),
     ),
     "Your own loop": (
         "The model over the mesh, its optimizer, its data, its checkpoints.",
         (
             *("parallelize", "DistributedModel", "CountedLoss", "LossTerm", "distributed_optimizer", "ModelOptimizer"),
-            *("DataLoader", "DistributedBatchSampler", "save", "load"),
+            *("DataLoader", "DistributedBatchSampler", "save", "load", "LossFunction", "LossSums"),
         ),
     ),
     "Any module in one call": (
         "Data parallelism, ZeRO and mixed precision for a model that is made already.",
-        ("prepare", "backward", "clip_grad_norm_", "gather_for_metrics"),
+        (
+            *("prepare", "backward", "clip_grad_norm_", "gather_for_metrics"),
+            *("PreparedModule", "PreparedOptimizer", "PreparedLoader", "PreparedScheduler"),
+        ),
     ),
     "In Horovod's manner": (
         "The optimizer sums the gradients; `loss.backward()` stays as it is.",
@@ -73,7 +76,7 @@ GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "The layers alone, for a model that is written with them.",
         (
             *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelCrossEntropy"),
-            *("split", "Splitter"),
+            *("split", "Splitter", "Initializer"),
         ),
     ),
     "Random numbers": (
@@ -87,11 +90,14 @@ GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
             "layers_by_rank",
         ),
     ),
-    "Callbacks": ("`threefold.callbacks` has the ready ones.", ("Callback", "callbacks")),
+    "Callbacks": (
+        "`threefold.callbacks` has the ready ones.",
+        ("Callback", "StepRecord", "EvaluationRecord", "RunContext", "callbacks"),
+    ),
 }
 
 MEMBERS: Final[dict[str, tuple[str, ...]]] = {
-    "Mesh": ("alone", "is_alone", "is_first_stage", "is_last_stage", "check_group", "new_axis"),
+    "Mesh": ("alone", "is_alone", "is_first_stage", "is_last_stage", "local_rank", "check_group", "new_axis"),
     "Layout": ("world_size", "coordinates", "rank_of", "groups"),
     "Plan": ("build",),
     "ModelPlan": (),
@@ -106,16 +112,27 @@ MEMBERS: Final[dict[str, tuple[str, ...]]] = {
     "ModelOptimizer": ("param_groups", "step", "zero_grad"),
     "RandomStreams": ("add", "use"),
     "UserError": (),
+    "Config": (),
+    "Split": (),
+    "Inspection": ("undecided", "parameters"),
+    "PreparedModule": ("state_dict", "load_state_dict"),
+    "PreparedOptimizer": ("loss", "step_was_skipped", "step", "state_dict", "load_state_dict"),
+    "PreparedLoader": (),
     "DistributedOptimizer": (
         *("step", "zero_grad", "synchronize", "skip_synchronize", "state_dict", "load_state_dict"),
     ),
 }
 """The members of a class that the page has, where these are not all public ones that have a docstring."""
 
-MADE_ELSEWHERE: Final = ("Axis", "DistributedModel", "ModelOptimizer", "UserError", "RankFailed")
+MADE_ELSEWHERE: Final = (
+    *("Axis", "Config", "Coordinates", "DistributedModel", "EvaluationRecord", "InspectedModule", "Inspection"),
+    *("LossSums", "ModelOptimizer", "PreparedLoader", "PreparedModule", "PreparedOptimizer", "PreparedScheduler"),
+    *("RankFailed", "RunContext", "Split", "StepRecord", "Stopped", "UserError"),
+)
 """The classes that a user does not construct."""
 
-Definition = ast.FunctionDef | ast.ClassDef
+Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
+"""An assignment is that of a type, explained by the text after it."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,7 @@ class Found:
 
     node: Definition
     file: Path
+    text: str
 
 
 @cache
@@ -139,9 +157,13 @@ def file_of(module: str) -> Path:
 def find(module: str, name: str) -> Found:
     """The definition of a name that a module has, or imports from another."""
     file = file_of(module)
-    for node in parsed(file).body:
-        if isinstance(node, Definition) and node.name == name:
-            return Found(node, file)
+    body = parsed(file).body
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return Found(node, file, ast.get_docstring(node) or "")
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            return Found(node, file, str(following.value.value) if explained else "")
         if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
             assert node.module is not None
             return find(node.module, name)
@@ -160,12 +182,13 @@ def literal(module: str, name: str) -> object:
     raise SystemExit(f"{module} has no {name}")
 
 
-def decorators(node: Definition) -> list[str]:
+def decorators(node: ast.FunctionDef) -> list[str]:
     return [ast.unparse(each) for each in node.decorator_list]
 
 
 def fields(found: Found) -> list[str]:
     """The fields of a dataclass or named tuple, as arguments of its constructor."""
+    assert isinstance(found.node, ast.ClassDef)
     named = []
     for node in found.node.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
@@ -224,6 +247,8 @@ def arguments_of(found: Found, is_method: bool = False) -> list[str]:
     """The arguments of a function, or of a class's constructor."""
     if isinstance(found.node, ast.FunctionDef):
         return parameters(found.node, is_method)
+    if isinstance(found.node, ast.Assign):
+        return []
     for node in found.node.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             return parameters(node, True)
@@ -316,6 +341,7 @@ def indented(text: str) -> str:
 
 def members(name: str, found: Found) -> Iterator[ast.FunctionDef]:
     """The public methods and properties of a class that the page has."""
+    assert isinstance(found.node, ast.ClassDef)
     chosen = MEMBERS.get(name)
     nodes = [node for node in found.node.body if isinstance(node, ast.FunctionDef)]
     if chosen is not None:
@@ -332,10 +358,12 @@ def members(name: str, found: Found) -> Iterator[ast.FunctionDef]:
 def entry(name: str, found: Found, path: str) -> Iterator[str]:
     """What the page says of a name."""
     yield f"### `{path}`"
-    if name not in MADE_ELSEWHERE:
+    if isinstance(found.node, ast.Assign):
+        yield f"```text\n{ast.unparse(found.node)}\n```"
+    elif name not in MADE_ELSEWHERE:
         yield call(name, arguments_of(found), result_of(found.node))
-    yield described(ast.get_docstring(found.node) or "")
-    if isinstance(found.node, ast.FunctionDef):
+    yield described(found.text)
+    if not isinstance(found.node, ast.ClassDef):
         return
     for node in members(name, found):
         text = described(ast.get_docstring(node) or "")
@@ -376,7 +404,7 @@ def problems() -> Iterator[str]:
         yield f"{name} is {'in no group of docs/api.py' if name in modules else 'no public name'}"
     for name in sorted(set(modules) - {"callbacks"}):
         found = find(f"{PACKAGE}.{modules[name]}", name)
-        text = ast.get_docstring(found.node)
+        text = found.text
         if not text:
             yield f"{name} has no docstring"
             continue

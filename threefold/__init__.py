@@ -18,27 +18,29 @@ if TYPE_CHECKING:
         broadcast_optimizer_state,
         broadcast_parameters,
     )
-    from threefold.api.inspect_model import inspect
+    from threefold.api.inspect_model import InspectedModule, Inspection, inspect
     from threefold.api.launch import notebook_launcher, run, spawn
     from threefold.api.mesh import init_mesh
     from threefold.api.model import DistributedModel, parallelize
     from threefold.api.optimizer import ModelOptimizer, distributed_optimizer
     from threefold.api.pipeline import PipelineLayers
     from threefold.api.prepared.grad_sync import backward
-    from threefold.api.prepared.loader import gather_for_metrics
+    from threefold.api.prepared.loader import PreparedLoader, gather_for_metrics
+    from threefold.api.prepared.module import PreparedModule
+    from threefold.api.prepared.optimizer import PreparedOptimizer, PreparedScheduler
     from threefold.api.prepared.prepare import clip_grad_norm_, prepare
     from threefold.api.trainer import Trainer
     from threefold.api.verification import VerifiedModel, verify_model
     from threefold.comm.axis import Axis
-    from threefold.comm.layout import Layout
+    from threefold.comm.layout import Coordinates, Layout
     from threefold.comm.mesh import Mesh
-    from threefold.config import load_config
+    from threefold.config import Config, load_config
     from threefold.data.map_dataset import DataLoader, DistributedBatchSampler
     from threefold.errors import UserError
     from threefold.launch.failure import RankFailed
-    from threefold.models.loss_terms import CountedLoss, LossTerm
+    from threefold.models.loss_terms import CountedLoss, LossFunction, LossSums, LossTerm
     from threefold.models.plan import Plan
-    from threefold.models.sharding import Column, Constant, ModelPlan, Normal, PerHead, Replicated, Row, Vocab
+    from threefold.models.sharding import Column, Constant, ModelPlan, Normal, PerHead, Replicated, Row, Split, Vocab
     from threefold.parallel.pipeline.partition import (
         layers_by_rank,
         partition_by_class,
@@ -47,11 +49,13 @@ if TYPE_CHECKING:
         partition_uniform_chunks,
     )
     from threefold.parallel.tensor.functional import Splitter, split
+    from threefold.parallel.tensor.initial_values import Initializer
     from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from threefold.parallel.tensor.loss import ParallelCrossEntropy
     from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
-    from threefold.train.callbacks.base import Callback
+    from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
+    from threefold.train.stop import Stopped
 
 __version__ = "0.1.0"
 
@@ -60,14 +64,22 @@ __all__ = [
     "Callback",
     "Column",
     "ColumnParallelLinear",
+    "Config",
     "Constant",
+    "Coordinates",
     "CountedLoss",
     "DataLoader",
     "DistributedBatchSampler",
     "DistributedModel",
     "DistributedOptimizer",
     "Dropout",
+    "EvaluationRecord",
+    "Initializer",
+    "InspectedModule",
+    "Inspection",
     "Layout",
+    "LossFunction",
+    "LossSums",
     "LossTerm",
     "Mesh",
     "ModelOptimizer",
@@ -77,12 +89,20 @@ __all__ = [
     "PerHead",
     "PipelineLayers",
     "Plan",
+    "PreparedLoader",
+    "PreparedModule",
+    "PreparedOptimizer",
+    "PreparedScheduler",
     "RandomStreams",
     "RankFailed",
     "Replicated",
     "Row",
     "RowParallelLinear",
+    "RunContext",
+    "Split",
     "Splitter",
+    "StepRecord",
+    "Stopped",
     "Trainer",
     "UserError",
     "VerifiedModel",
@@ -122,14 +142,22 @@ _MODULES: Final = {
     "Callback": "train.callbacks.base",
     "Column": "models.sharding",
     "ColumnParallelLinear": "parallel.tensor.layers",
+    "Config": "config",
     "Constant": "models.sharding",
+    "Coordinates": "comm.layout",
     "CountedLoss": "models.loss_terms",
     "DataLoader": "data.map_dataset",
     "DistributedBatchSampler": "data.map_dataset",
     "DistributedModel": "api.model",
     "DistributedOptimizer": "api.horovod",
     "Dropout": "random.dropout",
+    "EvaluationRecord": "train.callbacks.base",
+    "Initializer": "parallel.tensor.initial_values",
+    "InspectedModule": "api.inspect_model",
+    "Inspection": "api.inspect_model",
     "Layout": "comm.layout",
+    "LossFunction": "models.loss_terms",
+    "LossSums": "models.loss_terms",
     "LossTerm": "models.loss_terms",
     "Mesh": "comm.mesh",
     "ModelOptimizer": "api.optimizer",
@@ -139,12 +167,20 @@ _MODULES: Final = {
     "PerHead": "models.sharding",
     "PipelineLayers": "api.pipeline",
     "Plan": "models.plan",
+    "PreparedLoader": "api.prepared.loader",
+    "PreparedModule": "api.prepared.module",
+    "PreparedOptimizer": "api.prepared.optimizer",
+    "PreparedScheduler": "api.prepared.optimizer",
     "RandomStreams": "random.rng",
     "RankFailed": "launch.failure",
     "Replicated": "models.sharding",
     "Row": "models.sharding",
     "RowParallelLinear": "parallel.tensor.layers",
+    "RunContext": "train.callbacks.base",
+    "Split": "models.sharding",
     "Splitter": "parallel.tensor.functional",
+    "StepRecord": "train.callbacks.base",
+    "Stopped": "train.stop",
     "Trainer": "api.trainer",
     "UserError": "errors",
     "VerifiedModel": "api.verification",

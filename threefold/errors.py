@@ -1,5 +1,9 @@
 """Errors for the user to correct, each in one sentence."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """A mistake in a setting, an option or a file of the user.
@@ -15,3 +19,15 @@ class OutputLost(UserError):
 
 CLOSED_OUTPUT = "Standard output was closed by the program that read it."
 """The message of an `OutputLost` that ends a command silently, as it ends other programs."""
+
+
+_SECTION = re.compile(r"\b(?:parallel|train|precision|optimizer)\.(?=[a-z_])")
+
+
+@contextmanager
+def naming_arguments() -> Iterator[None]:
+    """Within the block a `UserError` names arguments: `tp` where a run from a config says `parallel.tp`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(_SECTION.sub("", str(error))) from None

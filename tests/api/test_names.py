@@ -3,9 +3,12 @@
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -37,3 +40,59 @@ def test_the_package_says_that_it_has_types() -> None:
     assert files("threefold").joinpath("py.typed").is_file()
     packaged = tomllib.loads((Path(threefold.__file__).parents[1] / "pyproject.toml").read_text())
     assert packaged["tool"]["setuptools"]["package-data"] == {"threefold": ["py.typed"]}
+
+
+PARTS = {
+    *("Recorder", "SharedMemoryGroup"),  # of an axis, which a mesh makes
+    *("Patterns", "Unit", "AsConstructed", "Drawn"),  # of a ModelPlan, which a Plan builds
+    *("ParallelConfig", "Positions", "Entry", "GradientStep", "LossScale", "GradSync", "CurrentBatch", "BatchRows"),
+}
+"""Types of the package in signatures of public names that no caller has to write."""
+
+
+def signatures() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The public functions, and the public methods of public classes and their constructors."""
+    for name in threefold.__all__:
+        found = getattr(threefold, name)
+        if not isinstance(found, type):
+            if callable(found) and hasattr(found, "__annotations__"):
+                yield name, found
+            continue
+        for member, value in vars(found).items():
+            if member.startswith("_") and member not in ("__init__", "__call__"):
+                continue
+            if isinstance(value, property):
+                value = value.fget
+            elif isinstance(value, cached_property):
+                value = value.func
+            value = getattr(value, "__func__", value)
+            if callable(value) and hasattr(value, "__annotations__") and not isinstance(value, type):
+                yield f"{name}.{member}", value
+
+
+def types_in(annotation: Any) -> Iterator[type]:
+    if isinstance(annotation, list | tuple):
+        for each in annotation:
+            yield from types_in(each)
+    elif isinstance(annotation, type) and not get_args(annotation):
+        yield annotation
+    else:
+        yield from types_in(get_args(annotation))
+
+
+def test_the_types_of_public_signatures_are_public_names() -> None:
+    import torch
+
+    from threefold.data.loader import Batch
+
+    public = {getattr(threefold, name) for name in threefold.__all__ if isinstance(getattr(threefold, name), type)}
+    known = {name: getattr(threefold, name) for name in threefold.__all__}
+    known |= {"torch": torch, "nn": torch.nn, "Tensor": torch.Tensor, "Batch": Batch}
+    hidden = set()
+    for where, function in signatures():
+        hints = get_type_hints(function, vars(sys.modules[function.__module__]), known)
+        for annotation in hints.values():
+            for each in types_in(annotation):
+                if each.__module__.startswith("threefold") and each not in public and each.__name__ not in PARTS:
+                    hidden.add((each.__name__, where))
+    assert hidden == set()

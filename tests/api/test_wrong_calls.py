@@ -53,6 +53,15 @@ def some_parameters() -> None:
     threefold.distributed_optimizer(torch.optim.SGD(list(made.parameters())[:3], lr=0.1), made)
 
 
+def stepped_already() -> None:
+    made = model()
+    adafactor = torch.optim.Adafactor(made.parameters())
+    for parameter in made.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    adafactor.step()
+    threefold.distributed_optimizer(adafactor, made)
+
+
 def saved_for_another() -> None:
     made = model()
     threefold.save("unused", 1, model=made, optimizer=optimizer(model()))
@@ -95,9 +104,75 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda: threefold.parallelize(plain_model, plan_of(3), threefold.init_mesh()),
         "layers names 'blocks.2', which is no module of the model",
     ),
-    "fp16": (
-        lambda: model(dtype=torch.float16),
-        "dtype is torch.float16, which needs loss scaling; use torch.bfloat16.",
+    "a model without a plan": (
+        lambda: threefold.parallelize(lambda: MaskedModel(2), mesh=threefold.init_mesh()),
+        "plan is missing and <lambda> has none; give plan=threefold.Plan(…), which threefold.inspect proposes, or ",
+    ),
+    "a mesh for a plan": (
+        lambda: threefold.parallelize(MaskedModel, threefold.init_mesh()),  # type: ignore[arg-type]
+        "plan is a Mesh but must be a Plan; where the model has its own, give mesh by name: mesh=mesh.",
+    ),
+    "an argument that the model does not take": (
+        lambda: threefold.parallelize(MaskedModel, PLAN, arguments={"block": 2}),
+        "arguments has 'block', which MaskedModel does not take; the nearest is 'blocks'.",
+    ),
+    "an argument that inspect does not know": (
+        lambda: threefold.inspect(MaskedModel, PLAN, arguments={"block": 2}),
+        "arguments has 'block', which MaskedModel does not take; the nearest is 'blocks'.",
+    ),
+    "a missing argument of the model": (
+        lambda: threefold.parallelize(nn.Linear, PLAN, arguments={"in_features": 2}),
+        "Linear needs the argument out_features; give arguments={'out_features': …}.",
+    ),
+    "a precision that there is none of": (
+        lambda: model(precision="bf61"),
+        "precision is 'bf61' but must be one of fp32, bf16, fp16; the nearest is bf16.",
+    ),
+    "two precisions": (
+        lambda: model(precision="bf16", dtype=torch.float16),
+        "dtype is torch.float16 and precision is 'bf16'; leave one of the two out.",
+    ),
+    "a dtype as text": (
+        lambda: model(dtype="fp16"),
+        "dtype is 'fp16' but must be a dtype of torch; use torch.bfloat16.",
+    ),
+    "a layout that is not the world's": (
+        lambda: threefold.init_mesh(dp=2),
+        "The layout dp 2 · tp 1 · pp 1 needs 2 ranks but the world has 1; set dp to 1 or start 2 ranks.",
+    ),
+    "a mesh of another layout": (
+        lambda: threefold.Mesh(threefold.Layout(dp=3)),
+        "The layout dp 3 · tp 1 · pp 1 needs 3 ranks but the world has 1; set dp to 1 or start 3 ranks.",
+    ),
+    "a mesh for an axis": (
+        lambda: threefold.ColumnParallelLinear(4, 8, threefold.init_mesh()),  # type: ignore[arg-type]
+        "axis is a Mesh but must be an axis of a mesh; use mesh.tp of mesh = threefold.init_mesh(tp=2), say.",
+    ),
+    "a size that is none": (
+        lambda: threefold.VocabParallelEmbedding(4.5, 8, threefold.init_mesh().tp),  # type: ignore[arg-type]
+        "num_embeddings is 4.5 but must be a whole number of at least 0; use num_embeddings=1.",
+    ),
+    "an output that is always gathered": (
+        lambda: threefold.RowParallelLinear(4, 8, threefold.init_mesh().tp, gather_output=True),
+        "RowParallelLinear has no gather_output: its output is always whole; for an input that is split already, use ",
+    ),
+    "an argument that a layer has not": (
+        lambda: threefold.RowParallelLinear(4, 8, threefold.init_mesh().tp, input_parallel=True),
+        "RowParallelLinear has no argument 'input_parallel'; the nearest is 'input_is_parallel'.",
+    ),
+    "a splitter over a mesh": (
+        lambda: threefold.Splitter(threefold.init_mesh()),  # type: ignore[arg-type]
+        "over is a Mesh but must be an axis of a mesh; use mesh.tp of mesh = threefold.init_mesh(tp=2), say.",
+    ),
+    "a split without weights": (
+        lambda: threefold.split(torch.ones(2, 4), (4, 8), "linear", axis=1),
+        "split is called outside of a block that has its weights; make `weights = threefold.Splitter(mesh.tp)` once",
+    ),
+    "a split by other ranks": (
+        lambda: threefold.Splitter(threefold.init_mesh().tp)(
+            torch.ones(2, 4), (4, 8), "linear", axis=1, num_partitions=2, name="up"
+        ),
+        "num_partitions is 2 but tp has 1 ranks; use 1.",
     ),
     "no float": (
         lambda: model(dtype=torch.int64),
@@ -150,9 +225,15 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda: threefold.distributed_optimizer(torch.optim.LBFGS((made := model()).parameters()), made),
         "optimizer is LBFGS, which computes the loss several times in a step; use one that takes gradients",
     ),
-    "an optimizer that needs whole weights": (
-        lambda: threefold.distributed_optimizer(torch.optim.Adafactor((made := model()).parameters()), made),
-        "optimizer is Adafactor, which needs whole weights, and parameters() has this rank's shards; use an ",
+    "an optimizer that needs whole weights and has stepped": (
+        stepped_already,
+        "optimizer is Adafactor, which needs whole weights, and has a state of this rank's shards already; pass it ",
+    ),
+    "a parameter of two optimizers": (
+        lambda: threefold.distributed_optimizer(
+            [torch.optim.SGD((made := model()).parameters()), torch.optim.SGD(made.parameters())], made
+        ),
+        "Two optimizers have the parameter 'blocks.0.down.bias'; leave it to one of them.",
     ),
     "a clip of 0": (
         lambda: optimizer(model(), clip_grad_norm=0.0),

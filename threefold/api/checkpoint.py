@@ -10,8 +10,11 @@ from torch import Tensor
 
 from threefold.api.model import DistributedModel
 from threefold.api.optimizer import ModelOptimizer
+from threefold.api.prepared import states as prepared
+from threefold.api.prepared.module import PreparedModule
+from threefold.api.prepared.optimizer import PreparedOptimizer
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import newest
+from threefold.checkpoint.folder import LOOP, newest
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.selection import from_first
@@ -20,32 +23,36 @@ from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text
 from threefold.parallel.parameter import like
+from threefold.train.loss_scale import LossScale
 
 if TYPE_CHECKING:
     from threefold.data.map_dataset import DataLoader
 
-LOOP = "loop.json"
-"""The file of a checkpoint that has the state of a loop besides its tensors."""
+_NUMBERS = {"bool": bool, "int": int, "float": float}
 
 
 def save(
     folder: str | Path,
     step: int,
     *,
-    model: DistributedModel,
-    optimizer: ModelOptimizer | None = None,
+    model: DistributedModel | PreparedModule,
+    optimizer: ModelOptimizer | PreparedOptimizer | None = None,
     loader: "DataLoader | None" = None,
 ) -> Path:
     """Write a checkpoint as `FOLDER/checkpoints/step_00000100`: complete or not at all.
 
-    It has global tensors under the names of the unsplit model. Collective over the world.
+    It has global tensors under the names of the unsplit model, and no config, so that `load` opens it and the commands
+    that need a config (`generate`, `eval`, `train --resume`, `checkpoint export`) say that they do not. Collective over
+    the world.
 
     Args:
         folder: shared by all ranks; made where it is missing.
         step: of the loop; names the checkpoint.
-        model: whose weights it has, in the dtype that they are updated in.
-        optimizer: whose state it has, and the options of its groups, such as the learning rate.
-        loader: whose place in the data it has.
+        model: of `parallelize`, whose weights it has in the dtype that they are updated in; or of `prepare`, with its
+            buffers.
+        optimizer: of `distributed_optimizer`, or of `prepare`: whose state it has, and the options of its groups, such
+            as the learning rate.
+        loader: a `threefold.DataLoader`, whose place in the data it has.
 
     Returns:
         the checkpoint's folder.
@@ -59,27 +66,26 @@ def save(
     _check(model, optimizer, loader)
     if not isinstance(step, int) or step < 0:
         raise UserError(f"step is {step!r} but must be a whole number of at least 0; use 0.")
-    if model.gradient_step.streams.used:
-        raise UserError(
-            "The model draws from random streams in sequence, which threefold.save does not keep; use keys."
-        )
     run_dir, world = Path(folder), model.mesh.world
+    tensors = _weights(model)
+    state: dict[str, Any] = {"loader": None if loader is None else loader.state_dict(), "groups": None}
+    if isinstance(model, DistributedModel):
+        if model.gradient_step.streams.used:
+            raise UserError(
+                "The model draws from random streams in sequence, which threefold.save does not keep; use keys."
+            )
+        state["updates"], seed = model.updates, model.gradient_step.settings.seed
+    else:
+        seed = 0
+    if (scale := _loss_scale(model)) is not None:
+        state["loss_scale"] = [scale.value, scale.good_steps]
+    if optimizer is not None:
+        state["groups"] = [_options(group) for group in optimizer.param_groups]
+        state["numbers"] = _add_states(optimizer, tensors, model)
     if world.is_first:
         run_dir.mkdir(parents=True, exist_ok=True)
     world.barrier()
-    tensors = _weights(model)
-    if optimizer is not None:
-        for entry in optimizer.entries:
-            for name, value in optimizer.states(entry).items():
-                stored = entry.stored(value) if value.shape == entry.master.shape else value
-                tensors[f"{OPTIMIZER}{entry.name}.{name}"] = stored
-    state = {
-        "updates": model.updates,
-        "loader": None if loader is None else loader.state_dict(),
-        "groups": None if optimizer is None else [_options(group) for group in optimizer.param_groups],
-    }
     consumed = 0 if loader is None else loader.consumed_samples
-    seed = model.gradient_step.settings.seed
     facts = Facts(step, consumed, seed, eod=None, tokenizer_sha256=None, tokens=0, documents=0)
     return save_checkpoint(run_dir, facts, tensors, {LOOP: json.dumps(state, indent=2)}, world)
 
@@ -87,8 +93,8 @@ def save(
 def load(
     folder: str | Path,
     *,
-    model: DistributedModel,
-    optimizer: ModelOptimizer | None = None,
+    model: DistributedModel | PreparedModule,
+    optimizer: ModelOptimizer | PreparedOptimizer | None = None,
     loader: "DataLoader | None" = None,
 ) -> int:
     """Load the newest complete checkpoint of a folder, which any layout may have saved.
@@ -121,44 +127,79 @@ def load(
     try:
         load_tensors(_weights(model), path)
         if optimizer is not None:
-            _load_states(optimizer, path, state.get("groups"))
+            _load_states(optimizer, path, state, model)
     except DamagedCheckpoint as damage:
         raise UserError(f"{damage.path} is damaged: {damage.reason}; remove it to load the one before it.") from None
     if loader is not None:
         if state.get("loader") is None:
             raise UserError(f"{path} has no place in the data; save it with loader=, or load it without.")
         loader.load_state_dict(state["loader"])
-    model.publish()
-    model.updated(int(state.get("updates", 0)))
+    scale, saved = _loss_scale(model), state.get("loss_scale")
+    if scale is not None and saved is not None:
+        scale.value, scale.good_steps = float(saved[0]), int(saved[1])
+    if isinstance(model, DistributedModel):
+        model.publish()
+        model.updated(int(state.get("updates", 0)))
+    else:
+        model.sync.weights_changed()
     return step
 
 
 def _check(model: Any, optimizer: Any, loader: Any) -> None:
-    if not isinstance(model, DistributedModel):
+    if not isinstance(model, DistributedModel | PreparedModule):
         raise UserError(f"model is a {type(model).__name__} but must be one of threefold.parallelize(); give that.")
-    if optimizer is not None and not isinstance(optimizer, ModelOptimizer):
-        raise UserError(
-            f"optimizer is a {type(optimizer).__name__} but must be of threefold.distributed_optimizer(); give that."
-        )
-    if optimizer is not None and optimizer.model is not model:
+    made_by, kind = "distributed_optimizer", ModelOptimizer
+    if isinstance(model, PreparedModule):
+        made_by, kind = "prepare", PreparedOptimizer
+    if optimizer is not None and not isinstance(optimizer, kind):
+        raise UserError(f"optimizer is a {type(optimizer).__name__} but must be of threefold.{made_by}(); give that.")
+    its_own = isinstance(optimizer, ModelOptimizer) and optimizer.model is model
+    if optimizer is not None and not its_own and not (kind is PreparedOptimizer and optimizer.sync is model.sync):
         raise UserError("optimizer is of another model; give the model that it was made with.")
     if loader is not None and not hasattr(loader, "consumed_samples"):
         raise UserError(f"loader is a {type(loader).__name__} but must be a threefold.DataLoader; give that.")
 
 
-def _weights(model: DistributedModel) -> dict[str, Tensor]:
-    """The weights under their stored names, sharing memory."""
+def _loss_scale(model: DistributedModel | PreparedModule) -> LossScale | None:
+    return model.loss_scale if isinstance(model, DistributedModel) else model.sync.loss_scale
+
+
+def _weights(model: DistributedModel | PreparedModule) -> dict[str, Tensor]:
+    """The weights, and of a prepared model the buffers, under their stored names, sharing memory."""
+    if isinstance(model, PreparedModule):
+        return {MODEL + name: tensor for name, tensor in prepared.tensors_of(model).items()}
     weights = model.gradient_step.model.weights
     return {MODEL + weight.name: like(weight.parameter, weight.master.detach()) for weight in weights}
 
 
-def _load_states(optimizer: ModelOptimizer, path: Path, groups: list[dict[str, Any]] | None) -> None:
+def _add_states(
+    optimizer: ModelOptimizer | PreparedOptimizer, tensors: dict[str, Tensor], model: DistributedModel | PreparedModule
+) -> dict[str, str]:
+    """Put the optimizer's states beside the weights; returns the types of those that are plain numbers, by name."""
+    numbers: dict[str, str] = {}
+    if isinstance(optimizer, PreparedOptimizer):
+        found = list(prepared.states_of(optimizer))
+    else:
+        found = [(entry.name, *each) for entry in optimizer.entries for each in optimizer.states(entry)]
+    for weight, name, value, stored in found:
+        if not isinstance(value, Tensor) and type(value).__name__ in _NUMBERS:
+            numbers[f"{weight}.{name}"] = type(value).__name__
+        tensors[f"{OPTIMIZER}{weight}.{name}"] = stored.detach()
+    return {name: kind for part in model.mesh.world.gather_objects(numbers) for name, kind in part.items()}
+
+
+def _load_states(
+    optimizer: ModelOptimizer | PreparedOptimizer,
+    path: Path,
+    state: Mapping[str, Any],
+    model: DistributedModel | PreparedModule,
+) -> None:
     """Fill the state of an optimizer, also of one that has made no step yet.
 
     Raises:
         UserError: the checkpoint is of another optimizer, or has none.
     """
-    stored = {name: found for name, found in stored_tensors(path).items() if name.startswith(OPTIMIZER)}
+    groups: list[dict[str, Any]] | None = state.get("groups")
     if groups is None:
         raise UserError(f"{path} has no optimizer state; save it with optimizer=, or load it without.")
     if len(groups) != len(optimizer.param_groups):
@@ -166,21 +207,40 @@ def _load_states(optimizer: ModelOptimizer, path: Path, groups: list[dict[str, A
             f"{path} has {len(groups)} groups of parameters but the optimizer has {len(optimizer.param_groups)}; make "
             "it with the same groups."
         )
+    index = {name: found for name, found in stored_tensors(path).items() if name.startswith(OPTIMIZER)}
+    kinds: Mapping[str, str] = state.get("numbers") or {}
     wanted: dict[str, Tensor] = {}
-    for entry in optimizer.entries:
-        state: dict[str, Tensor] = {}
-        prefix = f"{OPTIMIZER}{entry.name}."
-        for name, (shape, dtype) in stored.items():
-            if not name.startswith(prefix) or "." in name.removeprefix(prefix):
+    if isinstance(optimizer, PreparedOptimizer):
+        weights = [(name, weight, None) for name, weight in prepared.weights_of(optimizer)]
+    else:
+        weights = [(entry.name, entry.parameter, entry.master) for entry in optimizer.entries]
+    shards: dict[str, dict[str, Tensor]] = {}
+    whole: dict[str, dict[str, Tensor]] = {}
+    for name, parameter, master in weights:
+        shards[name], whole[name] = {}, {}
+        prefix = f"{OPTIMIZER}{name}."
+        for stored_name, (shape, dtype) in index.items():
+            key = stored_name.removeprefix(prefix)
+            if key == stored_name or "." in key:
                 continue
-            if shape == tuple(entry.parameter.shape):
-                shard = torch.zeros_like(entry.master, dtype=dtype, requires_grad=False)
-                wanted[name] = entry.stored(shard)
+            if shape == tuple(parameter.shape) and master is not None:
+                shards[name][key] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
+                wanted[stored_name] = like(parameter, shards[name][key])
             else:
-                wanted[name] = shard = torch.zeros(shape, dtype=dtype)
-            state[name.removeprefix(prefix)] = shard
-        optimizer.optimizer.state[entry.master] = state
+                wanted[stored_name] = whole[name][key] = torch.zeros(shape, dtype=dtype)
     load_tensors(wanted, path)
+    others: dict[str, dict[str, Any]] = {
+        name: {
+            key: _NUMBERS[kinds[f"{name}.{key}"]](value.item()) if f"{name}.{key}" in kinds else value
+            for key, value in values.items()
+        }
+        for name, values in whole.items()
+    }
+    if isinstance(optimizer, PreparedOptimizer):
+        prepared.fill(optimizer, others)
+    else:
+        for entry in optimizer.entries:
+            optimizer.fill_state(entry, shards[entry.name], others[entry.name])
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update(saved)
 

@@ -132,6 +132,9 @@ class DistributedOptimizer(WrappedOptimizer):
     running. `step()` waits for them. Gradients of several backward passes add up, so divide the loss by their number
     for a mean, as with Horovod.
 
+    For a plain module, whole on every rank. (`threefold.distributed_optimizer` is another thing: it is for a model of
+    `threefold.parallelize`, whose `train_batch` sums the gradients.)
+
     Args:
         optimizer: any of torch; its groups, state and defaults are this one's.
         named_parameters: those of the model, to name them in errors; may be left out.

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from threefold.api.arguments import with_arguments
 from threefold.errors import UserError
 from threefold.models.plan import Plan, as_pattern
 from threefold.models.proposal import Proposal, propose
@@ -128,8 +129,9 @@ def inspect(
     if isinstance(model, nn.Module):
         made = model
     else:
+        make = with_arguments(model, arguments)
         with torch.device("meta"):
-            made = model(**(arguments or {}))
+            made = make()
     chosen = plan if plan is not None else getattr(model, "plan", None)
     return inspect_made(made, chosen, tp)
 

@@ -4,8 +4,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from threefold.api.arguments import naming_arguments
-from threefold.errors import UserError
+from threefold.errors import UserError, naming_arguments
 from threefold.launch.device import choose_device, gpu_count
 from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import RankFailed, cause

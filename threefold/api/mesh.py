@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from threefold.api.arguments import naming_arguments
 from threefold.api.launch import DeviceSetting, device_of, join_launched
 from threefold.comm.layout import Layout
-from threefold.errors import UserError
+from threefold.errors import UserError, naming_arguments
 from threefold.launch.environment import LaunchedRank, find_launched_rank, missing_variables
 from threefold.launch.worker import Device, RankInfo, join, stay_on_loopback
 
@@ -42,8 +41,8 @@ def init_mesh(
 
     Returns:
         the mesh. Its axes `dp`, `pp`, `cp`, `tp` and `ep` have this rank's `index`, the `size`, the global ranks
-        `first`, `last`, `previous` and `next`, and the collectives; `rank` is the global rank, and `check_group` the
-        ranks that hold one copy of the model.
+        `first`, `last`, `previous` and `next`, and the collectives; `rank` is the global rank, `local_rank` that among
+        the ranks of the host, and `check_group` the ranks that hold one copy of the model.
 
     Raises:
         UserError: the sizes do not make up the world, an earlier call or another rank gave others, the launcher's
@@ -70,8 +69,17 @@ def init_mesh(
     _agree(layout)
     where = _device_of_group()
     mesh = Mesh(layout, torch.device(where, torch.cuda.current_device()) if where == "cuda" else where)
-    _ = mesh.check_group  # made here, as all ranks are
+    _ = mesh.check_group, mesh.local_rank  # made here, as all ranks are
     return mesh
+
+
+def mesh_of_all_ranks() -> "Mesh":
+    """The mesh of as many replicas as there are ranks; that of this process alone where there are no others."""
+    import torch.distributed as dist
+
+    from threefold.comm.mesh import Mesh
+
+    return init_mesh() if dist.is_initialized() or find_launched_rank() is not None else Mesh.alone()
 
 
 def _check_sizes(dp: int | None, tp: int, pp: int, cp: int, ep: int) -> None:

@@ -1,27 +1,32 @@
 """`parallelize`: a model spread over a mesh, for a loop of one's own."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from threefold.api.arguments import naming_arguments
+from threefold.api.arguments import with_arguments
+from threefold.api.mesh import mesh_of_all_ranks
 from threefold.comm.mesh import Mesh
-from threefold.errors import UserError
+from threefold.config import PrecisionConfig
+from threefold.config.schedules import Schedule
+from threefold.dtypes import DTYPES
+from threefold.errors import UserError, naming_arguments
 from threefold.models.loss_terms import LossFunction, LossSums
+from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
 from threefold.parallel.weights import publish_
+from threefold.plugins import one_of
+from threefold.train.loss_scale import LossScale
 
-
-class _Builds(Protocol):
-    """A plan in short form."""
-
-    def build(self, model: nn.Module) -> ModelPlan:
-        """The complete plan of a model."""
-        ...
+_PRECISIONS = ("fp32", "bf16", "fp16")
+_MOST_FOR_A_STAGE = 64
+"""Micro-batches for each stage, up to which the fewest are looked for."""
 
 
 class DistributedModel:
@@ -33,17 +38,20 @@ class DistributedModel:
     Attributes:
         mesh: of this rank.
         last: the terms of the last loss, by name, and what they count.
+        loss_scale: of fp16; None for no loss scaling.
+        publications: how often `publish` was called.
     """
 
-    def __init__(self, gradient_step: GradientStep) -> None:
-        self.gradient_step, self.mesh = gradient_step, gradient_step.mesh
+    def __init__(self, gradient_step: GradientStep, loss_scale: LossScale | None = None) -> None:
+        self.gradient_step, self.mesh, self.loss_scale = gradient_step, gradient_step.mesh, loss_scale
         self.last = LossSums()
+        self.publications = 0
         self._updates = 0
         self._has_gradients = False
 
     @property
     def updates(self) -> int:
-        """Updates that an optimizer has made; decides the dropout masks of the next step."""
+        """Steps that an optimizer has made, with those that fp16 skipped; decides the dropout masks of the next."""
         return self._updates
 
     @property
@@ -84,7 +92,8 @@ class DistributedModel:
             )
         _check_loss(loss_fn)
         with naming_arguments():
-            self.last = self.gradient_step.train_batch(batch, self._updates, loss_fn)
+            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+            self.last = self.gradient_step.train_batch(batch, self._updates, loss_fn, scale=scale)
         self._has_gradients = True
         return self.last.loss
 
@@ -110,6 +119,7 @@ class DistributedModel:
     def publish(self) -> None:
         """Round the weights into the tensors that the model computes with, after `parameters()` were changed."""
         publish_(self.gradient_step.model.weights, self.gradient_step.gradients)
+        self.publications += 1
 
     def drop_gradients(self) -> None:
         """Have the next batch begin anew."""
@@ -122,14 +132,16 @@ class DistributedModel:
 
 
 def parallelize(
-    model: Callable[[], nn.Module],
-    plan: ModelPlan | _Builds | None,
-    mesh: Mesh,
+    model: Callable[..., nn.Module],
+    plan: Plan | ModelPlan | None = None,
+    mesh: Mesh | None = None,
     *,
-    dtype: torch.dtype = torch.float32,
+    arguments: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     zero_shards: int | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
     schedule: str = "1f1b",
     partition: str | tuple[int, ...] = "cost",
     recompute: str = "none",
@@ -143,15 +155,19 @@ def parallelize(
     Collective over the world.
 
     Args:
-        model: its class, or a function without arguments that makes it; called on the meta device, so that no rank
-            holds more than its shards.
-        plan: its layers and how each weight is cut; None for `PipelineLayers`, which have their own.
-        mesh: of `init_mesh`.
-        dtype: of the computation; narrower than fp32, weights are kept and updated in fp32 (mixed precision).
+        model: its class, or a function that makes it; called on the meta device, so that no rank holds more than its
+            shards.
+        plan: its layers and how each weight is cut; None where the class has it as its attribute `plan`, and for
+            `PipelineLayers`, which have their own.
+        mesh: of `init_mesh`; None for as many replicas as there are ranks.
+        arguments: keyword arguments of `model`.
+        dtype: of the computation, fp32 where nothing is said; narrower than that, weights are kept and updated in fp32
+            (mixed precision), with dynamic loss scaling for fp16.
+        precision: the same by name, `fp32`, `bf16` or `fp16`, as `prepare` takes it.
         zero: the ZeRO stage: what the replicas share of optimizer state (1), gradients (2) and weights (3).
         zero_shards: replicas over which one copy is sharded; None for all.
-        micro_batches: parts in which a replica's samples are computed one after another; with a pipeline at least as
-            many as its stages.
+        micro_batches: parts in which a replica's samples are computed one after another; None for the fewest that the
+            pipeline's schedule takes, without a pipeline 1.
         schedule: of the pipeline, as `parallel.schedule` of a config.
         partition: of the layers into stages, as `parallel.partition` of a config.
         recompute: activation checkpointing: `none`, or a key of the plan's `recompute`, such as `full`.
@@ -174,20 +190,22 @@ def parallelize(
         ...     loss = model.train_batch(batch, loss_fn)
         ...     optimizer.step()
     """
-    _check_mesh(mesh)
     _check_model(model)
-    if not dtype.is_floating_point or dtype == torch.float16:
-        reason = "needs loss scaling" if dtype == torch.float16 else "is no float dtype"
-        raise UserError(f"dtype is {dtype}, which {reason}; use torch.bfloat16.")
+    if isinstance(plan, Mesh):
+        raise UserError("plan is a Mesh but must be a Plan; where the model has its own, give mesh by name: mesh=mesh.")
+    mesh = mesh_of_all_ranks() if mesh is None else mesh
+    _check_mesh(mesh)
+    made = with_arguments(model, arguments)
+    dtype = _dtype(dtype, precision)
     if zero not in (0, 1, 2, 3):
         raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use 1.")
     if zero_shards is not None and (zero_shards < 1 or mesh.dp.size % zero_shards):
         raise UserError(f"zero_shards is {zero_shards} but must divide dp {mesh.dp.size}; use {mesh.dp.size}.")
-    if not isinstance(micro_batches, int) or micro_batches < 1:
+    if micro_batches is not None and (not isinstance(micro_batches, int) or micro_batches < 1):
         raise UserError(f"micro_batches is {micro_batches!r} but must be a whole number of at least 1; use 1.")
     settings = TrainingSettings(
         seed=seed,
-        micro_batches=micro_batches,
+        micro_batches=micro_batches or 1,
         dtype=dtype,
         zero=zero,
         zero_shards=zero_shards,
@@ -200,14 +218,24 @@ def parallelize(
     )
     with naming_arguments():
         try:
-            return DistributedModel(
-                GradientStep(model, _complete(model if plan is None else plan, model), mesh, settings)
-            )
+            if micro_batches is None and mesh.pp.size > 1:
+                settings = replace(settings, micro_batches=_fewest(settings.pipeline_schedule, mesh.pp.size))
+            step = GradientStep(made, _complete(model, plan, made), mesh, settings)
         except ValueError as error:  # of a schedule that there is none of
             raise UserError(f"{str(error).rstrip('.')}.") from error
+    return DistributedModel(step, LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None)
 
 
-def _complete(plan: Any, model: Callable[[], nn.Module]) -> ModelPlan:
+def _complete(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.Module]) -> ModelPlan:
+    """The plan that is given, or that the model has."""
+    if plan is None:
+        owner = model.func if isinstance(model, partial) else model
+        plan = owner if hasattr(owner, "build") else getattr(owner, "plan", None)
+        if plan is None:
+            raise UserError(
+                f"plan is missing and {getattr(owner, '__name__', owner)} has none; give plan=threefold.Plan(…), which "
+                "threefold.inspect proposes, or give the class the attribute plan."
+            )
     if isinstance(plan, ModelPlan):
         return plan
     if not hasattr(plan, "build"):
@@ -215,8 +243,34 @@ def _complete(plan: Any, model: Callable[[], nn.Module]) -> ModelPlan:
             f"plan is a {type(plan).__name__} but must be a Plan, which names the model's layers; make one."
         )
     with torch.device("meta"):
-        made: ModelPlan = plan.build(model())
-    return made
+        built: ModelPlan = plan.build(make())
+    return built
+
+
+def _fewest(schedule: Schedule, pp: int) -> int:
+    """The fewest micro-batches that a schedule takes; 1 where it takes no number, which it says itself."""
+    return next((count for count in range(1, _MOST_FOR_A_STAGE * pp + 1) if schedule.accepts(pp, count)), 1)
+
+
+def _dtype(dtype: Any, precision: Any) -> torch.dtype:
+    """That of the computation.
+
+    Raises:
+        UserError: there is no such dtype, or both say something.
+    """
+    if precision is not None and dtype is not None:
+        raise UserError(f"dtype is {dtype} and precision is {precision!r}; leave one of the two out.")
+    if precision is not None:
+        if precision not in _PRECISIONS:
+            raise UserError(f"precision is {precision!r} but must be {one_of(precision, list(_PRECISIONS))}.")
+        return DTYPES[precision]
+    if dtype is None:
+        return torch.float32
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"dtype is {dtype!r} but must be a dtype of torch; use torch.bfloat16.")
+    if not dtype.is_floating_point:
+        raise UserError(f"dtype is {dtype}, which is no float dtype; use torch.bfloat16.")
+    return dtype
 
 
 def _check_mesh(mesh: Any) -> None:

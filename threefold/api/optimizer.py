@@ -1,6 +1,7 @@
 """`distributed_optimizer`: any `torch.optim.Optimizer` over the shards of a model."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -12,74 +13,95 @@ from threefold.errors import UserError
 from threefold.parallel.matrices import ShardedMatrix
 from threefold.train.gradient_norm import local_squared_norm, overflow
 from threefold.train.optimizers.base import Entry
+from threefold.train.optimizers.updated_weights import UpdatedWeights
 
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class ModelOptimizer:
-    """An optimizer over this rank's shards of a model, with the exact global gradient norm.
+    """One or several optimizers over this rank's shards of a model, with the exact global gradient norm.
 
-    Made by `distributed_optimizer`.
+    Made by `distributed_optimizer`. One that needs whole weights has those in its groups in the place of the shards
+    that a layout cuts them into.
 
     Attributes:
-        optimizer: torch's own; its `param_groups` have the learning rates, for schedulers of `torch.optim`.
-        model: whose shards it updates.
+        optimizers: torch's own; their `param_groups` have the learning rates, for schedulers of `torch.optim`.
+        model: whose shards they update.
         entries: the shards, with their gradients.
         grad_norm: global norm of the gradients of the last step, before they were clipped; None before it.
+        step_was_skipped: whether the last step updated nothing, as the gradients overflowed in fp16.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: DistributedModel, clip_grad_norm: float | None = None
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        model: DistributedModel,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        self.optimizer, self.model, self.clip_grad_norm = optimizer, model, clip_grad_norm
+        self.optimizers, self.model, self.clip_grad_norm = tuple(optimizers), model, clip_grad_norm
         self.grad_norm: float | None = None
+        self.step_was_skipped = False
+        owner = {id(each): number for number, of in enumerate(self.optimizers) for each in _parameters(of)}
+        whole = [needs_whole_weights(each) for each in self.optimizers]
         step = model.gradient_step
         axes = tuple(step.parallelism.sharding_axes)
-        self.entries = [
-            Entry(
-                weight.name,
-                weight.parameter,
-                weight.leaf,
-                weight.master,
-                step.gradients,
-                ShardedMatrix(weight.parameter, axes),
-            )
-            for weight in step.model.weights
+        self.entries: list[Entry] = []
+        self._optimizer_of: dict[str, int] = {}
+        for weight in step.model.weights:
+            number = owner[id(weight.master)]
+            matrix = ShardedMatrix(weight.parameter, axes, every_dim=whole[number])
+            entry = Entry(weight.name, weight.parameter, weight.leaf, weight.master, step.gradients, matrix)
+            self.entries.append(entry)
+            self._optimizer_of[entry.name] = number
+        self._updated = [
+            UpdatedWeights([each for each in self.entries if self._optimizer_of[each.name] == number], gathers)
+            for number, gathers in enumerate(whole)
         ]
+        self._seen = model.publications
+        self._put_whole_weights()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first, which mostly is the only one."""
+        return self.optimizers[0]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of torch's optimizer."""
-        return self.optimizer.param_groups
+        """Those of torch's optimizers."""
+        return [group for each in self.optimizers for group in each.param_groups]
 
     def step(self) -> float:
         """Clip the gradients by their global norm and update the weights. Collective over the world.
+
+        With fp16, where gradients overflow, nothing is updated, on all ranks alike, and the loss scale halves.
 
         Returns:
             the global norm of the gradients before they were clipped, the same float on every rank.
 
         Raises:
-            UserError: there are no gradients, or they are not finite; nothing is updated then, on any rank.
+            UserError: there are no gradients, or they are not finite and no smaller loss scale could help; nothing is
+                updated then, on any rank.
         """
         if not self.model.has_gradients:
             raise UserError(
                 "optimizer.step() is called without gradients; call model.train_batch(batch, loss_fn) first."
             )
-        step = self.model.gradient_step
+        step, scale = self.model.gradient_step, self.model.loss_scale
         total = local_squared_norm(step.model, self.entries) + overflow(self.entries)
         norm = float(self.model.mesh.world.all_reduce_(total.view(1)).item()) ** 0.5
-        if not isfinite(norm):
+        finite = isfinite(norm)
+        if not finite and (scale is None or scale.is_least):
             raise UserError(
                 f"The gradient norm of update {self.model.updates + 1} is {norm:g}; lower the learning rate "
                 f"({self.param_groups[0].get('lr', 0):g}), to {self.param_groups[0].get('lr', 0) / 2:g} say."
             )
-        self.grad_norm = norm
-        if self.clip_grad_norm and (coefficient := self.clip_grad_norm / (norm + _CLIP_EPS)) < 1:
-            step.gradients.scale_(coefficient)
-        for entry in self.entries:
-            entry.master.grad = entry.gradient
-        self.optimizer.step()
-        self.model.publish()
+        if scale is not None:
+            scale.held() if finite else scale.overflowed()
+        self.grad_norm, self.step_was_skipped = norm, not finite
+        if finite:
+            if self.clip_grad_norm and (coefficient := self.clip_grad_norm / (norm + _CLIP_EPS)) < 1:
+                step.gradients.scale_(coefficient)
+            self._update()
         self.model.updated()
         return norm
 
@@ -87,45 +109,108 @@ class ModelOptimizer:
         """Drop the gradients; each step does so by itself."""
         self.model.drop_gradients()
 
-    def states(self, entry: Entry) -> Mapping[str, Tensor]:
-        """The optimizer state of a shard, by name: tensors of its shape, and scalars."""
-        found = self.optimizer.state.get(entry.master, {})
-        return {name: torch.as_tensor(value) for name, value in found.items() if value is not None}
+    def states(self, entry: Entry) -> Iterator[tuple[str, Any, Tensor]]:
+        """The optimizer state of a weight: name, the value as the optimizer keeps it, and a global tensor of it."""
+        number = self._optimizer_of[entry.name]
+        updated = self._updated[number]
+        for name, value in self.optimizers[number].state.get(updated.of(entry), {}).items():
+            if value is None:
+                continue
+            tensor = torch.as_tensor(value)
+            part = updated.shard_of_state(entry, tensor)
+            yield name, value, part if updated.is_replicated(entry, tensor.shape) else entry.stored(part)
+
+    def fill_state(self, entry: Entry, parts: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
+        """Set the optimizer state of a weight. Collective over the axes that cut it.
+
+        Args:
+            entry: the weight.
+            parts: this rank's part of each state of the weight's shape.
+            others: numbers, and tensors that are the same on all ranks.
+        """
+        number = self._optimizer_of[entry.name]
+        updated = self._updated[number]
+        shape = updated.of(entry).shape
+        self.optimizers[number].state[updated.of(entry)] = {
+            **{name: updated.whole_state(entry, part, shape) for name, part in parts.items()},
+            **others,
+        }
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        changed = self._seen != self.model.publications
+        for optimizer, updated in zip(self.optimizers, self._updated, strict=True):
+            if changed:
+                updated.gather_again()
+            updated.set_gradients()
+            optimizer.step()
+            updated.keep_shards()
+        self.model.publish()
+        self._seen = self.model.publications
+
+    def _put_whole_weights(self) -> None:
+        """Put whole weights into the groups of the optimizers that need them."""
+        entries = {id(entry.master): entry for entry in self.entries}
+        for optimizer, updated in zip(self.optimizers, self._updated, strict=True):
+            for group in optimizer.param_groups:
+                group["params"] = [updated.of(entries[id(each)]) for each in group["params"]]
 
 
 def distributed_optimizer(
-    optimizer: torch.optim.Optimizer, model: DistributedModel, *, clip_grad_norm: float | None = None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    model: DistributedModel,
+    *,
+    clip_grad_norm: float | None = None,
 ) -> ModelOptimizer:
     """Make an optimizer of `model.parameters()` one of the whole model.
 
-    It updates local shards, so it has to treat elements independently of each other, as SGD, Adam, AdamW and Lion do.
+    For a model of `threefold.parallelize`. (`threefold.DistributedOptimizer` is another thing, in Horovod's manner: it
+    sums the gradients of a plain module whose loop calls `loss.backward()`.)
+
+    It updates this rank's shards, so it has to treat elements independently of each other, as SGD, Adam, AdamW and Lion
+    do. `torch.optim.Muon` and `torch.optim.Adafactor` need whole weights and get them, and so does a class that says so
+    with the attribute `needs_whole_matrices = True`: every rank that holds a shard of a weight then has the whole of
+    it, with its state, and makes the same update.
 
     Args:
-        optimizer: over all of `model.parameters()`, in any groups.
+        optimizer: over all of `model.parameters()`, in any groups; or several, each over some of them, such as Muon of
+            the matrices and AdamW of the rest.
         model: of `parallelize`.
         clip_grad_norm: largest global norm of the gradient over all ranks; None for no limit.
 
     Returns:
-        an object with `step()` and `zero_grad()`; its `optimizer` is the argument, for learning-rate schedulers.
+        an object with `step()` and `zero_grad()`; its `optimizers` are the arguments, for learning-rate schedulers.
 
     Raises:
-        UserError: the optimizer has other parameters, or needs whole weights or the loss as a function.
+        UserError: the optimizer has other parameters, or needs the loss as a function.
 
     Example:
         >>> optimizer = threefold.distributed_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
+        >>> matrices = [p for p in model.parameters() if p.dim() == 2]
+        >>> others = [p for p in model.parameters() if p.dim() != 2]
+        >>> both = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)]
+        >>> optimizer = threefold.distributed_optimizer(both, model, clip_grad_norm=1.0)
     """
     if not isinstance(model, DistributedModel):
         raise UserError(f"model is a {type(model).__name__} but must be one of threefold.parallelize(); give that.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            f"optimizer is a {type(optimizer).__name__} but must be a torch.optim.Optimizer of model.parameters(); "
-            "make one."
-        )
-    _check_kind(optimizer)
-    _check_parameters(optimizer, model)
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise UserError(
+                f"optimizer is a {type(each).__name__} but must be a torch.optim.Optimizer of model.parameters(); "
+                "make one."
+            )
+        _check_kind(each)
+    _check_parameters(optimizers, model)
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise UserError(f"clip_grad_norm is {clip_grad_norm} but must be above 0; use None for no limit.")
-    return ModelOptimizer(optimizer, model, clip_grad_norm)
+    return ModelOptimizer(optimizers, model, clip_grad_norm)
+
+
+def needs_whole_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer computes an element's update from others of the same weight."""
+    known = isinstance(optimizer, torch.optim.Muon | torch.optim.Adafactor)
+    return known or bool(getattr(optimizer, "needs_whole_matrices", False))
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
@@ -135,22 +220,20 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer is {name}, which computes the loss several times in a step; use one that takes gradients, such "
             "as AdamW."
         )
-    if isinstance(optimizer, torch.optim.Muon | torch.optim.Adafactor) or getattr(
-        optimizer, "needs_whole_matrices", False
-    ):
+    if needs_whole_weights(optimizer) and optimizer.state:
         raise UserError(
-            f"optimizer is {name}, which needs whole weights, and parameters() has this rank's shards; use an "
-            "elementwise one, such as AdamW, or threefold.Trainer, which gathers them."
+            f"optimizer is {name}, which needs whole weights, and has a state of this rank's shards already; pass it "
+            "before its first step."
         )
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
+def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], model: DistributedModel) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if given - names.keys():
+    given = Counter(id(parameter) for each in optimizers for parameter in _parameters(each))
+    foreign = given.keys() - names.keys()
+    if foreign:
         raise UserError(
-            f"optimizer has {len(given - names.keys())} parameters that are none of the model's; make it of "
-            "model.parameters()."
+            f"optimizer has {len(foreign)} parameters that are none of the model's; make it of model.parameters()."
         )
     left = [name for known, name in names.items() if known not in given]
     if left:
@@ -158,3 +241,10 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: DistributedModel)
             f"optimizer lacks {len(left)} of the model's parameters, such as {left[0]!r}; make it of all of "
             "model.parameters()."
         )
+    twice = [names[each] for each, count in given.items() if count > 1]
+    if twice:
+        raise UserError(f"Two optimizers have the parameter {min(twice)!r}; leave it to one of them.")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

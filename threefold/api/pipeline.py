@@ -28,7 +28,7 @@ class PipelineLayers:
     Example:
         >>> layers = [lambda: nn.Embedding(50, 16), *[Block] * 4, lambda: nn.Linear(16, 50, bias=False)]
         >>> pipeline = threefold.PipelineLayers(layers, tied=[("5.weight", "0.weight")])
-        >>> model = threefold.parallelize(pipeline, None, mesh, micro_batches=4)
+        >>> model = threefold.parallelize(pipeline, mesh=mesh, micro_batches=4)
     """
 
     def __init__(

@@ -6,6 +6,7 @@ RUN/checkpoints/step_00000100/
     config.yaml           the resolved config of the run
     tokenizer.json        the tokenizer of its data, if that is known
     model.py              the file of an own model, where the run's model is one
+    loop.json             in the place of config.yaml: the state of a loop of the user's own (`threefold.save`)
     checkpoint.json       the manifest, written last: the `Facts` below and every other file's size and checksum
 
 Version 1 had `*.distcp` and `.metadata`, as torch.distributed.checkpoint stores tensors, and no checksums.
@@ -31,6 +32,7 @@ FOLDER: Final = "checkpoints"
 CONFIG: Final = "config.yaml"
 TOKENIZER: Final = "tokenizer.json"
 OWN_MODEL: Final = "model.py"
+LOOP: Final = "loop.json"
 DIVERGED: Final = ".diverged"
 """Ending of a checkpoint after which the loss was not finite; kept, and never resumed from."""
 

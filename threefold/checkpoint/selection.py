@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import yaml
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import CONFIG, Checkpoint, folders, stored_config
+from threefold.checkpoint.folder import CONFIG, LOOP, Checkpoint, folders, stored_config
 from threefold.checkpoint.manifest import Manifest, read_manifest
 from threefold.config import Config
 from threefold.config.model import OWN
@@ -139,6 +139,10 @@ def _check_small(manifest: Manifest, data: set[str], shapes: "Shapes") -> None:
     """
     for name in sorted(manifest.files.keys() - data - {CONFIG}):
         manifest.check_content(name)
+    if LOOP in manifest.files:
+        raise DamagedCheckpoint(
+            manifest.folder, f"saved by threefold.save, without a {CONFIG}: threefold.load opens it"
+        )
     if CONFIG not in manifest.files:
         raise DamagedCheckpoint(manifest.folder, f"its manifest does not name {CONFIG}")
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from socket import gethostname
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from threefold.comm.axis import Axis, Event, Recorder
 from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.comm.shared_memory import SharedMemoryGroup
+from threefold.errors import naming_arguments
 from threefold.torch_private.distributed import clear_dtensor_cache, flatten_mesh, unflatten_mesh
 
 __all__ = ["Axis", "Event", "Mesh", "Recorder"]
@@ -40,7 +42,8 @@ class Mesh:
     """
 
     def __init__(self, layout: Layout, device: torch.device | str = "cpu", *, shared_memory: bool = True) -> None:
-        layout.require_world(dist.get_world_size())
+        with naming_arguments():
+            layout.require_world(dist.get_world_size())
         self.layout = layout
         self.device = torch.device(device)
         self._shares_memory = shared_memory and self.device.type == "cpu"
@@ -98,6 +101,16 @@ class Mesh:
         axis = self.new_axis("check", groups)
         assert axis is not None  # each rank is in one of them
         return axis
+
+    @cached_property
+    def local_rank(self) -> int:
+        """This rank's number among those of its host, from 0 on: the index of its GPU where a host gives each rank one.
+
+        Hosts are told apart by their names. Collective over the world when it is first asked for;
+        `threefold.init_mesh` has done that.
+        """
+        hosts = self.world.gather_objects(gethostname())
+        return hosts[: self.rank].count(hosts[self.rank])
 
     def new_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis | None:
         """Make further groups of ranks; returns this rank's, or None if it is in none of them.

@@ -147,7 +147,7 @@ class GradientStep:
         return term / scale, counted
 
     def train_batch(
-        self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
+        self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None, scale: float = 1.0
     ) -> LossSums:
         """Fill the gradients as `compute_gradients` does.
 
@@ -157,7 +157,7 @@ class GradientStep:
         Raises:
             UserError: as `compute_gradients`.
         """
-        term, counted = self.compute_gradients(batch, step, loss, rows)
+        term, counted = self.compute_gradients(batch, step, loss, rows, scale)
         if self._sums is not None:
             return self._summed(self._sums, self._samples)
         (total,) = self._sum_over_ranks(self._own_summands(term.double().view(1) * counted))

@@ -20,12 +20,14 @@ class ShardedMatrix:
     Args:
         parameter: as the stage stores it.
         axes: all axes that may cut it.
+        every_dim: gather the whole parameter instead, of any number of dims.
     """
 
-    def __init__(self, parameter: Tensor, axes: Iterable[Axis]) -> None:
+    def __init__(self, parameter: Tensor, axes: Iterable[Axis], every_dim: bool = False) -> None:
         self._cuts: list[tuple[Axis, int, int]] = []
         """Axis, dim, and the dim's size before the axis cut it; in the order in which the cuts are undone."""
-        self._matrix_start = offset(parameter)[-2:]
+        first = 0 if every_dim else max(0, parameter.dim() - 2)
+        self._matrix_start = offset(parameter)[first:]
         if not isinstance(parameter, DTensor):
             return
         by_ranks = {axis.ranks: axis for axis in axes}
@@ -34,7 +36,7 @@ class ShardedMatrix:
             if dim is None or mesh.size(number) == 1:
                 continue
             axis = by_ranks[tuple(dist.get_process_group_ranks(mesh.get_group(number)))]
-            if dim >= parameter.dim() - 2:
+            if dim >= first:
                 self._cuts.insert(0, (axis, dim, sizes[dim]))
             start, end = shard_bounds(sizes[dim], axis.size, axis.index)
             sizes[dim] = end - start

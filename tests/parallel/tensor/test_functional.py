@@ -12,6 +12,7 @@ from tests.support.sweep import sweep
 from threefold.comm.collectives import gather_from, local_part, reduce_from
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
 from threefold.parallel.parameter import gradient, local, whole
 from threefold.parallel.tensor.functional import Splitter
 
@@ -160,26 +161,37 @@ REFUSED = [
     ({"operation": "linear", "num_partitions": 3}, "num_partitions is 3 but tp has 1 ranks; use 1"),
     ({"operation": "linear", "size": (3,)}, "a weight has two dims"),
     ({"operation": "linear", "name": None}, "name is missing"),
+    (
+        {"operation": "linear", "size": (6, 3)},
+        "x has 4 features but size is (6, 3), which takes 6, or this rank's 6 of ",
+    ),
+    ({"operation": "linear", "axis": 1, "size": (6, 3)}, "x has 4 features but size is (6, 3), which takes 6."),
+    (
+        {"operation": "embedding"},
+        "x is a tensor of torch.float32 but an embedding looks up whole numbers; use x.long().",
+    ),
 ]
 
 
 def refusal(options: dict) -> str:
     try:
         splitter()(torch.ones(2, 4), **{"size": (4, 3), "name": "a", **options})
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return "not refused"
 
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
 def test_anything_else_is_an_error(pool, options: dict, sentence: str) -> None:
-    assert sentence in pool.run(1, refusal, options)[0]
+    found = pool.run(1, refusal, options)[0]
+    assert sentence in found
+    assert found.endswith(".")
 
 
 def reuse() -> str:
     split = splitter()
     split(torch.ones(2, 4), (4, 3), "linear", name="a")
-    with pytest.raises(ValueError, match="'a' is the name of another operation") as caught:
+    with pytest.raises(UserError, match="'a' is the name of another operation") as caught:
         split(torch.ones(2, 4), (4, 3), "linear", 1, name="a")
     return str(caught.value)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
+from threefold.errors import UserError
 from threefold.labels import IGNORE_INDEX
 from threefold.parallel.parameter import gradient, local, whole
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -102,7 +103,7 @@ def test_row_parallel_linear(pool, size: int, bias: bool, scatter: bool) -> None
 
 
 def test_row_parallel_linear_explains_gather_output() -> None:
-    with pytest.raises(TypeError, match="use input_is_parallel"):
+    with pytest.raises(UserError, match=r"use input_is_parallel\.$"):
         RowParallelLinear(4, 4, None, name="", gather_output=True)  # type: ignore[arg-type]
 
 

@@ -41,6 +41,8 @@ class PreparedOptimizer(WrappedOptimizer):
         optimizer: the original, over this rank's shards; or over the whole weights that this rank owns, where it needs
             whole ones and they are sharded (`whole_weights`).
         sync: the gradients.
+        names: of its weights, in the order of its groups.
+        weights: the same, as the model stores them.
     """
 
     def __init__(self, optimizer: Optimizer, before: Mapping[str, nn.Parameter], sync: GradSync) -> None:
@@ -51,8 +53,9 @@ class PreparedOptimizer(WrappedOptimizer):
         names = {id(parameter): name for name, parameter in before.items()}
         groups = [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         weights = [[stored(sync.all_parameters[name]) for name in group] for group in groups]
-        self._stored = [weight for group in weights for weight in group]
-        if any(isinstance(each, DTensor) for each in self._stored) and type(optimizer) not in ELEMENTWISE:
+        self.names = [name for group in groups for name in group]
+        self.weights = [weight for group in weights for weight in group]
+        if any(isinstance(each, DTensor) for each in self.weights) and type(optimizer) not in ELEMENTWISE:
             self._owned = OwnedWeights(optimizer, weights, sync.mesh.world)
             return
         for group, held in zip(optimizer.param_groups, weights, strict=True):
@@ -109,14 +112,14 @@ class PreparedOptimizer(WrappedOptimizer):
         """As the original's on one process: of whole tensors. Collective where the state is sharded."""
         if self._owned is not None:
             return self._owned.state_dict()
-        state, held = self.optimizer.state_dict(), self._stored
+        state, held = self.optimizer.state_dict(), self.weights
         return {**state, "state": {index: _joined(held[index], each) for index, each in state["state"].items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load whole tensors; each rank keeps its shards."""
         if self._owned is not None:
             return self._owned.load_state_dict(state_dict)
-        given, held = state_dict["state"].items(), self._stored
+        given, held = state_dict["state"].items(), self.weights
         state = {index: _cut(held[index], each) for index, each in given if index < len(held)}
         self.optimizer.load_state_dict({**state_dict, "state": state})
 

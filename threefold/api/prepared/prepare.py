@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from threefold.api.mesh import init_mesh
+from threefold.api.mesh import mesh_of_all_ranks
 from threefold.api.prepared.batch_norm import batch_norm_buffers, has_batch_norm, use_global_statistics
 from threefold.api.prepared.grad_sync import GradSync
 from threefold.api.prepared.loader import CurrentBatch, PreparedLoader
@@ -25,7 +24,6 @@ from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.launch.environment import find_launched_rank
 from threefold.models.sharding import Split
 from threefold.parallel.data.grad_buckets import Gradients, buckets_by_dtype
 from threefold.parallel.data.zero import ShardedGradients, make_zero_sharding, report_gradients, shard_values
@@ -98,7 +96,7 @@ def prepare(
         before: dict[str, nn.Parameter] = sync.all_parameters
         _require_no_options(precision, zero, accumulate, compress)
     else:
-        mesh = mesh or _mesh_of_all_ranks()
+        mesh = mesh or mesh_of_all_ranks()
         _check_mesh(mesh)
         current = CurrentBatch()
         before = {} if model is None else dict(model.named_parameters())
@@ -191,12 +189,6 @@ def _check_mesh(mesh: Mesh) -> None:
                 f"The mesh has {axis} {mesh.layout.size(axis)} but prepare is for dp and tp; use {axis}=1, or "
                 "threefold.parallelize with a plan of the model."
             )
-
-
-def _mesh_of_all_ranks() -> Mesh:
-    if dist.is_initialized() or find_launched_rank() is not None:
-        return init_mesh()
-    return Mesh.alone()
 
 
 def _model_among(objects: Sequence[Any]) -> nn.Module | None:

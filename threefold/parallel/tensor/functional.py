@@ -6,9 +6,15 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
+from threefold.comm.collectives import shard_bounds
 from threefold.errors import UserError
 from threefold.parallel.tensor.initial_values import Initializer, keep_shard_
-from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from threefold.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    check_axis,
+)
 
 _OPERATIONS = ("linear", "embedding")
 _BLOCK: ContextVar["Splitter | None"] = ContextVar("threefold.split", default=None)
@@ -44,6 +50,9 @@ class Splitter(nn.Module):
         over: the mesh axis that weights are split over.
         seed: keys the initial weights, with each call's name.
 
+    Raises:
+        UserError: `over` is no axis of a mesh.
+
     Example:
         >>> weights = threefold.Splitter(mesh.tp)
         >>> with weights:
@@ -52,6 +61,7 @@ class Splitter(nn.Module):
 
     def __init__(self, over: Axis, seed: int = 0) -> None:
         super().__init__()
+        check_axis(over, "over")
         self.over, self.seed = over, seed
         self.layers = nn.ModuleDict()
         self._calls: dict[str, _Call] = {}
@@ -110,9 +120,11 @@ class Splitter(nn.Module):
                 values; such as `nn.init.xavier_normal_`.
 
         Raises:
-            ValueError: there is no such operation, or the name is missing or that of another operation.
+            UserError: there is no such operation, its sizes or the input do not fit it, or the name is missing or that
+                of another operation.
         """
         self._check(size, operation, axis, num_partitions, name)
+        _check_input(x, size, operation, axis, self.over)
         assert name is not None  # checked
         partial = operation == "linear" and axis == 0 and not gather_out
         bias = operation == "linear" and bias_attr is not False and not partial
@@ -125,29 +137,32 @@ class Splitter(nn.Module):
             self.layers[name] = layer
             self._calls[name] = call
         elif self._calls[name] != call:
-            raise ValueError(f"{name!r} is the name of another operation: {self._calls[name]}, now {call}")
+            raise UserError(
+                f"{name!r} is the name of another operation: {self._calls[name]}, now {call}; give this one another "
+                "name."
+            )
         layer = self.layers[name]
         out: Tensor = layer.partial_sum(x) if partial else layer(x)  # type: ignore[operator]
         return out
 
     def _check(self, size: tuple[int, int], operation: str, axis: int, num_partitions: int, name: str | None) -> None:
         if operation not in _OPERATIONS:
-            raise ValueError(f"operation is {operation!r} but must be one of {' and '.join(_OPERATIONS)}; use linear")
-        if len(size) != 2:
-            raise ValueError(f"size is {size} but a weight has two dims; give (rows, columns)")
+            raise UserError(f"operation is {operation!r} but must be one of {' and '.join(_OPERATIONS)}; use linear.")
+        if not isinstance(size, tuple | list) or len(size) != 2:
+            raise UserError(f"size is {size} but a weight has two dims; give (rows, columns).")
         allowed = (0,) if operation == "embedding" else (0, 1)
         if axis not in allowed:
             rule = (
                 "an embedding is split by its rows" if operation == "embedding" else "a linear layer has dims 0 and 1"
             )
-            raise ValueError(f"axis is {axis} but {rule}; use {min(allowed, key=lambda dim: abs(dim - axis))}")
+            raise UserError(f"axis is {axis} but {rule}; use {min(allowed, key=lambda dim: abs(dim - axis))}.")
         if num_partitions != self.over.size:
-            raise ValueError(
+            raise UserError(
                 f"num_partitions is {num_partitions} but {self.over.name} has {self.over.size} ranks; "
-                f"use {self.over.size}"
+                f"use {self.over.size}."
             )
         if not name:
-            raise ValueError("name is missing, by which the weights are found again at the next call; give one")
+            raise UserError("name is missing, by which the weights are found again at the next call; give one.")
 
     def _make(
         self, call: _Call, name: str, weight_init: Initializer | None, bias_init: Initializer | None
@@ -190,8 +205,7 @@ def split(
         as the table of `Splitter.forward` says.
 
     Raises:
-        UserError: there is no block.
-        ValueError: as `Splitter.forward`.
+        UserError: there is no block, or as `Splitter.forward`.
 
     Example:
         >>> weights = threefold.Splitter(mesh.tp)
@@ -209,6 +223,27 @@ def split(
     arguments = (x, size, operation, axis, num_partitions, gather_out, weight_attr, bias_attr, called)
     out: Tensor = splitter(*arguments, weight_init=weight_init, bias_init=bias_init)
     return out
+
+
+def _check_input(x: Any, size: tuple[int, int], operation: str, axis: int, over: Axis) -> None:
+    """Check what an operation is applied to.
+
+    Raises:
+        UserError: it is no tensor, or does not have the features of the weight.
+    """
+    if not isinstance(x, Tensor):
+        raise UserError(f"x is a {type(x).__name__} but must be a tensor; give one.")
+    if operation != "linear":
+        if x.is_floating_point():
+            raise UserError(f"x is a tensor of {x.dtype} but an embedding looks up whole numbers; use x.long().")
+        return
+    start, end = shard_bounds(size[0], over.size, over.index)
+    features = x.shape[-1] if x.dim() else 0
+    if features != size[0] and (axis == 1 or features != end - start):
+        part = "" if axis == 1 else f", or this rank's {end - start} of them"
+        raise UserError(
+            f"x has {features} features but size is {tuple(size)}, which takes {size[0]}{part}; give those."
+        )
 
 
 def _fill_(layer: nn.Module, call: _Call, weight: Tensor | None, bias: bool | Tensor | None) -> None:

@@ -53,9 +53,9 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         layer.sharing = sharing if sharing is not None and divides else axis
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in] as for `ColumnParallelLinear` → [..., this rank's share of a unit]."""
-        out = super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` [..., in] as for `ColumnParallelLinear` → [..., this rank's share of a unit]."""
+        out = super().forward(input)
         if out.shape[-1] < self.longest:
             out = F.pad(out, (0, self.longest - out.shape[-1]))
         return self._own(gather_shares(out, self.sharing, -1))

@@ -10,6 +10,7 @@ Weights that a rank uses on its shard alone (norms, the row-parallel bias) then 
 """
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, Self, cast
 
 import torch
@@ -26,6 +27,7 @@ from threefold.comm.collectives import (
     shard_bounds,
 )
 from threefold.comm.mesh import Axis
+from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Split, Vocab
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
@@ -60,6 +62,19 @@ class _SplitLayer(nn.Module):
             fill_normal_(local(self.weight).detach(), std, key, tuple(self.weight.shape), offset(self.weight))
 
 
+def check_axis(axis: Any, argument: str) -> None:
+    """Check that an argument is an axis of a mesh.
+
+    Raises:
+        UserError: it is something else, as the mesh itself.
+    """
+    if not isinstance(axis, Axis):
+        raise UserError(
+            f"{argument} is a {type(axis).__name__} but must be an axis of a mesh; use mesh.tp of "
+            "mesh = threefold.init_mesh(tp=2), say."
+        )
+
+
 def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
     """The sum over the ranks (all-reduce), or this rank's shard of it (reduce-scatter)."""
     return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
@@ -69,6 +84,21 @@ def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
     """Zero rows up to a multiple (and at least one row): matrix units need whole tiles, a look-up a row."""
     rows = max(1, -(-weight.shape[0] // multiple) * multiple)
     return weight if rows == weight.shape[0] else F.pad(weight, (0, 0, 0, rows - weight.shape[0]))
+
+
+_ROW_ARGUMENTS = ("name", "seed", "weight_init", "bias_init", "bias", "input_is_parallel", "sequence_dim")
+
+
+def _check_sizes(axis: Any, **sizes: Any) -> None:
+    """Check what a layer is made with.
+
+    Raises:
+        UserError: the axis is none, or a size is no number of features.
+    """
+    check_axis(axis, "axis")
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise UserError(f"{name} is {size!r} but must be a whole number of at least 0; use {name}=1.")
 
 
 class VocabParallelEmbedding(_SplitLayer):
@@ -106,6 +136,7 @@ class VocabParallelEmbedding(_SplitLayer):
         sequence_dim: int | None = None,
     ) -> None:
         super().__init__()
+        _check_sizes(axis, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.axis, self.pad_to, self.sequence_dim = axis, pad_to, sequence_dim
         self.num_embeddings = num_embeddings
         self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
@@ -123,13 +154,13 @@ class VocabParallelEmbedding(_SplitLayer):
         layer.weight = layer._split("weight", embedding.weight)
         return layer
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """`ids` [...], the same on every rank → their rows [..., H], the same on every rank, or its shard of them.
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` [...] of ids, the same on every rank → their rows [..., H], the same on every rank, or its shard.
 
         Raises:
             RuntimeError, IndexError: an id is in no rank's rows (on a GPU as a device-side assertion).
         """
-        return _leave(self.own_rows(ids), self.axis, self.sequence_dim)
+        return _leave(self.own_rows(input), self.axis, self.sequence_dim)
 
     def own_rows(self, ids: Tensor) -> Tensor:
         """This rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
@@ -215,6 +246,7 @@ class ColumnParallelLinear(_SplitLinear):
         sequence_dim: int | None = None,
     ) -> None:
         super().__init__()
+        _check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
         self.weight = self._empty("weight", (out_features, in_features))
         self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
@@ -232,9 +264,9 @@ class ColumnParallelLinear(_SplitLinear):
         layer.bias = None if module.bias is None else layer._split("bias", module.bias)
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in], the same on every rank or its shard of it → [..., out], or this rank's part of it."""
-        out = self._over_whole_input(self._own_features, x)
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` [..., in], the same on every rank or its shard of it → [..., out], or this rank's part of it."""
+        out = self._over_whole_input(self._own_features, input)
         return gather_from(out, self.axis) if self.gather_output else out
 
     def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
@@ -279,7 +311,7 @@ class RowParallelLinear(_SplitLinear):
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
 
     Raises:
-        TypeError: an argument that there is none of, as `gather_output`.
+        UserError: an argument that there is none of, as `gather_output`.
 
     Example:
         >>> down = threefold.RowParallelLinear(2048, 512, mesh.tp, input_is_parallel=True, weight_init=nn.init.zeros_)
@@ -303,13 +335,16 @@ class RowParallelLinear(_SplitLinear):
         **unknown: Any,
     ) -> None:
         if "gather_output" in unknown:
-            raise TypeError(
+            raise UserError(
                 "RowParallelLinear has no gather_output: its output is always whole; "
-                "for an input that is split already, use input_is_parallel"
+                "for an input that is split already, use input_is_parallel."
             )
         if unknown:
-            raise TypeError(f"RowParallelLinear got an unexpected argument {next(iter(unknown))!r}")
+            name = next(iter(unknown))
+            (near,) = get_close_matches(name, _ROW_ARGUMENTS, n=1, cutoff=0)
+            raise UserError(f"RowParallelLinear has no argument {name!r}; the nearest is {near!r}.")
         super().__init__()
+        _check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
         self.weight = self._empty("weight", (out_features, in_features))
         self.register_parameter("bias", self._empty("bias", (out_features,)) if bias else None)
@@ -327,9 +362,9 @@ class RowParallelLinear(_SplitLinear):
         layer.bias = None if module.bias is None else layer._split("bias", module.bias)
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in], or this rank's part of it → [..., out], the same on every rank, or its shard."""
-        out = _leave(self.partial_sum(x), self.axis, self.sequence_dim)
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` [..., in], or this rank's part of it → [..., out], the same on every rank, or its shard."""
+        out = _leave(self.partial_sum(input), self.axis, self.sequence_dim)
         return out if self.bias is None else out + self.bias
 
     def partial_sum(self, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import one_of
 from threefold.train.optimizers.base import Entry, UpdateRule
+from threefold.train.optimizers.updated_weights import UpdatedWeights
 
 _OF_THE_SECTION = ("lr", "weight_decay")
 """Arguments that are settings of their own."""
@@ -67,9 +68,9 @@ class OwnOptimizer(UpdateRule):
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
         super().__init__(entries, config)
         self._whole = needs_whole_matrices(config)
-        self._parameters = {entry.name: self._parameter(entry) for entry in self.entries}
-        decayed = [self._parameters[entry.name] for entry in self.entries if entry.decays]
-        others = [self._parameters[entry.name] for entry in self.entries if not entry.decays]
+        self._updated = UpdatedWeights(self.entries, self._whole)
+        decayed = [self._updated.of(entry) for entry in self.entries if entry.decays]
+        others = [self._updated.of(entry) for entry in self.entries if not entry.decays]
         groups = ((decayed, config.weight_decay), (others, 0.0))
         self._torch = _make(config, [(params, decay) for params, decay in groups if params]) if self.entries else None
         self._awaited: dict[str, dict[str, _State]] = {}
@@ -80,21 +81,15 @@ class OwnOptimizer(UpdateRule):
             return
         for group in self._torch.param_groups:
             group["lr"] = lr
-        for entry in self.entries:
-            parameter = self._parameters[entry.name]
-            parameter.grad = entry.gradient if parameter is entry.master else entry.whole.gather(entry.gradient)
+        self._updated.set_gradients()
         self._torch.step()
-        for entry in self.entries:
-            parameter = self._parameters[entry.name]
-            if parameter is not entry.master:
-                parameter.grad = None
-                entry.master.copy_(entry.whole.shard(parameter, entry.master))
+        self._updated.keep_shards()
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
         if entry.name not in self._awaited:
             kept = self._kept(entry)
             if kept:
-                return {name: self._shard(entry, _tensor(value)) for name, value in kept.items()}
+                return {name: self._updated.shard_of_state(entry, _tensor(value)) for name, value in kept.items()}
             self._awaited[entry.name] = self._expected(entry)
         return {name: state.tensor for name, state in self._awaited[entry.name].items()}
 
@@ -103,16 +98,14 @@ class OwnOptimizer(UpdateRule):
             return value.dim() == 0
         awaited = self._awaited.get(entry.name)
         kept = awaited[state].shape if awaited else _tensor(self._kept(entry)[state]).shape
-        return kept != self._parameters[entry.name].shape
+        return self._updated.is_replicated(entry, kept)
 
     def restored(self) -> None:
         """Take the state that a checkpoint has filled."""
+        self._updated.gather_again()
         for entry in self.entries:
-            parameter = self._parameters[entry.name]
-            if parameter is not entry.master:
-                parameter.detach().copy_(entry.whole.gather(entry.master.detach()))
             if self._torch is not None and entry.name in self._awaited:
-                self._torch.state[parameter] = {
+                self._torch.state[self._updated.of(entry)] = {
                     name: self._filled(entry, state) for name, state in self._awaited[entry.name].items()
                 }
         self._awaited = {}
@@ -124,43 +117,26 @@ class OwnOptimizer(UpdateRule):
             isinstance(value, Tensor) and value.shape == shape for value in _trial(config, torch.zeros(shape)).values()
         )
 
-    def _parameter(self, entry: Entry) -> Tensor:
-        """What the optimizer updates: the master, or the whole weight where that is needed and the layout cuts it."""
-        master = entry.master.detach()
-        if not self._whole or entry.whole.is_whole:
-            return entry.master
-        return entry.whole.gather(master).clone().requires_grad_()
-
     def _kept(self, entry: Entry) -> Mapping[str, Any]:
         if self._torch is None:
             return {}
-        found: Mapping[str, Any] = self._torch.state.get(self._parameters[entry.name], {})
+        found: Mapping[str, Any] = self._torch.state.get(self._updated.of(entry), {})
         return {name: value for name, value in found.items() if value is not None}
-
-    def _shard(self, entry: Entry, value: Tensor) -> Tensor:
-        parameter = self._parameters[entry.name]
-        if parameter is entry.master or value.shape != parameter.shape:
-            return value
-        return entry.whole.shard(value, entry.master).contiguous()
 
     def _expected(self, entry: Entry) -> "dict[str, _State]":
         """The state that the optimizer would have after a step, to be filled."""
-        parameter = self._parameters[entry.name]
-        scratch = _trial(self.config, torch.zeros_like(parameter, requires_grad=False), entry.decays)
+        scratch = _trial(self.config, torch.zeros_like(self._updated.of(entry), requires_grad=False), entry.decays)
         states = {}
         for name, value in scratch.items():
             number = None if isinstance(value, Tensor) else type(value)
             tensor = _tensor(value).detach().clone()
-            states[name] = _State(self._shard(entry, tensor), tensor.shape, number)
+            states[name] = _State(self._updated.shard_of_state(entry, tensor), tensor.shape, number)
         return states
 
     def _filled(self, entry: Entry, state: "_State") -> Any:
         if state.number is not None:
             return state.number(state.tensor.item())
-        parameter = self._parameters[entry.name]
-        if parameter is entry.master or state.shape != parameter.shape:
-            return state.tensor
-        return entry.whole.gather(state.tensor).clone()
+        return self._updated.whole_state(entry, state.tensor, state.shape)
 
 
 class _State:
