@@ -44,8 +44,19 @@ def test_the_package_says_that_it_has_types() -> None:
 
 PARTS = {
     *("Recorder", "SharedMemoryGroup"),  # of an axis, which a mesh makes
-    *("Patterns", "Unit", "AsConstructed", "Drawn"),  # of a ModelPlan, which a Plan builds
-    *("ParallelConfig", "Positions", "Entry", "GradientStep", "LossScale", "GradSync", "CurrentBatch", "BatchRows"),
+    *("Patterns", "Unit", "AsConstructed", "Drawn", "Cut"),  # of a ModelPlan, which a Plan builds
+    *(
+        "ParallelConfig",
+        "Positions",
+        "Entry",
+        "GradientStep",
+        "LossScale",
+        "GradSync",
+        "CurrentBatch",
+        "BatchRows",
+        "LoadedKeys",
+    ),
+    "Batch",  # of tokens, which `before_step` gets
 }
 """Types of the package in signatures of public names that no caller has to write."""
 
@@ -82,12 +93,13 @@ def types_in(annotation: Any) -> Iterator[type]:
 
 def test_the_types_of_public_signatures_are_public_names() -> None:
     import torch
+    from pydantic import BaseModel
 
     from threefold.data.loader import Batch
 
     public = {getattr(threefold, name) for name in threefold.__all__ if isinstance(getattr(threefold, name), type)}
     known = {name: getattr(threefold, name) for name in threefold.__all__}
-    known |= {"torch": torch, "nn": torch.nn, "Tensor": torch.Tensor, "Batch": Batch}
+    known |= {"torch": torch, "nn": torch.nn, "Tensor": torch.Tensor, "Batch": Batch, "BaseModel": BaseModel}
     hidden = set()
     for where, function in signatures():
         hints = get_type_hints(function, vars(sys.modules[function.__module__]), known)

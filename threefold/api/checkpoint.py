@@ -148,13 +148,11 @@ def load(
 def _check(model: Any, optimizer: Any, loader: Any) -> None:
     if not isinstance(model, DistributedModel | PreparedModule):
         raise UserError(f"model is a {type(model).__name__} but must be one of threefold.parallelize(); give that.")
-    made_by, kind = "distributed_optimizer", ModelOptimizer
-    if isinstance(model, PreparedModule):
-        made_by, kind = "prepare", PreparedOptimizer
-    if optimizer is not None and not isinstance(optimizer, kind):
+    prepared_model = isinstance(model, PreparedModule)
+    if optimizer is not None and not isinstance(optimizer, PreparedOptimizer if prepared_model else ModelOptimizer):
+        made_by = "prepare" if prepared_model else "distributed_optimizer"
         raise UserError(f"optimizer is a {type(optimizer).__name__} but must be of threefold.{made_by}(); give that.")
-    its_own = isinstance(optimizer, ModelOptimizer) and optimizer.model is model
-    if optimizer is not None and not its_own and not (kind is PreparedOptimizer and optimizer.sync is model.sync):
+    if optimizer is not None and not (optimizer.sync is model.sync if prepared_model else optimizer.model is model):
         raise UserError("optimizer is of another model; give the model that it was made with.")
     if loader is not None and not hasattr(loader, "consumed_samples"):
         raise UserError(f"loader is a {type(loader).__name__} but must be a threefold.DataLoader; give that.")
@@ -210,6 +208,7 @@ def _load_states(
     index = {name: found for name, found in stored_tensors(path).items() if name.startswith(OPTIMIZER)}
     kinds: Mapping[str, str] = state.get("numbers") or {}
     wanted: dict[str, Tensor] = {}
+    weights: list[tuple[str, Tensor, Tensor | None]]
     if isinstance(optimizer, PreparedOptimizer):
         weights = [(name, weight, None) for name, weight in prepared.weights_of(optimizer)]
     else:
