@@ -74,11 +74,10 @@ def test_narrow_precision_computes_near_fp32_and_in_its_own_dtype(pool) -> None:
         assert 1e-5 < _distance(found, expected) < bound
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_compressed_gradients_are_near_the_exact_ones(pool, dtype: str) -> None:
+@sweep(("dtype", "zero"), [("fp16", 3), ("fp16", 0), ("bf16", 0), ("fp16", 1), ("bf16", 2)], quick=[0])
+def test_compressed_gradients_are_near_the_exact_ones(pool, dtype: str, zero: int) -> None:
     expected = pool.run(1, plain, Script("stack", "sgd"))[0]
-    found = pool.run(3, prepared, Script("stack", "sgd", options=(("compress", dtype),)))
+    found = pool.run(3, prepared, Script("stack", "sgd", options=(("compress", dtype), ("zero", zero))))
     assert 1e-6 < _distance(found[0], expected) < 0.05
     assert all(worst(each, found[0]) == 0 for each in found)
 

@@ -66,7 +66,7 @@ def prepare(
         zero: 1 shards the optimizer state over the replicas, 2 gradients too, 3 weights too.
         accumulate: backward passes of an update (gradient accumulation). `optimizer.step()` does nothing before the
             last of them, or before the loader's last batch.
-        compress: sums gradients over the replicas in `fp16` or `bf16` (gradient compression); needs zero 0.
+        compress: sums gradients over the replicas in `fp16` or `bf16` (gradient compression).
         sync_batch_norm: with false, batch normalization takes its statistics from each replica's own rows, and after
             each update every replica has the running statistics of the first.
         tensor_parallel: pattern of module names → `Column()`, `Row()`, `Vocab()` …, for a mesh with tp; what it does
@@ -169,10 +169,6 @@ def _check_options(precision: str, zero: int, accumulate: int, compress: str) ->
         raise UserError(f"accumulate is {accumulate!r} but must be a whole number of at least 1; use 1.")
     if compress not in COMPRESSIONS:
         raise UserError(f"compress is {compress!r} but must be {one_of(compress, list(COMPRESSIONS))}.")
-    if compress != "none" and zero:
-        raise UserError(
-            f"compress is {compress!r} but zero is {zero}, which sums gradients at their width; use zero=0."
-        )
 
 
 def _require_no_options(precision: str, zero: int, accumulate: int, compress: str) -> None:
@@ -247,7 +243,7 @@ def _prepare_model(
         model = use_global_statistics(model, axis, current)
     sharding = make_zero_sharding(mesh, zero, mesh.dp.size) if mesh.dp.size > 1 else None
     if sharding is not None:
-        shard_values(model, sharding)
+        shard_values(model, sharding, DTYPES.get(compress))
         gradients: Gradients = ShardedGradients([model], sharding)
     else:
         leaves = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]

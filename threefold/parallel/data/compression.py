@@ -41,9 +41,7 @@ class NarrowSum:
         """Wait, and copy the sum into the bucket."""
         if self.work is not None:
             self.work.wait()
-        self.flat.copy_(self.narrow)
-        if self.exponent is not None:
-            torch.ldexp(self.flat, -self.exponent, out=self.flat)
+        widen_(self.flat, self.narrow, self.exponent)
 
 
 def start_narrow_sum(flat: Tensor, axis: Axis, dtype: torch.dtype) -> NarrowSum:
@@ -56,9 +54,27 @@ def start_narrow_sum(flat: Tensor, axis: Axis, dtype: torch.dtype) -> NarrowSum:
         axis: the replicas.
         dtype: `torch.float16` or `torch.bfloat16`.
     """
-    exponent = _exponent(flat, axis) if dtype == torch.float16 else None
-    narrow = (flat if exponent is None else torch.ldexp(flat, exponent)).to(dtype)
+    narrow, exponent = narrowed(flat, axis, dtype)
     return NarrowSum(flat, narrow, exponent, axis.start_all_reduce_(narrow))
+
+
+def narrowed(flat: Tensor, axis: Axis, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A 16-bit copy of which a sum over the axis cannot overflow, and the exponent of what it was multiplied by.
+
+    Collective over the axis.
+
+    Args:
+        flat, axis, dtype: as of `start_narrow_sum`.
+    """
+    exponent = _exponent(flat, axis) if dtype == torch.float16 else None
+    return (flat if exponent is None else torch.ldexp(flat, exponent)).to(dtype), exponent
+
+
+def widen_(into: Tensor, narrow: Tensor, exponent: Tensor | None) -> None:
+    """Set a tensor to a sum of what `narrowed` gave."""
+    into.copy_(narrow)
+    if exponent is not None:
+        torch.ldexp(into, -exponent, out=into)
 
 
 def _exponent(flat: Tensor, axis: Axis) -> Tensor:

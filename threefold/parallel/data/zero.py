@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.models.sharding import OverExperts
+from threefold.parallel.data.compression import narrowed, widen_
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.expert.experts import ParallelExperts
 from threefold.parallel.parameter import is_of_experts, keep_stored, like, local, replace_parameters, stored
@@ -91,16 +92,18 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
             _describe(parameter, before[name], zero.expert_shards if experts else zero.shards)
 
 
-def shard_values(module: nn.Module, zero: ZeroSharding) -> None:
+def shard_values(module: nn.Module, zero: ZeroSharding, compression: torch.dtype | None = None) -> None:
     """Cut the parameters of a module that has its values, in place; a rank keeps its shards.
 
     Args:
         module: any; each layer of its outermost `nn.ModuleList`s is gathered by itself, the rest together.
         zero: the stage, and the ranks over which a copy is sharded.
+        compression: 16-bit dtype that gradients are summed over those ranks in; None for their own. Micro-batches are
+            added up at full width.
     """
     before = dict(module.named_parameters())
     replace_parameters(module, lambda each: nn.Parameter(local(each).detach(), requires_grad=each.requires_grad))
-    _wrap(module, _listed_layers(module), zero, MixedPrecisionPolicy(cast_forward_inputs=False))
+    _wrap(module, _listed_layers(module), zero, MixedPrecisionPolicy(cast_forward_inputs=False), compression)
     for name, parameter in module.named_parameters():
         _describe(parameter, before[name], zero.shards)
 
@@ -176,23 +179,30 @@ def _policy(stage: Stage, dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
 
 
-def _wrap(root: nn.Module, layers: Sequence[nn.Module], zero: ZeroSharding, policy: MixedPrecisionPolicy) -> None:
+def _wrap(
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    zero: ZeroSharding,
+    policy: MixedPrecisionPolicy,
+    compression: torch.dtype | None = None,
+) -> None:
     uses = Counter(parameter for layer in layers for parameter in layer.parameters())
     # Layers with tied weights have to be gathered together: the root does it, around all its layers.
     alone = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
     for module in (*alone, root):
         mesh, reshard = zero.shards.device_mesh, zero.stage == 3
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        _set_up(module, zero.shards)
+        _set_up(module, zero.shards, compression)
 
 
-def _set_up(module: nn.Module, axis: Axis) -> None:
+def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = None) -> None:
     assert isinstance(module, FSDPModule)  # what `fully_shard` made it
     # The loss is divided by the tokens of the global batch, so the replicas' gradients are summed, not averaged.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_custom_all_gather(_AllGather(axis))
-    module.set_custom_reduce_scatter(_ReduceScatter(axis))
+    narrow = None if compression is None else _NarrowReduceScatter(axis, compression)
+    module.set_custom_reduce_scatter(narrow or _ReduceScatter(axis))
 
 
 def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -320,4 +330,21 @@ class _ReduceScatter(_OverAxis, ReduceScatter):
         if axis.shared is None:
             return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         output_tensor.copy_(axis.shared.reduce_scatter(input_tensor))
+        return None
+
+
+class _NarrowReduceScatter(_ReduceScatter):
+    """The sum in 16 bits, as that of `compression`."""
+
+    def __init__(self, axis: Axis, dtype: torch.dtype) -> None:
+        super().__init__(axis)
+        self.dtype = dtype
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        narrow, exponent = narrowed(input_tensor, self.axis, self.dtype)
+        summed = torch.empty_like(output_tensor, dtype=self.dtype)
+        super().__call__(summed, narrow, group, op)
+        widen_(output_tensor, summed, exponent)
         return None
