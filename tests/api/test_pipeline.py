@@ -80,7 +80,7 @@ def default_micro_batches(schedule: str) -> int:
     return threefold.parallelize(layers(), mesh=mesh, schedule=schedule).gradient_step.settings.micro_batches
 
 
-@pytest.mark.parametrize(("schedule", "fewest"), [("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("schedule", "fewest"), [("1f1b", 1), ("dualpipev", 4)])
 def test_a_pipeline_takes_the_fewest_micro_batches_that_its_schedule_does(pool, schedule: str, fewest: int) -> None:
     assert pool.run(2, default_micro_batches, schedule) == [fewest] * 2
 

@@ -152,7 +152,8 @@ def _check(model: Any, optimizer: Any, loader: Any) -> None:
     if optimizer is not None and not isinstance(optimizer, PreparedOptimizer if prepared_model else ModelOptimizer):
         made_by = "prepare" if prepared_model else "distributed_optimizer"
         raise UserError(f"optimizer is a {type(optimizer).__name__} but must be of threefold.{made_by}(); give that.")
-    if optimizer is not None and not (optimizer.sync is model.sync if prepared_model else optimizer.model is model):
+    of = getattr(optimizer, "sync" if prepared_model else "model", None)
+    if of is not None and of is not (model.sync if isinstance(model, PreparedModule) else model):
         raise UserError("optimizer is of another model; give the model that it was made with.")
     if loader is not None and not hasattr(loader, "consumed_samples"):
         raise UserError(f"loader is a {type(loader).__name__} but must be a threefold.DataLoader; give that.")

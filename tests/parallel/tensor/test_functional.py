@@ -165,7 +165,7 @@ REFUSED = [
         {"operation": "linear", "size": (6, 3)},
         "x has 4 features but size is (6, 3), which takes 6, or this rank's 6 of ",
     ),
-    ({"operation": "linear", "axis": 1, "size": (6, 3)}, "x has 4 features but size is (6, 3), which takes 6."),
+    ({"operation": "linear", "axis": 1, "size": (6, 3)}, "x has 4 features but size is (6, 3), which takes 6; give"),
     (
         {"operation": "embedding"},
         "x is a tensor of torch.float32 but an embedding looks up whole numbers; use x.long().",
