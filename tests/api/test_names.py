@@ -55,6 +55,7 @@ PARTS = {
         "CurrentBatch",
         "BatchRows",
         "LoadedKeys",
+        "LayoutResult",
     ),
     "Batch",  # of tokens, which `before_step` gets
 }
