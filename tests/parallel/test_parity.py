@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.support.cases import check
+from tests.support.cases import check, with_recompute
 from tests.support.parity import Case, in_layout
 from tests.support.sweep import sweep
 from threefold.models.gpt.config import Activation
@@ -134,11 +134,12 @@ def test_compiled_layers(pool, expected, layout: tuple[int, int, int], dropout: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_compiled_layers_with_recompute(pool, expected, mode: str) -> None:
-    """With dropout, whose masks the compiled code draws again; every other layer, the others as they are."""
-    again = (("train.recompute", mode), ("train.recompute_every", 2))
-    check(pool, expected, Case(layers=4, compile=True, dropout=0.2, settings=again).with_layout(2, 1, 2))
+@pytest.mark.parametrize("mode", [("selective", 1), ("full", 2)], ids=str)
+def test_compiled_layers_with_recompute(pool, expected, mode: tuple[str, int]) -> None:
+    """With dropout, whose masks the compiled code draws again; in all layers, and in every other one."""
+    case = with_recompute(Case(layers=3, compile=True, dropout=0.2), *mode)
+    check(pool, expected, case.with_layout(2, 1, 1))
+    check(pool, expected, case.with_layout(2, 1, 1, settings=(*case.settings, ("parallel.zero", 3))))
 
 
 @pytest.mark.slow

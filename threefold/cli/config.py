@@ -93,7 +93,7 @@ def reference() -> None:
 
 FeatureNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 compile. Default: all, as a page."),
+    typer.Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: all, as a page."),
 ]
 
 

@@ -191,7 +191,7 @@ def test_the_table_of_refusals_holds_exactly_the_pairs_that_are_refused() -> Non
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["zero3", "compile"], ["zero3 and compile cannot be combined: parallel.zero is 3 but train.compile is true"]),
+        (["zero3", "zbv"], ["zero3 and zbv cannot be combined: parallel.zero is 3 but parallel.schedule zbv defers"]),
         (["zero3", "tp", "ep"], ["zero3 and tp and ep can be combined."]),
         (["zero1", "zero3"], ["zero1 and zero3 cannot be combined: both are values of parallel.zero; choose one."]),
         (["dropout"], ["dropout (dropout) goes together with all other features."]),

@@ -52,13 +52,6 @@ RULES: tuple[Rule, ...] = (
         "at whose end fully_shard reduce-scatters them; use 0 or schedule interleaved",
     ),
     Rule(
-        "zero",
-        "compile",
-        "parallel.zero",
-        lambda config: config.parallel.zero > 0 and config.train.compile,
-        "train.compile is true and gathering weights cannot be compiled; use 0 or compile false",
-    ),
-    Rule(
         "compile",
         "zero-bubble",
         "train.compile",

@@ -184,7 +184,7 @@ of one process, up to rounding: the test suite runs each of the {pairs} pairs. W
 any worker starts, with the reason of the table. Two values of one setting (two schedules, two stages of ZeRO) exclude
 each other. For your own combination ask
 
-    threefold config compatibility zero3 compile     # some features: whether they go together, and why not
+    threefold config compatibility zero3 zbv         # some features: whether they go together, and why not
     threefold config compatibility compile           # one: what it does not go together with
 """
 
