@@ -78,14 +78,13 @@ def test_ways_reach_one_accuracy(ways: dict[str, Any], tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "compare_ways.py"), "--folder", str(tmp_path)]
     names = [way.name for way in ways["WAYS"] if way.by != "accelerate" or find_spec("accelerate")]
     assert "pipeline" in names
-    options = ["--rows", "2000", "--epochs", "5"]
-    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=1200)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stderr
     found = {row["name"]: row for row in json.loads((tmp_path / "ways.json").read_text())}
     assert list(found) == names
-    assert {row["rows"] for row in found.values()} == {400}
+    assert {row["rows"] for row in found.values()} == {800}
     alone = found["one process"]
-    assert alone["accuracy"] > 0.8
+    assert alone["accuracy"] > 0.9
     for name, row in found.items():
         rounded = name in ("bf16", "compressed, fp16")
         for metric in ("accuracy", "f1", "auc"):
