@@ -7,10 +7,26 @@ import pytest
 
 from tests.support.plugin_package import write_package
 from threefold.errors import UserError
-from threefold.plugins import Registry
+from threefold.plugins import Registry, import_file, modules_beside
 
 GROUP = "threefold.toys"
 TOYS = Registry("toy.name", GROUP, {"join": "posixpath:join", "split": "posixpath:split"})
+
+
+def test_modules_beside_a_file_are_its_own(tmp_path: Path) -> None:
+    """Each of two copies of a file gets the modules of its own folder, those that only the others import as well."""
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "main.py").write_text("import json\nfrom layers_beside import VALUE\n")
+        (folder / "layers_beside.py").write_text(
+            "def value():\n    import widths_beside as each\n    return each.WIDTH\n\nVALUE = value()\n"
+        )
+        (folder / "widths_beside.py").write_text(f"WIDTH = {number}\n")
+        (folder / "json.py").write_text("")  # the standard library's is meant
+        (folder / "unused.py").write_text("")
+    assert [import_file(tmp_path / str(number) / "main.py").VALUE for number in (1, 2)] == [1, 2]
+    assert {path.name for path in modules_beside(tmp_path / "1/main.py")} == {"layers_beside.py", "widths_beside.py"}
 
 
 def test_built_in() -> None:

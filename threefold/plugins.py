@@ -13,9 +13,11 @@ Where a registry says so, an import path does without both: `package.module:Name
 file that need not be installed.
 """
 
+import ast
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -120,15 +122,60 @@ def _executed(file: str, changed: int, size: int) -> ModuleType:
         raise ImportError("it is no Python file")
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    sys.path.insert(0, str(Path(file).parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    finally:
-        sys.path.remove(str(Path(file).parent))
+    with _finding_first(Path(file)):
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[spec.name]
+            raise
     return module
+
+
+@contextmanager
+def _finding_first(file: Path) -> Iterator[None]:
+    """Within the block, imports find the modules beside a file first, whatever was imported under their names before,
+    such as those beside the copy of the file in a checkpoint."""
+    foreign = {}
+    for path in modules_beside(file):
+        other = sys.modules.get(path.stem)
+        if other is not None and getattr(other, "__file__", None) != str(path):
+            foreign[path.stem] = sys.modules.pop(path.stem)
+    sys.path.insert(0, str(file.parent))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(file.parent))
+        sys.modules.update(foreign)
+
+
+def modules_beside(file: Path) -> list[Path]:
+    """The Python files of a file's own folder that it imports, and those that these import; no packages.
+
+    Args:
+        file: is read and not executed; it may be no valid Python.
+    """
+    found: dict[str, Path] = {}
+    left = [file]
+    while left:
+        for name in _imported(left.pop()):
+            path = file.parent / f"{name}.py"
+            if name not in found and name not in sys.stdlib_module_names and path.is_file():
+                found[name] = path
+                left.append(path)
+    return list(found.values())
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """The first parts of the names of all modules that a file imports, wherever in it."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # executing it says what is wrong
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
 
 
 @dataclass(frozen=True)

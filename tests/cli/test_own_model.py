@@ -23,6 +23,16 @@ checkpoint: {{every: 2}}
 """
 
 
+IMPORTS = """\
+from tiny_layers import HEAD, Block, Embed, Head
+from torch import Tensor, nn
+
+from threefold import Column, Plan, Replicated, Row, Vocab
+
+
+"""
+
+
 def command(*arguments: str | Path) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "threefold", *map(str, arguments)], capture_output=True, text=True, check=False
@@ -33,15 +43,19 @@ def command(*arguments: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a config, a copy of the model's file, and a run of two layouts that no longer has the file."""
+    """A folder with a config, and a run of two layouts that no longer has the model's file and the module beside it."""
     folder = tmp_path_factory.mktemp("own")
     config, file, run = folder / "own.yaml", folder / "mine.py", folder / "run"
     config.write_text(CONFIG.format(tokens=tokens))
-    file.write_text(FILE.read_text())
+    layers, model = FILE.read_text().split("class Tiny")
+    beside = folder / "tiny_layers.py"
+    beside.write_text(layers)
+    file.write_text(f"{IMPORTS}class Tiny{model}")
     own = ("--model", f"{file}:Tiny")
     command("train", config, *own, "--run-dir", folder / "alone")
     command("train", config, *own, "--run-dir", run, "--set", "parallel.tp=2", "--set", "train.max_steps=2")
     file.unlink()
+    beside.unlink()
     layout = ("--set", "parallel.pp=2", "--set", "parallel.dp=2", "--set", "parallel.tp=1")
     command("train", config, "--run-dir", run, "--resume", *layout)
     return folder
@@ -63,7 +77,7 @@ def test_it_generates_the_same_in_every_layout(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_exported_for_plain_torch(trained: Path, threefold: Command) -> None:
+def test_it_is_exported_for_plain_torch(trained: Path, threefold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     out = trained / "exported"
     ended = threefold("checkpoint", "export", trained / "run", "--out", out)
     assert ended.status == 0, ended.error
@@ -73,6 +87,7 @@ def test_it_is_exported_for_plain_torch(trained: Path, threefold: Command) -> No
         "Tiny",
         {"head.output.weight": "embed.tokens.weight"},
     )
+    monkeypatch.syspath_prepend(out)
     spec = spec_from_file_location("exported", out / made["file"])
     assert spec is not None
     assert spec.loader is not None
@@ -87,8 +102,15 @@ def test_it_is_exported_for_plain_torch(trained: Path, threefold: Command) -> No
 
 
 def test_mistakes_of_the_option_are_one_sentence(trained: Path, threefold: Command) -> None:
-    config = trained / "own.yaml"
+    config, other = trained / "own.yaml", trained / "other"
+    other.mkdir()
+    (other / "model.py").write_text(FILE.read_text())
+    (other / "main.py").write_text("from model import Tiny")
     for command_line, sentence in (
+        (
+            ("train", config, "--model", f"{other}/main.py:Tiny", "--run-dir", other),
+            "main.py imports model.py beside it",
+        ),
         (("train", config, "--model", "nowhere.py"), "--model is nowhere.py but nowhere.py is not a file; name a"),
         (("config", "size", config, "--model", FILE, "--set", "model.arguments={bloks: 2}"), "the nearest is blocks."),
         (("generate", trained / "run", "--tp", "4", "--prompt", "a"), "--tp is 4 but must divide the 6 heads of"),

@@ -6,6 +6,7 @@ RUN/checkpoints/step_00000100/
     config.yaml           the resolved config of the run
     tokenizer.json        the tokenizer of its data, if that is known
     model.py              the file of an own model, where the run's model is one
+    blocks.py, …          the modules beside it that it imports, under their own names
     loop.json             in the place of config.yaml: the state of a loop of the user's own (`threefold.save`)
     checkpoint.json       the manifest, written last: the `Facts` below and every other file's size and checksum
 
@@ -27,6 +28,9 @@ from threefold.checkpoint.manifest import PARTIAL, Facts, read_manifest
 from threefold.config import Config, load_config, resolve
 from threefold.config.model import OWN
 from threefold.config.schedules import is_schedule_file
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.plugins import modules_beside
 
 FOLDER: Final = "checkpoints"
 CONFIG: Final = "config.yaml"
@@ -109,6 +113,26 @@ def _with_own_file(config: Config, path: Path) -> Config:
     copy, name = path / OWN_MODEL, config.model.file.partition(":")[2]
     file = (f"{copy}:{name}" if name else str(copy)) if copy.is_file() else ""
     return config.model_copy(update={"model": config.model.model_copy(update={"file": file})})
+
+
+def model_files(file: Path) -> dict[str, Path]:
+    """The files of an own model by their names in a checkpoint: the model's, and the modules beside it that it imports.
+
+    Args:
+        file: the model's; the run's, or a checkpoint's copy.
+
+    Raises:
+        UserError: one of the modules has the name under which the model's file is kept.
+    """
+    files = {OWN_MODEL: file}
+    for path in modules_beside(file):
+        if path.name == OWN_MODEL and path != file:
+            raise UserError(
+                f"{shown(file)} imports {OWN_MODEL} beside it, the name under which checkpoints keep {file.name} "
+                f"itself; rename {OWN_MODEL}, as to own_{OWN_MODEL}."
+            )
+        files[path.name] = path
+    return files
 
 
 def remembered_model(run_dir: Path) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import OWN_MODEL, Checkpoint, folders, newest
+from threefold.checkpoint.folder import Checkpoint, folders, model_files, newest
 from threefold.checkpoint.selection import Damaged, check_whole, select_checkpoint
 from threefold.comm.layout import Layout
 from threefold.config import Config
@@ -166,7 +166,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
 
 
 def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
-    """A sentence if the file of an own model is another than the checkpoint's copy.
+    """A sentence if a file of an own model is another than the checkpoint's copy.
 
     Raises:
         UserError: its weights are others, too.
@@ -177,9 +177,10 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     from threefold.models.registry import model_plan
 
     require_match(config.model, model_plan(config.model, config.data.sequence_length), checkpoint.path)
-    file, copy = config.model.file.partition(":")[0], checkpoint.path / OWN_MODEL
-    if not copy.is_file() or read_text(Path(file)) != read_text(copy):
-        yield f"{shown(file)} has changed since {checkpoint.path}; it is used as it is now."
+    for name, file in model_files(Path(config.model.file.partition(":")[0])).items():
+        copy = checkpoint.path / name
+        if not copy.is_file() or read_text(file) != read_text(copy):
+            yield f"{shown(file)} has changed since {checkpoint.path}; it is used as it is now."
 
 
 def _ended_decay(stored: Config, config: Config) -> Iterator[str]:

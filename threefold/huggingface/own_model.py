@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.checkpoint.folder import OWN_MODEL
+from threefold.checkpoint.folder import OWN_MODEL, model_files
 from threefold.checkpoint.selection import SelectedCheckpoint
 from threefold.config import ModelConfig
 from threefold.models.source import file_source
@@ -16,7 +16,7 @@ the name of another."""
 
 
 def write_constructor(choice: SelectedCheckpoint, file: str | None, folder: Path) -> tuple[str, ...]:
-    """Write an own model's file, and how to make the model with it.
+    """Write an own model's file with the modules beside it that it imports, and how to make the model with it.
 
     Args:
         choice: the checkpoint.
@@ -34,9 +34,11 @@ def write_constructor(choice: SelectedCheckpoint, file: str | None, folder: Path
     name, arguments = source.constructor(config)
     _, plan = source.load_section(config)
     values = {"file": OWN_MODEL, "name": name, "arguments": _plain(arguments), "tied": dict(plan.ties)}
-    shutil.copyfile(source.path, folder / OWN_MODEL)
+    files = model_files(source.path)
+    for copy, path in files.items():
+        shutil.copyfile(path, folder / copy)
     (folder / CONSTRUCTOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return OWN_MODEL, CONSTRUCTOR
+    return *files, CONSTRUCTOR
 
 
 def _plain(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from threefold.checkpoint.folder import model_files
 from threefold.checkpoint.resume import Resume
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Axis, Mesh
@@ -15,7 +16,7 @@ from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.host import keep_freed_memory
 from threefold.models.sharding import ModelPlan
-from threefold.models.source import ConfigSource, MakeModel, ModelSource
+from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
 from threefold.parallel.parallelism import stage_map
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.source_check import check_layout, check_source
@@ -86,13 +87,15 @@ def train(
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> None:  # noqa: B008
     """Check, before any process starts, that the layers can be partitioned into stages as a resolved config says, and
-    that an own model suits its plan and the layout.
+    that an own model suits its plan and the layout, and that checkpoints can keep its files.
 
     Raises:
         UserError: they cannot, or it does not.
     """
     if config.model.architecture == OWN:
         check_source(source, config)
+        if config.model.file:
+            model_files(file_source(config.model).path)
     check_layout(source, config)
 
 

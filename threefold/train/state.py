@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.folder import CONFIG, OWN_MODEL, TOKENIZER, Checkpoint, complete
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
@@ -67,7 +67,8 @@ class Checkpoints:
             # Model and data with every setting resolved, as the weights depend on them; the rest as it was given.
             self._texts = {CONFIG: config.to_yaml_as_given(("model", "data"), kept=("train.max_steps",))}
             if config.model.file:
-                self._texts[OWN_MODEL] = read_text(file_source(config.model).path)
+                files = model_files(file_source(config.model).path)
+                self._texts |= {name: read_text(file) for name, file in files.items()}
             if dataset.tokenizer_file is not None:
                 self._texts[TOKENIZER] = dataset.tokenizer_file.read_text(encoding="utf-8")
             if dataset.template is not None:
