@@ -190,7 +190,7 @@ class TableView(View):
             "model": f"{task.source.describe(config)}, {self.parameters:,} parameters",
             "size": size,
             "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
-            f"{task.rows}, some labels masked; {_optimizer(config)}",
+            f"{task.rows}{', some labels masked' if task.rows.masked else ''}; {_optimizer(config)}",
             "equal": f"a relative error of at most {task.tolerance:.0e} in {config.precision.dtype}: initial weights, "
             "and loss, gradients, their norm and weights of each step",
         }

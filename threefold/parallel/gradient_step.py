@@ -223,12 +223,7 @@ class GradientStep:
         self, batch: Any, loss: LossFunction, rows: Tensor | None, step: int | None
     ) -> tuple[OwnBatch, int, TermSums]:
         """The same for a batch of the user's own model."""
-        if self.mesh.cp.size > 1 or self.settings.sequence_parallel:
-            setting = f"cp is {self.mesh.cp.size}" if self.mesh.cp.size > 1 else "sequence_parallel is true"
-            raise UserError(
-                f"{setting} but a loss function of the user's needs whole sequences; use "
-                f"{'cp 1' if self.mesh.cp.size > 1 else 'sequence_parallel false'}."
-            )
+        check_whole_sequences(self.mesh.cp.size, self.settings.sequence_parallel)
         if _is_of_tokens(batch):
             rows, batch = batch.rows, tokens_and_labels(batch)
         size = batch_size(batch)
@@ -309,6 +304,20 @@ class GradientStep:
             None if fact is None else fact.to(device) for fact in (keys, batch.documents, weights, batch.positions)
         )
         return LocalBatch(tokens, labels, SampleInfo(*facts))
+
+
+def check_whole_sequences(cp: int, sequence_parallel: bool) -> None:
+    """Check that a layout leaves sequences whole, as a loss of the user's own needs them.
+
+    Raises:
+        UserError: it does not.
+    """
+    if cp > 1 or sequence_parallel:
+        setting = f"cp is {cp}" if cp > 1 else "sequence_parallel is true"
+        raise UserError(
+            f"{setting} but a loss function of the user's needs whole sequences; use "
+            f"{'cp 1' if cp > 1 else 'sequence_parallel false'}."
+        )
 
 
 def _is_of_tokens(batch: Any) -> bool:

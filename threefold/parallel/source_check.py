@@ -1,10 +1,15 @@
 """Checks of a model and its plan before any process runs them."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from threefold.config import Config
 from threefold.errors import UserError
+from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource
+from threefold.parallel.gradient_step import check_whole_sequences
 from threefold.parallel.parallelism import stage_map
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
 
@@ -31,7 +36,24 @@ def check_layout(source: ModelSource, config: Config) -> None:
     Raises:
         UserError: it does not.
     """
+    layout_check(source, config)(config)
+
+
+def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None]:
+    """`check_layout` for any layout of one model, which is loaded once.
+
+    Args:
+        source: of the model.
+        config: that it is made from, in whatever layout.
+    """
     _, plan = source.load(config)
+    own_loss = source.loss(config) is not None
+    return partial(_check_plan_layout, plan, own_loss)
+
+
+def _check_plan_layout(plan: ModelPlan, own_loss: bool, config: Config) -> None:
+    if own_loss:
+        check_whole_sequences(config.parallel.cp, config.parallel.sequence_parallel)
     check_tensor_axis(plan, config.parallel.tp)
     mode = config.train.recompute
     if mode != "none" and mode not in plan.recompute:

@@ -19,7 +19,14 @@ _DOCUMENT_BEGINS = 0.2
 
 
 class BatchSource(ABC):
-    """Batches as a function of config and step."""
+    """Batches as a function of config and step.
+
+    Attributes:
+        masked: whether some labels are ignored (`IGNORE_INDEX`) that the data does not ignore. Not so for a loss of the
+            user's own, which need not know such labels, and may be a mean that counts them.
+    """
+
+    masked: bool
 
     @property
     def is_nested(self) -> bool:
@@ -31,13 +38,15 @@ class BatchSource(ABC):
         """The rows of `share` of the global batch of `step`."""
 
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
-        """As `read`, with some labels ignored (`IGNORED`), a different fraction in each row.
+        """As `read`; if `masked`, with some labels ignored, a different fraction in each row.
 
         So the ranks have different numbers of labels, and a mean of means is not the mean. Some of the first rows keep
         all labels, the last ones none.
         """
         size = config.train.global_batch_size
         batch = self.read(config, step, Share(size, dp_index, dp))
+        if not self.masked:
+            return batch
         generator = torch.Generator().manual_seed(stream_key("label masks", config.train.seed, step))
         chance = torch.rand((size, batch.labels.shape[1]), generator=generator)[batch.rows]
         masked = chance < torch.linspace(-0.1, 1.05, size)[batch.rows].unsqueeze(1)
@@ -47,6 +56,8 @@ class BatchSource(ABC):
 @dataclass(frozen=True)
 class RandomBatches(BatchSource):
     """Uniformly random tokens, keyed by seed and step."""
+
+    masked: bool = True
 
     def read(self, config: Config, step: int, share: Share) -> Batch:
         generator = torch.Generator().manual_seed(stream_key("tokens", config.train.seed, step))
@@ -74,6 +85,7 @@ class TokenFileBatches(BatchSource):
     """
 
     given: Config
+    masked: bool = True
 
     def read(self, config: Config, step: int, share: Share) -> Batch:
         samples = open_dataset(self.given).samples("train", config.data)
@@ -98,6 +110,7 @@ class NestedBatches(BatchSource):
     """
 
     given: Config
+    masked: bool = False
 
     @property
     def is_nested(self) -> bool:
@@ -107,9 +120,6 @@ class NestedBatches(BatchSource):
         samples = open_dataset(self.given).samples("train", config.data)
         with closing(Loader(samples, None, share, config.train.seed)) as loader:
             return loader.batch(step)
-
-    def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
-        return self.read(config, step, Share(config.train.global_batch_size, dp_index, dp))
 
     def __str__(self) -> str:
         return f"the samples of {', '.join(self.given.data.corpora)}"

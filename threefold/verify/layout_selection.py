@@ -1,6 +1,6 @@
 """Layouts to verify: those given, all valid ones, or a selection that covers every feature."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -10,6 +10,13 @@ from threefold.config import Config
 from threefold.errors import UserError
 from threefold.verify.layout_spec import SCHEDULES, LayoutSpec
 from threefold.verify.shrunk_config import compose
+
+Check = Callable[[Config], None]
+"""Raises a `UserError` where a layout's resolved config does not suit the model."""
+
+
+def suits(config: Config) -> None:
+    """The check of a model that the config alone describes, whose rules its resolution has checked."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +64,11 @@ def possible(ranks: int, experts: int = 0) -> list[LayoutSpec]:
     return [spec for layout in products(ranks) for spec in candidates(layout, experts)]
 
 
-def every(base: Config, ranks: int) -> Selection:
+def every(base: Config, ranks: int, check: Check = suits) -> Selection:
     """All valid candidates of all factorisations of `ranks`."""
     taken, unsupported = [], []
     for spec in possible(ranks, base.model.num_experts):
-        reason = unsupported_because(base, spec)
+        reason = unsupported_because(base, spec, check)
         if reason is None:
             taken.append(spec)
         else:
@@ -69,7 +76,7 @@ def every(base: Config, ranks: int) -> Selection:
     return Selection(tuple(taken), tuple(unsupported))
 
 
-def covering(base: Config, ranks: int) -> Selection:
+def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
     """Each factorisation of `ranks` once, with features that together cover most pairs (greedy pairwise testing).
 
     For each one the candidate is taken that adds most new pairs of features (and single features), so that each
@@ -79,32 +86,32 @@ def covering(base: Config, ranks: int) -> Selection:
     seen: set[frozenset[Any]] = set()
     for number, layout in enumerate(products(ranks)):
         tried = candidates(layout, base.model.num_experts)
-        found = [spec for spec in tried if unsupported_because(base, spec) is None]
+        found = [spec for spec in tried if unsupported_because(base, spec, check) is None]
         if not found:
             continue
         best = max(found, key=lambda spec: _gain(spec, seen))
         seen |= _meetings(best)
-        taken.append(_with_extras(base, best, number))
+        taken.append(_with_extras(base, best, number, check))
     return Selection(tuple(taken))
 
 
-def asked_for(base: Config, specs: list[LayoutSpec]) -> Selection:
+def asked_for(base: Config, specs: list[LayoutSpec], check: Check = suits) -> Selection:
     """The given layouts.
 
     Raises:
         UserError: one is unsupported.
     """
     for spec in specs:
-        reason = unsupported_because(base, spec)
+        reason = unsupported_because(base, spec, check)
         if reason is not None:
             raise UserError(f"Unsupported layout {spec}: {reason}")
     return Selection(tuple(specs))
 
 
-def unsupported_because(base: Config, spec: LayoutSpec) -> str | None:
-    """The error of the config checks for a layout; None if it is valid."""
+def unsupported_because(base: Config, spec: LayoutSpec, check: Check = suits) -> str | None:
+    """The error of the config checks for a layout, or of the model's; None if it is valid."""
     try:
-        compose(base, spec)
+        check(compose(base, spec))
     except UserError as error:
         return str(error)
     return None
@@ -121,7 +128,7 @@ def _meetings(spec: LayoutSpec) -> set[frozenset[Any]]:
     return {frozenset(pair) for pair in combinations(facts, 2)} | {frozenset([fact]) for fact in chosen}
 
 
-def _with_extras(base: Config, spec: LayoutSpec, number: int) -> LayoutSpec:
+def _with_extras(base: Config, spec: LayoutSpec, number: int, check: Check) -> LayoutSpec:
     """The layout with features that `candidates` leaves out, where valid: ring attention, recompute, hybrid ZeRO."""
     extras: list[tuple[str, Any]] = []
     if spec.layout.cp > 1 and number % 2:
@@ -132,5 +139,5 @@ def _with_extras(base: Config, spec: LayoutSpec, number: int) -> LayoutSpec:
         extras.append(("parallel.zero_shards", 2))
     for extra in extras:
         more = replace(spec, settings=(*spec.settings, extra))
-        spec = spec if unsupported_because(base, more) else more
+        spec = spec if unsupported_because(base, more, check) else more
     return spec

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ class OwnBatches:
     """
 
     make: Callable[[int], Any]
+    masked: ClassVar[bool] = False
 
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
         """A replica's samples of the global batch of `step`.

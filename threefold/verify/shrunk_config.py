@@ -10,6 +10,7 @@ from threefold.config.model import ModelConfig
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules.batch import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
+from threefold.data.formats.own_data import is_own_data
 from threefold.verify.layout_spec import LayoutSpec
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
@@ -49,7 +50,8 @@ def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = Fals
 
     Widths keep their ratios, an odd vocabulary stays odd, the initialisation is wider so that activations keep their
     magnitude, and the batch is the smallest that every layout can divide. Nothing grows. The warm-up is at most one
-    step, so that the few steps have the full learning rate.
+    step, so that the few steps have the full learning rate. The samples of a data set of the user's own have a length
+    that is theirs, so the sequence length stays.
 
     Args:
         config: prepared.
@@ -67,7 +69,9 @@ def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = Fals
 
 def _shrink_model(config: Config, specs: Sequence[LayoutSpec], settings: Settings) -> None:
     model = config.model
-    sequence = min(config.data.sequence_length, _multiple(_SEQUENCE, _sequence_unit(specs)))
+    sequence = config.data.sequence_length
+    if not any(map(is_own_data, config.data.corpora)):
+        sequence = min(sequence, _multiple(_SEQUENCE, _sequence_unit(specs)))
     sizes = {**_widths(model, specs), **_lengths(config, sequence)}
     sizes["num_layers"] = min(model.num_layers, max(_LAYERS, *map(stages, specs)))
     used = type(model).model_fields.keys() - {name for name, _ in model.unused()}

@@ -12,6 +12,7 @@ from threefold.config import Config
 from threefold.data.dataset import names_data, open_dataset
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.source_check import check_source
 from threefold.verify.batches import BatchSource, NestedBatches, RandomBatches, TokenFileBatches
@@ -51,11 +52,12 @@ class Verification:
         return TOLERANCE[self.config.precision.dtype]
 
 
-def choose_batches(config: Config) -> BatchSource:
-    """Batches of the config's data, or random ones if it names none."""
+def choose_batches(config: Config, loss: LossFunction | None = None) -> BatchSource:
+    """Batches of the config's data, or random ones if it names none; for a loss of the user's own, or None."""
+    masked = loss is None
     if not names_data(config):
-        return RandomBatches()
-    return NestedBatches(config) if open_dataset(config).is_nested else TokenFileBatches(config)
+        return RandomBatches(masked)
+    return NestedBatches(config) if open_dataset(config).is_nested else TokenFileBatches(config, masked)
 
 
 class Verifier:
