@@ -1,9 +1,11 @@
 """`threefold.inspect`: what a model has, how it is cut, a proposed plan that works when it is pasted."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import threefold as t3
 from tests.support import own_plain_model
@@ -78,3 +80,90 @@ def test_the_command_prints_the_same(threefold: Command) -> None:
     wrong = threefold("inspect", f"{FILE}:Plane")
     assert wrong.status == 2
     assert wrong.error.count("\n") == 1
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3))
+        self.classifier = nn.Linear(16, 10)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_token = nn.Parameter(torch.zeros(1, 1, 12))
+        self.patches = nn.Linear(27, 12)
+        self.blocks = nn.ModuleList(EncoderBlock() for _ in range(2))
+        self.head = nn.Linear(12, 10)
+
+
+class EncoderBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.norm = nn.LayerNorm(12)
+        self.qkv, self.proj = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.bias = nn.Parameter(torch.zeros(4, 9, 9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.items = nn.Sequential(nn.Embedding(70, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 50, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("model", "rules", "problem"),
+    [
+        (
+            Convolutional,
+            {"features.*": "Replicated", "classifier": "Replicated"},
+            "'features.1' is a BatchNorm2d, which keeps statistics",
+        ),
+        (
+            Encoder,
+            {
+                "class_token": "Replicated",
+                "blocks.*.qkv": "Column in 3 groups by 4 heads",
+                "blocks.*.proj": "Row by 4 heads",
+                "blocks.*.bias": "Shard of dim 0 by 4 heads",
+                "blocks.*.norm": "Replicated",
+            },
+            "'class_token' is in none of the plan's layers",
+        ),
+        (TwoTowers, {"users.0": "Vocab", "items.0": "Vocab", "users.1": "Replicated"}, ""),
+        (gpt2, {"transformer.wte": "Vocab", "transformer.wpe": "Replicated"}, ""),
+        (
+            lambda: nn.Transformer(12, 2, 2, 2, 20),
+            {
+                "encoder.layers.*.self_attn": "Replicated",
+                "encoder.layers.*.linear1": "Column",
+                "decoder.layers.*.linear2": "Row",
+                "decoder.layers.*.multihead_attn": "Replicated",
+            },
+            "",
+        ),
+    ],
+    ids=["convolutional", "encoder", "two towers", "GPT-2", "nn.Transformer"],
+)
+def test_models_of_any_kind(model: Callable[[], nn.Module], rules: dict[str, str], problem: str) -> None:
+    found = t3.inspect(model)
+    assert found.parameters == sum(parameter.numel() for parameter in model().parameters())
+    assert rules.items() <= {each.pattern: each.rule for each in found.modules}.items()
+    assert problem in found.problem
+    assert bool(problem) == bool(found.problem)
+    names: dict[str, t3.Plan] = {}
+    exec(found.proposal, {"t3": t3}, names)
+    assert names["plan"].shard
+    assert f"problem: {found.problem}" in str(found) or not found.problem

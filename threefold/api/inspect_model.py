@@ -17,7 +17,7 @@ from threefold.models.plan import Plan, as_pattern
 from threefold.models.proposal import Proposal, propose
 from threefold.models.sharding import ModelPlan, Split
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
-from threefold.parallel.shard_shapes import Place, Shard, local_shape
+from threefold.parallel.shard_shapes import Place, ShardIndex, local_shape
 
 _WIDTH = 160
 
@@ -54,12 +54,14 @@ class Inspection:
         tp: ranks of the tensor axis that sizes are given for.
         layers: of the plan, in order.
         proposal: the plan that was proposed, as Python; empty where the model has one.
+        problem: why the model cannot be trained with the proposed plan as it is; empty where it can.
     """
 
     modules: tuple[InspectedModule, ...]
     tp: int
     layers: tuple[str, ...]
     proposal: str = ""
+    problem: str = ""
 
     @property
     def undecided(self) -> tuple[str, ...]:
@@ -91,6 +93,8 @@ class Inspection:
         for each in self.modules:
             if each.undecided:
                 lines.append(f"undecided: {each.pattern}: {each.undecided}.")
+        if self.problem:
+            lines.append(f"problem: {self.problem}")
         return "\n".join([*lines, *(["", self.proposal] if self.proposal else [])])
 
 
@@ -104,7 +108,7 @@ def inspect(
     """The modules of a model with their parameters, and how each is cut.
 
     A model without a plan gets a proposed one, by the classes and names of its modules; what could not be decided is
-    listed, and the plan is printed as Python that can be pasted. Nothing is allocated.
+    listed, and the plan is printed as Python that can be pasted, with the first thing in its way. Nothing is allocated.
 
     Args:
         model: a class or function that makes the model, or a model.
@@ -138,48 +142,85 @@ def inspect(
 
 def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> Inspection:
     """As `inspect`, of a model that is made already."""
-    proposal = propose(model) if plan is None else None
-    given = proposal.plan if proposal is not None else plan
-    complete = given.build(model) if isinstance(given, Plan) else given
-    assert complete is not None
+    if plan is None:
+        return _of_proposal(model, propose(model), tp)
+    complete = plan.build(model) if isinstance(plan, Plan) else plan
     check_plan(model, complete)
     check_tensor_axis(complete, tp, "tp")
-    return Inspection(
-        tuple(_modules(model, complete, tp, proposal)),
-        tp,
-        tuple(given.layers) if given is not None else (),
-        "" if proposal is None else proposal.source(),
-    )
+
+    def rule_of(name: str) -> Split:
+        rule = complete.split_of(name)
+        assert rule is not None  # as `check_plan` says
+        return rule
+
+    def label_of(name: str) -> tuple[str, bool]:
+        is_bare = complete.is_bare(name)
+        return as_pattern(name if is_bare else name.rpartition(".")[0]), is_bare
+
+    return Inspection(tuple(_modules(model, rule_of, label_of, tp)), tp, tuple(plan.layers))
 
 
-def _modules(model: nn.Module, plan: ModelPlan, tp: int, proposal: Proposal | None) -> list[InspectedModule]:
-    found: dict[str, InspectedModule] = {}
-    owners: dict[str, set[str]] = {}
+def _of_proposal(model: nn.Module, proposal: Proposal, tp: int) -> Inspection:
+    problem = ""
+    try:
+        complete = proposal.plan.build(model)
+        check_plan(model, complete)
+    except UserError as error:
+        problem = str(error)
+    else:
+        check_tensor_axis(complete, tp, "tp")
+
+    def label_of(name: str) -> tuple[str, bool]:
+        is_bare = proposal.label(name) in (proposal.plan.shard or {})
+        return proposal.label(name if is_bare else name.rpartition(".")[0]), is_bare
+
+    modules = _modules(model, proposal.rule, label_of, tp, proposal.undecided)
+    return Inspection(tuple(modules), tp, tuple(proposal.plan.layers), proposal.source(), problem)
+
+
+def _modules(
+    model: nn.Module,
+    rule_of: Callable[[str], Split],
+    label_of: Callable[[str], tuple[str, bool]],
+    tp: int,
+    undecided: Mapping[str, str] | None = None,
+) -> list[InspectedModule]:
+    """The modules that have parameters.
+
+    Args:
+        model: whole.
+        rule_of: the rule of a parameter, by its name.
+        label_of: under which pattern it is listed, and whether it is bare.
+        tp: ranks of the tensor axis.
+        undecided: pattern → why nothing could be said.
+    """
+    found: dict[tuple[str, str], InspectedModule] = {}
+    owners: dict[tuple[str, str], set[str]] = {}
     for name, parameter in model.named_parameters():  # a tied weight once
         owner, _, own = name.rpartition(".")
-        module, rule = model.get_submodule(owner), plan.split_of(name)
-        assert rule is not None  # as `check_plan` says
-        is_bare = bool(plan.bare) and plan.patterns.deciding(owner) is None
-        pattern, kind = (as_pattern(name), "Parameter") if is_bare else (as_pattern(owner), type(module).__name__)
-        owners.setdefault(pattern, set()).add(name if is_bare else owner)
-        before = found.get(pattern)
-        held = prod(local_shape(tuple(parameter.shape), rule, own, Place(tp=Shard(0, tp))))
-        undecided = proposal.undecided.get(pattern, "") if proposal else ""
-        found[pattern] = InspectedModule(
+        rule, (pattern, is_bare) = rule_of(name), label_of(name)
+        kind = "Parameter" if is_bare else type(model.get_submodule(owner)).__name__
+        key = pattern, kind
+        owners.setdefault(key, set()).add(name if is_bare else owner)
+        before = found.get(key)
+        held = prod(local_shape(tuple(parameter.shape), rule, own, Place(tp=ShardIndex(0, tp))))
+        found[key] = InspectedModule(
             pattern,
             kind,
-            len(owners[pattern]),
+            len(owners[key]),
             parameter.numel() + (before.parameters if before else 0),
             held + (before.per_rank if before else 0),
             _told(rule),
-            undecided,
+            (undecided or {}).get(pattern, ""),
         )
     return list(found.values())
 
 
 def _told(rule: Split) -> str:
-    heads = getattr(rule, "heads", 0)
-    return f"{type(rule).__name__}{f' by {heads} heads' if heads else ''}"
+    heads, groups, dim = (getattr(rule, name, None) for name in ("heads", "groups", "dim"))
+    of_groups = f" in {groups} groups" if groups and groups > 1 else ""
+    along = "" if dim is None else f" of dim {dim}"
+    return f"{type(rule).__name__}{along}{of_groups}{f' by {heads} heads' if heads else ''}"
 
 
 def _run(layers: tuple[str, ...]) -> str:

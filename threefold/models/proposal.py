@@ -1,11 +1,14 @@
 """Proposes a plan for a model that has none, by the classes and the names of its modules."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from torch import nn
 
+from threefold.models.bare_sharding import Shard
+from threefold.models.name_pattern import Patterns
 from threefold.models.plan import Plan, as_pattern
 from threefold.models.sharding import Column, Replicated, Row, Split, Vocab
 
@@ -54,6 +57,7 @@ _ROW: Final = frozenset(
 )
 """Of those that take the share."""
 _FUSED: Final = frozenset(["qkv", "c_attn", "query_key_value", "wqkv", "in_proj", "qkv_proj", "to_qkv"])
+_IF_CONCATENATED: Final = "right if all queries come first, then keys, then values; without groups if by head"
 _LOGITS: Final = frozenset(["head", "lm_head", "output", "logits", "unembed", "decoder", "to_logits"])
 _POSITIONS: Final = ("pos", "wpe")
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
@@ -72,6 +76,16 @@ class Proposal:
     plan: Plan
     undecided: Mapping[str, str] = field(default_factory=dict)
 
+    def label(self, name: str) -> str:
+        """What the plan says a module or bare parameter under: its name, or a pattern."""
+        return name if name in (self.plan.shard or {}) else as_pattern(name)
+
+    def rule(self, name: str) -> Split:
+        """The rule of a parameter; what nothing is said of is replicated."""
+        rules = self.plan.shard or {}
+        label = Patterns(rules).naming(name) or Patterns(rules).deciding(name.rpartition(".")[0])
+        return rules[label] if label is not None else Replicated()
+
     def source(self) -> str:
         """The plan as Python, to be pasted into the model's file."""
         lines = ["plan = t3.Plan(", f"    layers={_listed(self.plan.layers)},", "    shard={"]
@@ -87,26 +101,94 @@ def propose(model: nn.Module) -> Proposal:
     Args:
         model: the whole model, on any device.
     """
+    vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    decided: dict[str, tuple[Split, str]] = {}
+    opaque = tuple(_opaque(model))
+    for name, module in model.named_modules():
+        if name.startswith(opaque):
+            continue
+        if isinstance(module, nn.Linear):
+            decided[name] = _of_linear(name, module, model, vocabularies)
+        elif isinstance(module, nn.Embedding):
+            positions = name.rpartition(".")[2].startswith(_POSITIONS)
+            decided[name] = (Replicated() if positions else Vocab()), ""
+        elif is_of_torch(module) and name:
+            if not _is_norm(module) and any(True for _ in module.parameters(recurse=False)):
+                decided[name] = Replicated(), ""  # a convolution, an LSTM, …: no rule cuts one
+        else:
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.numel() > 1:
+                    decided[f"{name}.{own}" if name else own] = _of_bare(module, tuple(parameter.shape))
+    return _by_pattern(model, decided)
+
+
+def _by_pattern(model: nn.Module, decided: Mapping[str, tuple[Split, str]]) -> Proposal:
+    """The proposal, with a pattern for names that differ in their numbers alone, if it says the same of all."""
+    named = Counter(as_pattern(name) for name, _ in model.named_modules())
+    same: dict[str, list[str]] = {}
+    for name in decided:
+        same.setdefault(as_pattern(name), []).append(name)
     rules: dict[str, Split] = {}
     undecided: dict[str, str] = {}
-    vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name, module in model.named_modules():
-        pattern = as_pattern(name)
-        for own, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, nn.Linear | nn.Embedding):
-                break
-            if not _is_norm(module) and parameter.numel() > 1:
-                bare = f"{pattern}.{own}" if pattern else own
-                rules[bare] = Replicated()
-                undecided[bare] = "a bare parameter; replicated is right unless a cut layer's output meets it"
-        if isinstance(module, nn.Embedding):
-            rules[pattern] = Replicated() if pattern.rpartition(".")[2].startswith(_POSITIONS) else Vocab()
-        elif isinstance(module, nn.Linear) and pattern not in rules:
-            rule, why = _of_linear(name, module, model, vocabularies)
-            rules[pattern] = rule
+    for pattern, names in same.items():
+        rule, why = decided[names[0]]
+        alike = all(decided[name] == decided[names[0]] for name in names)
+        alone = named[pattern] in (0, len(names)) or isinstance(rule, Replicated)
+        for label in [pattern] if alike and alone else names:
+            rules[label], why = decided.get(label, (rule, why))
             if why:
-                undecided[pattern] = why
+                undecided[label] = why
     return Proposal(Plan(list(_layers(model)), rules), undecided)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own, so that its parameters belong together."""
+    return type(module).__module__.startswith("torch.")
+
+
+def _opaque(model: nn.Module) -> Iterator[str]:
+    """The beginnings of the names of what is inside modules of torch that have parameters of their own, such as
+    `nn.MultiheadAttention`, which compute with what is inside by themselves."""
+    for name, module in model.named_modules():
+        if name and is_of_torch(module) and any(True for _ in module.parameters(recurse=False)):
+            yield name + "."
+
+
+def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
+    """The rule of a bare parameter, and why there is none where nothing could be said.
+
+    It is cut where a dim of it is the heads, or the features, of the layers beside it whose output is cut.
+    """
+    linear = {name: each for name, each in module.named_children() if isinstance(each, nn.Linear)}
+    columns = {name: each for name, each in linear.items() if name in _COLUMN and linear.keys() & _ROW}
+    heads = _heads(module)
+    if (columns.keys() & _ATTENTION or _cuts_fused(module)) and heads and shape.count(heads) == 1:
+        return Shard(shape.index(heads), heads), ""
+    cut = {each.out_features for each in columns.values()}
+    whole = {each.out_features for name, each in linear.items() if name in _ROW}
+    dims = [dim for dim, size in enumerate(shape) if size in cut - whole]
+    if len(dims) == 1:
+        return Shard(dims[0]), ""
+    return Replicated(), "a bare parameter; replicated is right unless a cut layer's output meets it"
+
+
+def _heads(module: nn.Module) -> int:
+    """How many heads a module says that it has; 0 where it says nothing."""
+    return next((count for each in _HEADS if isinstance(count := getattr(module, each, None), int)), 0)
+
+
+def _cuts_fused(module: nn.Module) -> bool:
+    """Whether a module has a layer of queries, keys and values of equal size, and its heads are known."""
+    fused = next(
+        (each for name, each in module.named_children() if name in _FUSED and isinstance(each, nn.Linear)), None
+    )
+    heads = _heads(module)
+    return (
+        fused is not None
+        and fused.out_features == 3 * fused.in_features
+        and heads > 0
+        and not fused.in_features % heads
+    )
 
 
 def _of_linear(name: str, module: nn.Linear, model: nn.Module, vocabularies: set[int]) -> tuple[Split, str]:
@@ -116,14 +198,19 @@ def _of_linear(name: str, module: nn.Linear, model: nn.Module, vocabularies: set
     beside = {child for child, each in parent.named_children() if isinstance(each, nn.Linear)}
     if module.out_features in vocabularies and (own in _LOGITS or not owner):
         return Vocab(), ""
+    heads, cuts_fused = _heads(parent), _cuts_fused(parent)
+    if own in _FUSED and cuts_fused and beside & _ROW:
+        return Column(heads=heads, groups=3), _IF_CONCATENATED
     if own in _FUSED:
-        return Replicated(), "queries, keys and values in one layer; make it three, or order its rows by head"
-    heads = next((count for each in _HEADS if isinstance(count := getattr(parent, each, None), int)), 0)
+        return (
+            Replicated(),
+            "queries, keys and values in one layer; Column(heads=…, groups=3) if it is all queries first",
+        )
     if own in _COLUMN and beside & _ROW:
         fits = own in _ATTENTION and heads > 0 and module.out_features % heads == 0
         return Column(heads=heads if fits else 0), ""
-    if own in _ROW and beside & _COLUMN:
-        fits = bool(beside & _ATTENTION) and heads > 0 and module.in_features % heads == 0
+    if own in _ROW and (beside & _COLUMN or cuts_fused):
+        fits = (bool(beside & _ATTENTION) or cuts_fused) and heads > 0 and module.in_features % heads == 0
         return Row(heads=heads if fits else 0), ""
     if own in _COLUMN or own in _ROW:
         return Replicated(), f"no {'Row' if own in _COLUMN else 'Column'} beside it that it could go with"
@@ -159,5 +246,7 @@ def _quoted(name: str) -> str:
 
 
 def _written(rule: Split) -> str:
-    heads = getattr(rule, "heads", 0)
-    return f"{type(rule).__name__}({f'heads={heads}' if heads else ''})"
+    heads, groups, dim = (getattr(rule, name, None) for name in ("heads", "groups", "dim"))
+    parts = ["" if dim is None else str(dim), f"heads={heads}" if heads else ""]
+    parts.append(f"groups={groups}" if groups and groups > 1 else "")
+    return f"{type(rule).__name__}({', '.join(filter(None, parts))})"
