@@ -47,7 +47,7 @@ GROUPS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "Your own model": (
         "A model in plain PyTorch, and how it is cut.",
         (
-            *("Plan", "Column", "Row", "Vocab", "Replicated", "PerHead", "Normal", "Constant", "inspect"),
+            *("Plan", "Column", "Row", "Vocab", "Replicated", "PerHead", "Shard", "Normal", "Constant", "inspect"),
             *("Inspection", "InspectedModule", "PipelineLayers", "ModelPlan", "Split"),
         ),
     ),

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from threefold.data.map_dataset import DataLoader, DistributedBatchSampler
     from threefold.errors import UserError
     from threefold.launch.failure import RankFailed
+    from threefold.models.bare_sharding import Shard
     from threefold.models.loss_terms import CountedLoss, LossFunction, LossSums, LossTerm
     from threefold.models.plan import Plan
     from threefold.models.sharding import Column, Constant, ModelPlan, Normal, PerHead, Replicated, Row, Split, Vocab
@@ -99,6 +100,7 @@ __all__ = [
     "Row",
     "RowParallelLinear",
     "RunContext",
+    "Shard",
     "Split",
     "Splitter",
     "StepRecord",
@@ -177,6 +179,7 @@ _MODULES: Final = {
     "Row": "models.sharding",
     "RowParallelLinear": "parallel.tensor.layers",
     "RunContext": "train.callbacks.base",
+    "Shard": "models.bare_sharding",
     "Split": "models.sharding",
     "Splitter": "parallel.tensor.functional",
     "StepRecord": "train.callbacks.base",

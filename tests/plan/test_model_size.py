@@ -12,7 +12,7 @@ from threefold.config import Config
 from threefold.data.vocabulary import resolve_without_data
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.parallel.shard_shapes import Place, Shard, place_of
+from threefold.parallel.shard_shapes import Place, ShardIndex, place_of
 from threefold.plan.model_size import ModelSize
 
 
@@ -42,7 +42,7 @@ def test_stages_and_shards_add_up_to_the_whole(model: dict[str, Any], parameters
         assert sum(stage.parameters for stage in stages) == parameters
         assert stages[0].layers[0] == "embed"
         assert stages[-1].layers[-1] == "head"
-        tp_parts = [size.rank(rank, Place(Shard(tp, 8))).parameters for rank in range(pp) for tp in range(8)]
+        tp_parts = [size.rank(rank, Place(ShardIndex(tp, 8))).parameters for rank in range(pp) for tp in range(8)]
         hidden = {"gpt2-xl": 1600, "gpt3-175b": 12288}[model["preset"]]
         whole_on_each = {"gpt2-xl": 1024 + 2 + 48 * 6, "gpt3-175b": 2048 + 2 + 96 * 6}[model["preset"]] * hidden
         second_use = 0 if stages[0].pp_rank == stages[-1].pp_rank else 50304 * hidden

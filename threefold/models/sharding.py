@@ -109,6 +109,10 @@ class Column(Split):
         unit: of the output features; None where they may be cut anywhere.
         heads: the same in short: how many heads (or other units of equal width) the output features are; 0 where they
             may be cut anywhere. The tensor axis has to divide it.
+        groups: how many groups of equal size follow one another in the output features, each of which is split: 3 for
+            queries, keys and values that one layer computes and `chunk(3, -1)` separates; `heads` counts those of each.
+            Ranks hold equal parts of the weight and gather all features, which costs an all-gather that separate
+            layers do without.
 
     Example:
         >>> plan = threefold.Plan(
@@ -119,6 +123,7 @@ class Column(Split):
 
     unit: Unit | None = None
     heads: int = 0
+    groups: int = 1
 
     parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
     needs_tensor_axis = True
@@ -329,6 +334,10 @@ class ModelPlan:
             return self.bare[found]
         found = self.patterns.deciding(parameter.rpartition(".")[0])
         return None if found is None else self.split[found]
+
+    def is_bare(self, parameter: str) -> bool:
+        """Whether a parameter has a rule by itself."""
+        return bool(self.bare) and Patterns(self.bare).naming(parameter) is not None
 
     def divided_settings(self, axis: str) -> dict[str, int]:
         """The settings of the model's config that the size of an axis has to divide, and their values.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from threefold.config.divisors import nearest_divisor
 from threefold.errors import UserError
+from threefold.models.bare_sharding import Shard
 from threefold.models.name_pattern import matches
 from threefold.models.sharding import HEADS, Column, Initial, ModelPlan, PerHead, Replicated, Split
 from threefold.parallel.shard_modules import SHARDINGS
@@ -54,8 +55,8 @@ def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") 
     Raises:
         UserError: it does not; or the plan cuts nothing over that axis.
     """
-    for pattern, rule in plan.split.items():
-        for parameter in rule.parameters or ():
+    for pattern, rule in (*plan.split.items(), *plan.bare.items()):
+        for parameter in rule.parameters or ("",):
             unit = rule.units(parameter).get("tp")
             if unit is not None and unit.setting == HEADS and unit.count % size:
                 raise UserError(
@@ -151,15 +152,31 @@ def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn
 
 
 def _check_bare(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
-    """Each pattern of bare parameters matches one, and its rule leaves it whole."""
+    """Each pattern of bare parameters matches one, and its rule is one for them."""
     for pattern, rule in plan.bare.items():
-        if not isinstance(rule, _WITHIN):
+        said = f"shard has {type(rule).__name__}"
+        if not isinstance(rule, (*_WITHIN, Shard)):
             raise UserError(
-                f"shard has {type(rule).__name__} at {pattern!r}, which is a bare parameter; use Replicated() or "
-                "PerHead(), or make it the weight of a module."
+                f"{said} at {pattern!r}, which is a bare parameter; use Shard(dim), Replicated() or PerHead(), or make "
+                "it the weight of a module."
             )
+        for name, parameter in parameters.items():
+            if isinstance(rule, Shard) and matches(name, pattern):
+                _check_shard(f"{said}({rule.dim}) at {pattern!r}", rule, tuple(parameter.shape))
         if not any(matches(name, pattern) for name in parameters):
             raise UserError(f"shard has {pattern!r}, which no parameter has for a name{_nearest(pattern, parameters)}.")
+
+
+def _check_shard(said: str, rule: Shard, shape: tuple[int, ...]) -> None:
+    sizes = " × ".join(map(str, shape)) or "a number"
+    if not 0 <= rule.dim < len(shape):
+        nearest = f"use Shard({rule.dim % len(shape)})" if shape else "use Replicated()"
+        raise UserError(f"{said}, a parameter of {sizes}, which has no such dim; {nearest}.")
+    if rule.heads and shape[rule.dim] % rule.heads:
+        raise UserError(
+            f"{said} with heads={rule.heads}, which must divide dim {rule.dim} of {sizes}; use "
+            f"heads={nearest_divisor(rule.heads, shape[rule.dim])}."
+        )
 
 
 def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
@@ -188,6 +205,8 @@ def _check_splits(modules: Mapping[str, nn.Module], plan: ModelPlan) -> None:
 
 def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> None:
     kind, said = type(module).__name__, f"split has {type(split).__name__} at {pattern!r}"
+    if type(split) not in SHARDINGS:
+        raise UserError(f"{said}, a module; it is for a bare parameter, so name one inside, or use another rule.")
     wanted = tuple(each for each in SHARDINGS[type(split)].kinds if each is not nn.Module)
     if kind in {each.__name__ for each in wanted}:
         kind = f"{type(module).__module__}.{kind}"  # of the same name, and another class
@@ -196,6 +215,13 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> No
         raise UserError(f"{said}, which is for a {kinds}, but {name!r} is a {kind}; use Replicated() or another split.")
     unit = next((unit for parameter in split.parameters or () if (unit := split.units(parameter).get("tp"))), None)
     features = getattr(module, "out_features" if isinstance(split, Column) else "in_features", 0)
+    if isinstance(split, Column) and split.groups != 1:
+        if split.groups < 1 or features % split.groups:
+            raise UserError(
+                f"{said} with groups={split.groups}, which must divide the {features} features of {name!r}; use "
+                f"groups={nearest_divisor(max(1, split.groups), features)}."
+            )
+        features //= split.groups
     if unit is not None and unit.setting == HEADS and features % unit.count:
         raise UserError(
             f"{said} with heads={unit.count}, which must divide the {features} features of {name!r}; use "

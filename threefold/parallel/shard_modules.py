@@ -25,12 +25,13 @@ from threefold.models.sharding import (
     Vocab,
     VocabLoss,
 )
+from threefold.parallel.bare_parameters import shard_bare
 from threefold.parallel.context.attention import ContextParallelAttention
 from threefold.parallel.context.ring_attention import RingAttention
 from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.expert.experts import ParallelExperts
 from threefold.parallel.expert.routing import ParallelRouting
-from threefold.parallel.tensor.grouped_heads import GroupedHeadsLinear
+from threefold.parallel.tensor.grouped_heads import ConcatenatedLinear, GroupedHeadsLinear
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
 from threefold.random.dropout import Dropout
@@ -52,6 +53,8 @@ class Sharding(NamedTuple):
 
 
 def _column(rule: Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
+    if rule.groups > 1:
+        return ConcatenatedLinear.from_groups(module, context.tp, rule.groups, sequence_dim=context.sequence_dim)
     if rule.unit is not None and rule.unit.is_shared(context.tp.size):
         sharing = context.tp_shares.get(context.tp.size // rule.unit.count)
         return GroupedHeadsLinear.from_units(module, context.tp, rule.unit, sharing, sequence_dim=context.sequence_dim)
@@ -124,20 +127,20 @@ def shard_modules(
     stages: Sequence[nn.Module],
     table: Mapping[str, Split],
     context: ShardingContext,
-    bare: Collection[str] = (),
+    bare: Mapping[str, Split] | None = None,
 ) -> None:
-    """Replace each module that the table names by its version for `context`, in place.
+    """Replace each module that the table names by its version for `context`, and cut bare parameters, in place.
 
     Args:
         stages: all stages of a rank, as they may have modules in common.
         table: of the whole model.
         context: the axes that the versions are made for.
-        bare: patterns of parameters that the table says nothing of, and that stay whole.
+        bare: the same for parameters that the table says nothing of, by their own names.
 
     Raises:
         ValueError: a parameter is in no module of the table.
     """
-    named = [(stage, *each) for stage in stages for each in _named(stage, table, bare)]
+    named = [(stage, *each) for stage in stages for each in _named(stage, table, bare or {})]
     if not context.divides:
         return
     made: dict[nn.Module, nn.Module] = {}  # a module that appears in several places is split once
@@ -148,6 +151,9 @@ def shard_modules(
             made[module] = _shard(rule, module, context)
         parent, _, attribute = name.rpartition(".")
         setattr(stage.get_submodule(parent), attribute, made[module])
+    if context.tp.size > 1 and bare:
+        for stage in stages:
+            shard_bare(stage, bare, context.tp)
 
 
 def _shard(rule: Split, module: nn.Module, context: ShardingContext) -> nn.Module:

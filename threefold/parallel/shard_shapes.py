@@ -11,7 +11,7 @@ from threefold.models.sharding import OverExperts, Split
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardIndex:
     """One of `count` parts."""
 
     index: int = 0
@@ -27,15 +27,15 @@ class Place(NamedTuple):
         zero_experts: among those of them that have the same experts.
     """
 
-    tp: Shard = Shard()
-    ep: Shard = Shard()
-    zero: Shard = Shard()
-    zero_experts: Shard = Shard()
+    tp: ShardIndex = ShardIndex()
+    ep: ShardIndex = ShardIndex()
+    zero: ShardIndex = ShardIndex()
+    zero_experts: ShardIndex = ShardIndex()
 
     @property
     def unshared(self) -> "Place":
         """Without ZeRO: what the rank holds of a gathered parameter."""
-        return self._replace(zero=Shard(), zero_experts=Shard())
+        return self._replace(zero=ShardIndex(), zero_experts=ShardIndex())
 
 
 def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
@@ -45,13 +45,13 @@ def place_of(parallel: ParallelConfig, at: Coordinates) -> Place:
         parallel: resolved.
         at: its coordinates in the mesh.
     """
-    zero = experts = Shard()
+    zero = experts = ShardIndex()
     if parallel.zero:
         shards = parallel.zero_shards * parallel.cp
-        zero = Shard((at.dp * parallel.cp + at.cp) % shards, shards)
+        zero = ShardIndex((at.dp * parallel.cp + at.cp) % shards, shards)
         copies = max(1, parallel.zero_shards // parallel.ep) * parallel.cp
-        experts = Shard((at.dp // parallel.ep * parallel.cp + at.cp) % copies, copies)
-    return Place(Shard(at.tp, parallel.tp), Shard(at.dp % parallel.ep, parallel.ep), zero, experts)
+        experts = ShardIndex((at.dp // parallel.ep * parallel.cp + at.cp) % copies, copies)
+    return Place(ShardIndex(at.tp, parallel.tp), ShardIndex(at.dp % parallel.ep, parallel.ep), zero, experts)
 
 
 def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place) -> tuple[int, ...]:
@@ -74,6 +74,6 @@ def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place
     return tuple(local)
 
 
-def _length(size: int, shard: Shard) -> int:
+def _length(size: int, shard: ShardIndex) -> int:
     start, end = shard_bounds(size, shard.count, shard.index)
     return end - start

@@ -14,7 +14,7 @@ from threefold.config import Config
 from threefold.models.registry import model_plan
 from threefold.parallel.data.grad_buckets import in_buckets
 from threefold.parallel.pipeline.placement import StageMap
-from threefold.parallel.shard_shapes import Place, Shard
+from threefold.parallel.shard_shapes import Place, ShardIndex
 from threefold.plan.model_size import WeightShape, weights_by_layer
 
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -103,7 +103,7 @@ class _Step:
         self.has_embedding, self.has_head = 0 in layers, model.num_layers + 1 in layers
         blocks = layers & set(range(1, model.num_layers + 1))
         self.blocks = len(blocks)
-        self.held = Place(tp=Shard(place.tp, parallel.tp))
+        self.held = Place(tp=ShardIndex(place.tp, parallel.tp))
         self.plan = model_plan(config.model, config.data.sequence_length)
         weights = weights_by_layer(config.model, self.plan)
         self.layers = [each for number, each in enumerate(weights.values()) if number in layers]

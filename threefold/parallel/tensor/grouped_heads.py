@@ -1,9 +1,12 @@
-"""Queries, keys and values where the tensor axis has more ranks than there are key-value heads (GQA).
+"""Column-parallel layers that gather features, as a rank's share of them is no equal part of the weight's rows.
 
-Each key-value head is then repeated on the ranks that share it, which divide among them the queries that it serves. The
-weight is stored and updated as that of any column-parallel layer, in equal parts without a copy, so checkpoints, ZeRO
-and gradient norms know nothing of it. What the ranks of a head exchange are features: they gather them after the
-product, and reduce-scatter their gradients before its backward pass, which adds up those of the repeated parts. So does
+Such are queries, keys and values one after another in one layer; and queries, keys and values where the tensor axis has
+more ranks than there are key-value heads (GQA). Each key-value head is then repeated on the ranks that share it, which
+divide among them the queries that it serves.
+
+The weight is stored and updated as that of any column-parallel layer, in equal parts without a copy, so checkpoints,
+ZeRO and gradient norms know nothing of it. What the ranks exchange are features: they gather them after the product,
+and reduce-scatter their gradients before its backward pass, which adds up those of the repeated parts. So does
 Megatron-LM (`num_query_groups` below the tensor-parallel size), over the whole axis.
 """
 
@@ -13,10 +16,60 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.collectives import gather_shares
+from threefold.comm.collectives import gather_shares, shard_bounds
 from threefold.comm.mesh import Axis
 from threefold.models.sharding import Unit
 from threefold.parallel.tensor.layers import ColumnParallelLinear
+
+
+class ConcatenatedLinear(ColumnParallelLinear):
+    """A column-parallel layer of whose output each of several groups of features, one after another, is split over the
+    axis: a rank's queries, then its keys, then its values. Made by `from_groups`.
+
+    Attributes:
+        groups: how many there are.
+        features: of the whole layer.
+    """
+
+    groups: int
+    features: int
+
+    @classmethod
+    def from_groups(cls, module: nn.Linear, axis: Axis, groups: int, *, sequence_dim: int | None = None) -> Self:
+        """The same weight and bias, split.
+
+        Args:
+            module: the whole layer.
+            axis: the tensor axis.
+            groups: divides the output features.
+            sequence_dim: as for `ColumnParallelLinear`.
+        """
+        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim)
+        layer.groups, layer.features = groups, module.out_features
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` [..., in] as for `ColumnParallelLinear` → [..., this rank's share of each group]."""
+        features = _gathered(super().forward(input), -(-self.features // self.axis.size), self.axis)
+        size = self.features // self.groups
+        start, end = shard_bounds(size, self.axis.size, self.axis.index)
+        return torch.cat([features.narrow(-1, size * each + start, end - start) for each in range(self.groups)], -1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.groups} groups"
+
+
+def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
+    """The features of all ranks in their order, and zeros after them.
+
+    Args:
+        out: of this rank; the last ranks may have fewer than the others.
+        longest: how many the others have.
+        axis: the ranks.
+    """
+    if out.shape[-1] < longest:
+        out = F.pad(out, (0, longest - out.shape[-1]))
+    return gather_shares(out, axis, -1)
 
 
 class GroupedHeadsLinear(ColumnParallelLinear):
@@ -55,10 +108,7 @@ class GroupedHeadsLinear(ColumnParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` [..., in] as for `ColumnParallelLinear` → [..., this rank's share of a unit]."""
-        out = super().forward(input)
-        if out.shape[-1] < self.longest:
-            out = F.pad(out, (0, self.longest - out.shape[-1]))
-        return self._own(gather_shares(out, self.sharing, -1))
+        return self._own(_gathered(super().forward(input), self.longest, self.sharing))
 
     def _own(self, features: Tensor) -> Tensor:
         """Of the gathered features, this rank's share of its unit."""
