@@ -13,8 +13,9 @@ from threefold.launch.forking import prepare_fork
 from threefold.launch.process import require_room
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ModelSource
-from threefold.verify.layout_selection import Selection, asked_for, covering, possible
-from threefold.verify.layout_spec import LayoutSpec, parse_layouts
+from threefold.parallel.source_check import layout_check
+from threefold.verify.layout_selection import asked_for, covering, possible
+from threefold.verify.layout_spec import parse_layouts
 from threefold.verify.report import EQUAL, LayoutResult
 from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
 from threefold.verify.verifier import Verification, choose_batches, verifier
@@ -98,23 +99,15 @@ def verify_model(
     specs = parse_layouts([layouts] if isinstance(layouts, str) else list(layouts or ()))
     require_room(max((spec.world_size for spec in specs), default=ranks))
     base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
-    rows = choose_batches(given)
+    rows = choose_batches(given, source.loss(base))
     wanted = specs or possible(ranks, given.model.num_experts)
     small = base if full else shrink(base, wanted, batch_alone=rows.is_nested)
-    if specs:
-        selection = asked_for(small, specs)
-    else:
-        chosen = covering(small, ranks).specs
-        selection = Selection(tuple(each for each in chosen if source.loss(small) is None or _suits_own_loss(each)))
+    suits = layout_check(source, small)
+    selection = asked_for(small, specs, suits) if specs else covering(small, ranks, suits)
     prepare_fork()
     with verifier(Verification(small, steps, rows, source, full), selection) as check:
         check.run_one_process()
         return VerifiedModel(tuple(check.verify(spec) for spec in selection.specs))
-
-
-def _suits_own_loss(spec: LayoutSpec) -> bool:
-    """A loss of the user's needs whole sequences."""
-    return spec.layout.cp == 1 and not spec.setting("parallel.sequence_parallel", False)
 
 
 def _require_picklable(source: ModelSource) -> None:

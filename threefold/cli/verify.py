@@ -8,7 +8,7 @@ from threefold.cli.options import ConfigFile, Overrides, with_model
 
 if TYPE_CHECKING:
     from threefold.config import Config
-    from threefold.verify.layout_selection import Selection
+    from threefold.verify.layout_selection import Check, Selection
     from threefold.verify.layout_spec import LayoutSpec
 
 
@@ -54,6 +54,8 @@ def verify(
     verification cannot start.
     """
     from threefold.config import load_config
+    from threefold.config.model import OWN
+    from threefold.config.model_file import is_made_from_section, split_model_file
     from threefold.data.dataset import names_nested_data
     from threefold.data.vocabulary import vocabulary
     from threefold.launch.process import require_room
@@ -61,10 +63,9 @@ def verify(
     from threefold.verify.layout_spec import parse_layouts
     from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
 
-    given = load_config(config, overrides or ())
+    from_section = model is not None and is_made_from_section(*split_model_file(model))
+    given = load_config(config, overrides or () if from_section else with_model(overrides, model))
     nested = names_nested_data(given)
-    if model is not None and nested:
-        given = load_config(config, with_model(overrides, model))
     specs = parse_layouts([*(layouts or ()), *(named or ())])
     if specs and every:
         raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
@@ -72,15 +73,20 @@ def verify(
     base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
     wanted = specs or possible(ranks, given.model.num_experts)
     small = base if full else shrink(base, wanted, batch_alone=nested)
-    selection = _select(small, specs, ranks, every)
+    if given.model.architecture != OWN:
+        selection = _select(small, specs, ranks, every)
     from threefold.cli.verify_view import (
         JsonView,
         TableView,
     )  # import torch, which error messages above need not wait for
     from threefold.models.source import ConfigSource, FileSource
+    from threefold.parallel.source_check import layout_check
     from threefold.verify.verifier import Verification, choose_batches, verifier
 
-    task = Verification(small, steps, choose_batches(given), FileSource.parse(model) if model else ConfigSource(), full)
+    source = FileSource.parse(model) if model is not None and from_section else ConfigSource()
+    if given.model.architecture == OWN:
+        selection = _select(small, specs, ranks, every, layout_check(source, small))
+    task = Verification(small, steps, choose_batches(given, source.loss(small)), source, full)
     view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)
     with verifier(task, selection) as check, view:  # workers are forked before the live line starts its thread
         check.run_one_process()
@@ -93,9 +99,14 @@ def verify(
         raise typer.Exit(1)
 
 
-def _select(config: "Config", specs: "list[LayoutSpec]", ranks: int, every: bool) -> "Selection":
+def _select(
+    config: "Config", specs: "list[LayoutSpec]", ranks: int, every: bool, check: "Check | None" = None
+) -> "Selection":
+    """The layouts to verify; `check` is of a model that the config alone does not describe."""
     from threefold.verify import layout_selection
 
+    check = check or layout_selection.suits
     if specs:
-        return layout_selection.asked_for(config, specs)
-    return layout_selection.every(config, ranks) if every else layout_selection.covering(config, ranks)
+        return layout_selection.asked_for(config, specs, check)
+    select = layout_selection.every if every else layout_selection.covering
+    return select(config, ranks, check)
