@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from threefold.comm.mesh import Axis
 from threefold.models.name_pattern import Patterns
 from threefold.models.sharding import Split
-from threefold.parallel.parameter import local, split_parameter
+from threefold.parallel.parameter import is_split, local, split_parameter
 
 
 def shard_bare(model: nn.Module, rules: Mapping[str, Split], axis: Axis) -> None:
@@ -46,6 +46,7 @@ def _read_local(module: nn.Module, name: str) -> None:
         return
 
     def read(self: nn.Module) -> Tensor:
-        return local(cast(Tensor, nn.Module.__getattr__(self, name)))
+        parameter = cast(Tensor, nn.Module.__getattr__(self, name))
+        return local(parameter) if is_split(parameter) else parameter  # ZeRO has taken this rank's part over
 
     module.__class__ = type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
