@@ -157,8 +157,8 @@ def _check_bare(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None
         said = f"shard has {type(rule).__name__}"
         if not isinstance(rule, (*_WITHIN, Shard)):
             raise UserError(
-                f"{said} at {pattern!r}, which is a bare parameter; use Shard(dim), Replicated() or PerHead(), or make "
-                "it the weight of a module."
+                f"{said} at {pattern!r}, which is a bare parameter; use Replicated() or PerHead(), Shard(dim) to cut "
+                "it, or make it the weight of a module."
             )
         for name, parameter in parameters.items():
             if isinstance(rule, Shard) and matches(name, pattern):
