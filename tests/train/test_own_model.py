@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import own_plain_model, own_token_model
+from tests.support import own_cut_model, own_plain_model, own_token_model
 from tests.train.support import Run, steps_of, train_rank
 from threefold.checkpoint.folder import OWN_MODEL, newest, remembered_model
 from threefold.errors import UserError
@@ -98,3 +98,16 @@ def test_a_model_without_anything_of_this_package_and_its_own_loss(pool, small_r
         folder = tmp_path / "-".join(layout)
         pool.run(other.world_size, train_rank, other, folder)
         assert losses(folder) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_cuts_of_one_layer_and_of_bare_parameters_resume_without_them(pool, small_run: Run, tmp_path: Path) -> None:
+    """Queries, keys and values of one layer, and bare parameters, from tp 2 to one rank, and to ZeRO."""
+    own = (("model.architecture", "own"), ("model.file", f"{own_cut_model.__file__}:Fused"))
+    run = small_run.but(dropout=0.0, set=own, steps=4)
+    pool.run(1, train_rank, run, tmp_path / "alone")
+    pool.run(2, train_rank, run.but(steps=2, tp=2), tmp_path / "run")
+    pool.run(1, train_rank, run.but(steps=3), tmp_path / "run", True)
+    pool.run(2, train_rank, run.but(dp=2, set=(*own, ("parallel.zero", 3))), tmp_path / "run", True)
+    assert len(losses(tmp_path / "alone")) == 4
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
