@@ -1,17 +1,27 @@
-"""The page of the Python library: its examples use names and arguments that there are."""
+"""The page of the Python library: its examples run, and show what they say."""
 
 import ast
+import contextlib
 import inspect
+import io
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import threefold
+from tests.support.api_scenes import NAMES, SCENES
+from tests.train.support import Run
+from threefold.launch.worker_pool import WorkerPool
 
-PAGE = Path(__file__).parents[1] / "docs/api.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/api.md"
 ALIASES = ("t3", "threefold")
 
 
@@ -46,8 +56,72 @@ def uses(code: str) -> Iterator[tuple[str, ast.Call | None]]:
             yield dotted(node), None
 
 
-def test_most_names_have_an_example() -> None:
-    assert len(examples()) > 30
+def checked(code: str) -> str:
+    """An example in which each expression that a comment follows must have that value."""
+    lines = code.splitlines()
+    for node in ast.parse(code).body:
+        shown = re.fullmatch(r"# (.*[^.])", lines[node.end_lineno]) if (node.end_lineno or 0) < len(lines) else None
+        if isinstance(node, ast.Expr) and shown:
+            value = ast.unparse(node.value)
+            lines[node.lineno - 1] = f"assert repr(_ := ({value})) == {shown[1]!r}, _"
+            lines[node.lineno : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno)
+    return "\n".join(lines)
+
+
+def script_of(heading: str, code: str) -> str:
+    scene = SCENES[heading]
+    return f"EXAMPLES = {str(ROOT / 'examples')!r}\n{NAMES}\n{scene.before}\n{checked(code)}\n{scene.after}\n"
+
+
+def run_as_a_rank(script: str, folder: Path) -> None:
+    before, path = Path.cwd(), list(sys.path)
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(script, "example", "exec"), {"__name__": "example"})
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+
+
+@pytest.fixture
+def folder(small_run: Run, tmp_path: Path) -> Path:
+    """With the config that the examples of runs name."""
+    sections = small_run.but(dp=4).config.sections()
+    train = {"global_batch_size": 64, "eval_batches": 1, "device": "cpu"}
+    config = {"data": sections["data"], "model": sections["model"], "train": train, "parallel": {"dp": 4}}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def test_every_example_runs_somewhere() -> None:
+    assert sorted({heading for heading, _ in examples()}) == sorted(SCENES)
+    assert len(examples()) == len(SCENES) > 30
+
+
+@pytest.mark.parametrize(
+    ("heading", "code"), [pytest.param(*each, id=each[0]) for each in examples() if SCENES[each[0]].ranks]
+)
+def test_an_example_runs(pool: WorkerPool, folder: Path, heading: str, code: str) -> None:
+    pool.run(SCENES[heading].ranks, run_as_a_rank, script_of(heading, code), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heading", "code"), [pytest.param(*each, id=each[0]) for each in examples() if not SCENES[each[0]].ranks]
+)
+def test_an_example_starts_its_ranks(folder: Path, heading: str, code: str) -> None:
+    (folder / "example.py").write_text(script_of(heading, code))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "example.py"]
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_value_that_is_not_the_shown_one_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="3"):
+        exec(checked("(\n    1 +\n    2\n)\n# 4\n"))
+    exec(checked("1 + 2\n# 3\n"))
 
 
 @pytest.mark.parametrize(("heading", "code"), examples())

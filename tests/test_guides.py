@@ -16,8 +16,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ROOT / "docs/guides"
-QUICK = {"own_model.md"}
-"""The pages of which the quick suite runs the Python; the slow one runs everything."""
 NAMED = re.compile(r"# ([\w./]+\.(?:py|yaml))$")
 
 
@@ -71,52 +69,10 @@ def run_page(page: Path, folder: Path) -> int:
     return ran
 
 
-SCRIPTS_IN_TURN = """
-import os, runpy, sys
-import threefold
-loaded = [getattr(threefold, name) for name in threefold.__all__]  # once for all scripts
-sys.path.insert(0, os.getcwd())
-for script in sys.argv[1:]:
-    if child := os.fork():
-        if os.waitpid(child, 0)[1]:
-            sys.exit(f"{script} failed")
-    else:
-        runpy.run_path(script, run_name="__main__")
-        sys.exit()
-"""
-
-
-def run_scripts(page: Path, folder: Path) -> int:
-    """Run the Python of a page, each script in a process of its own; returns how many there are.
-
-    Raises:
-        AssertionError: one failed.
-    """
-    scripts = []
-    for block in blocks(page):
-        if block.language != "python":
-            continue
-        named = NAMED.match(block.code.splitlines()[0])
-        script = named[1] if named else f"block_{block.line}.py"
-        (folder / script).write_text(block.code)
-        if not named or '__name__ == "__main__"' in block.code:
-            scripts.append(script)
-    command = [sys.executable, "-c", SCRIPTS_IN_TURN, *scripts]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
-    assert ended.returncode == 0, f"{page.name}:\n{ended.stdout}\n{ended.stderr}"
-    return len(scripts)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(page.name for page in GUIDES.glob("*.md") if page.name != "README.md"))
 def test_a_guide_runs(name: str, tmp_path: Path) -> None:
     assert run_page(GUIDES / name, tmp_path) > 0
-
-
-@pytest.mark.parametrize("name", sorted(QUICK))
-def test_the_python_of_a_guide_runs(name: str, tmp_path: Path) -> None:
-    assert run_scripts(GUIDES / name, tmp_path) > 0
 
 
 @pytest.mark.slow

@@ -168,6 +168,7 @@ print(all(abs(found / mine - 1) < 1e-4 for found in threefold.spawn(in_rank, 2))
 """
 
 
+@pytest.mark.slow
 def test_ranks_compute_in_parallel_though_this_process_has() -> None:
     """In the main module of a program that is no file."""
     done = subprocess.run([sys.executable, "-c", AFTER_THREADS], capture_output=True, text=True, timeout=100)

@@ -168,6 +168,7 @@ def run_script(folder: Path, arguments: str, environment: dict[str, str], *launc
     return sorted(done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_alone_it_is_one_rank(tmp_path: Path) -> None:
     assert run_script(tmp_path, "", {}) == ["0 dp 1 · tp 1 · pp 1 1.0"]
 

@@ -101,6 +101,7 @@ def test_it_is_exported_for_plain_torch(trained: Path, threefold: Command, monke
     assert "own model" in ended.output
 
 
+@pytest.mark.slow
 def test_mistakes_of_the_option_are_one_sentence(trained: Path, threefold: Command) -> None:
     config, other = trained / "own.yaml", trained / "other"
     other.mkdir()

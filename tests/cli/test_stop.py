@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import children, command, end_of, losses, read_until, start, wait_for
-from tests.support.sweep import sweep
 
 LONG = tuple(
     word
@@ -54,10 +53,10 @@ def continued(output: str, *more: str) -> list[str]:
     return [sys.executable, "-m", *words, *more]
 
 
-@sweep(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("ranks", "number", "status", "to_group"),
     [(1, signal.SIGTERM, 0, False), (2, signal.SIGINT, 130, True)],
-    quick=(0,),
 )
 def test_signal_saves_and_the_run_continues_bit_for_bit(
     config_file: Path, tmp_path: Path, ranks: int, number: signal.Signals, status: int, to_group: bool

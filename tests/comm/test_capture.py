@@ -66,7 +66,8 @@ def _eager(loss_of, leaves, update_, batch) -> float:
     return loss.item()
 
 
-@sweep("shared", [False, True], ids=["tp", "sequence"], quick=(1,))
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True], ids=["tp", "sequence"])
 def test_gpt(pool, shared: bool) -> None:
     settings = (("parallel.sequence_parallel", True),) if shared else ()
     case = Case(tp=2, sequence=12, batch=4, layers=2, dropout=0.1, uneven=False, settings=settings)

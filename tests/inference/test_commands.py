@@ -24,7 +24,8 @@ def prompts_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("start", [LOCAL, pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [LOCAL, TORCHRUN])
 def test_same_text_from_one_process_and_from_two(threefold, run: Path, tmp_path: Path, start: list[str]) -> None:
     options = ["generate", str(run), "--prompts-file", str(prompts_file(tmp_path)), "--max-new-tokens", "4"]
     status, output, error = threefold(*options)

@@ -98,11 +98,11 @@ def test_the_scale_doubles_after_a_window_and_halves_to_a_floor() -> None:
     assert scale.is_least
 
 
-@sweep(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("before", "after", "window"),
     [((2, 1, 2), (2, 1, 2), 3), ((1, 1, 2), (2, 2, 1), 1000)],  # which scale overflows depends on the micro-batches
     ids=str,
-    quick=(0,),
 )
 def test_half_and_half_is_the_whole(
     pool, small_run: Run, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int], window: int

@@ -19,7 +19,11 @@ class Shard(Split):
     Example:
         >>> plan = threefold.Plan(
         ...     layers=["embed", "blocks.*", "head"],
-        ...     shard={"blocks.*.attn.temperature": threefold.Shard(0, heads=8)},
+        ...     shard={
+        ...         "embed": threefold.Vocab(),
+        ...         "blocks.*.attn.temperature": threefold.Shard(0, heads=8),
+        ...         "head.output": threefold.Vocab(),
+        ...     },
         ... )
     """
 

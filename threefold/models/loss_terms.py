@@ -46,7 +46,8 @@ class CountedLoss:
 
     Example:
         >>> def terms(output, batch):
-        ...     return {"tokens": F.cross_entropy(output, batch["labels"], ignore_index=-100, reduction="sum")}
+        ...     labels = batch["labels"].flatten()
+        ...     return {"tokens": F.cross_entropy(output.flatten(0, 1), labels, ignore_index=-100, reduction="sum")}
         >>> loss = threefold.CountedLoss(terms, lambda batch: {"tokens": (batch["labels"] != -100).sum()})
 
     Attributes:

@@ -117,7 +117,12 @@ class Column(Split):
     Example:
         >>> plan = threefold.Plan(
         ...     layers=["embed", "blocks.*", "head"],
-        ...     shard={"blocks.*.query": threefold.Column(heads=8), "blocks.*.out": threefold.Row(heads=8)},
+        ...     shard={
+        ...         "embed": threefold.Vocab(),
+        ...         "blocks.*.query": threefold.Column(heads=8),
+        ...         "blocks.*.out": threefold.Row(heads=8),
+        ...         "head.output": threefold.Vocab(),
+        ...     },
         ... )
     """
 

@@ -79,6 +79,7 @@ def test_in_single_precision(pool, expected, schedule: str) -> None:
     check(pool, expected, chunked(schedule, pp=3, accumulation=6, dtype="fp32", optimizer="sgd", clip=0.0))
 
 
+@pytest.mark.slow
 def test_narrow_deferred_gradients_are_accumulated_wide(pool) -> None:
     """Twenty-four micro-batches in bf16: added up in bf16, their gradients would be off by a part in a hundred."""
     settings = {"dtype": "bf16", "accumulation": 24, "steps": 4, "layers": 4}

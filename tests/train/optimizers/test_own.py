@@ -136,6 +136,7 @@ def check(pool, expected, case: Case) -> None:
     assert not found, "\n".join(found[:10])
 
 
+@pytest.mark.slow
 def test_the_users_lion_is_the_built_in_one_to_the_bit(
     pool: WorkerPool, small_run: Run, tmp_path: Path, file: Path
 ) -> None:
