@@ -195,6 +195,26 @@ def test_a_mean_over_valid_tokens_counts_tokens(pool) -> None:
         torch.testing.assert_close(found, expected)
 
 
+def mean_over_none_of_a_replica(precision: str) -> tuple[Tensor, float]:
+    """A mean of valid rows, of which the last replica has none: its own mean is 0 / 0."""
+    torch.manual_seed(0)
+    model = t3.prepare(nn.Linear(3, 4, bias=False), precision=precision)
+    replicas = torch.distributed.get_world_size()
+    own = slice(model.mesh.dp.index * 4 // replicas, (model.mesh.dp.index + 1) * 4 // replicas)
+    x, valid = torch.linspace(-1, 1, 12).view(4, 3)[own], torch.tensor([True, True, False, False])[own]
+    count = valid.sum()
+    t3.backward((model(x).square().mean(1) * valid).sum() / count, count=count)
+    return model.weight.grad, model.sync.loss
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("fp16", 1e-3)])
+def test_a_replica_whose_loss_is_a_mean_of_nothing_adds_nothing(pool, precision: str, tolerance: float) -> None:
+    gradient, loss = pool.run(1, mean_over_none_of_a_replica, precision)[0]
+    for found in pool.run(2, mean_over_none_of_a_replica, precision):
+        torch.testing.assert_close(found[0], gradient, rtol=tolerance, atol=tolerance)
+        assert found[1] == pytest.approx(loss, rel=tolerance)
+
+
 def local_statistics() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     model = t3.prepare(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), sync_batch_norm=False)

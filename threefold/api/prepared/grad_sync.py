@@ -7,7 +7,7 @@ so that they are those of the mean over all these rows, however unevenly the rep
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, log2
@@ -130,10 +130,18 @@ class GradSync:
         scale = self._begin(weight, rows) if not self._passes else self._scale()
         self._reduction = reduction
         self._arrived.clear()
-        (loss * (weight * scale).to(loss.dtype)).backward(retain_graph=retain)
+        nothing = not float(weight)
+        # A mean of nothing may be not a number, and so may be its gradient, which no factor would make 0.
+        hooks = [node.register_prehook(_zeros) for node in _outputs_of(loss, self)] if nothing else []
+        try:
+            (loss * (weight * scale).to(loss.dtype)).backward(retain_graph=retain)
+        finally:
+            for hook in hooks:
+                hook.remove()
         self._passes += 1
         self._weight = self._weight + weight
-        self._loss = self._loss + weight * loss.detach().double()
+        if not nothing:
+            self._loss = self._loss + weight * loss.detach().double()
         if self._passes == self.accumulate or (rows is not None and rows.last):
             self._finish()
 
@@ -272,6 +280,11 @@ def _metadata(node: Node) -> dict[Any, Any]:
 
 def origin_of(loss: Tensor) -> _Origin | None:
     """The prepared model, and its batch, that a loss was computed from; None where there is none."""
+    return next((origin for _, origin in _origins_of(loss)), None)
+
+
+def _origins_of(loss: Tensor) -> Iterator[tuple[Node, _Origin]]:
+    """The outputs of prepared models that a loss was computed from: their nodes in the graph, the nearest first."""
     waiting, seen = deque([loss.grad_fn]), set()
     while waiting:
         node = waiting.popleft()
@@ -279,9 +292,16 @@ def origin_of(loss: Tensor) -> _Origin | None:
             continue
         seen.add(node)
         if isinstance(found := _metadata(node).get(_ORIGIN), _Origin):
-            return found
+            yield node, found
         waiting.extend(following for following, _ in node.next_functions)
-    return None
+
+
+def _outputs_of(loss: Tensor, sync: GradSync) -> list[Node]:
+    return [node for node, origin in _origins_of(loss) if origin.sync is sync]
+
+
+def _zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
 
 def backward(
