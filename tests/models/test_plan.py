@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.own_token_model import Tiny
 from threefold.errors import UserError
 from threefold.models.plan import Plan
-from threefold.models.sharding import AsConstructed, Column, Drawn, Normal, Replicated, Row, Vocab
+from threefold.models.sharding import AsConstructed, Column, Drawn, Normal, PerHead, Replicated, Row, Vocab
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
 
 SHARD = Tiny.plan.shard or {}
@@ -85,6 +85,10 @@ def test_without_rules_everything_is_replicated() -> None:
         (
             lambda: changed(shard={**SHARD, "blocks.*.gate": Row()}),
             "shard has Row at 'blocks.*.gate', which is a bare parameter; use Replicated() or PerHead()",
+        ),
+        (
+            lambda: changed(shard={**SHARD, "blocks.*.norm": PerHead(), "**.bias": Replicated()}),
+            "shard has Replicated at '**.bias', which 'blocks.0.norm.bias' has for a name as well, of a module that is",
         ),
         (
             lambda: changed(shard={**SHARD, "blocks.*.key": Column(heads=5)}),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from threefold.config.divisors import nearest_divisor
 from threefold.errors import UserError
 from threefold.models.bare_sharding import Shard
-from threefold.models.name_pattern import matches
+from threefold.models.name_pattern import matches, specificity
 from threefold.models.sharding import HEADS, Column, Initial, ModelPlan, PerHead, Replicated, Split
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.torch_private.tensors import child_names
@@ -163,8 +163,22 @@ def _check_bare(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None
         for name, parameter in parameters.items():
             if isinstance(rule, Shard) and matches(name, pattern):
                 _check_shard(f"{said}({rule.dim}) at {pattern!r}", rule, tuple(parameter.shape))
+            if not isinstance(rule, PerHead) and plan.is_bare(name) and matches(name, pattern):
+                _check_per_head(f"{said} at {pattern!r}", pattern, name, plan)
         if not any(matches(name, pattern) for name in parameters):
             raise UserError(f"shard has {pattern!r}, which no parameter has for a name{_nearest(pattern, parameters)}.")
+
+
+def _check_per_head(said: str, pattern: str, name: str, plan: ModelPlan) -> None:
+    """A pattern of bare parameters takes none from a PerHead module by chance: its gradient would not be added up."""
+    of_module = plan.patterns.deciding(name.rpartition(".")[0])
+    if of_module is None or not isinstance(plan.split[of_module], PerHead):
+        return
+    if specificity(pattern) <= specificity(of_module):
+        raise UserError(
+            f"{said}, which {name!r} has for a name as well, of a module that is PerHead at {of_module!r}; write more "
+            "of the name of the parameter that is meant."
+        )
 
 
 def _check_shard(said: str, rule: Shard, shape: tuple[int, ...]) -> None:
