@@ -44,6 +44,14 @@ def _after_step(p: Parts, call: Callable[[Any, Any], Any]) -> Any:
     return call(model, optimizer)
 
 
+def _two_backward_passes(p: Parts) -> Any:
+    """As a script does that leaves autograd to add the gradients of two losses."""
+    model, optimizer = t3.prepare(p.model, p.optimizer)
+    optimizer.zero_grad()
+    t3.backward(p.loss(model))
+    t3.backward(p.loss(model))
+
+
 def _twice(p: Parts) -> Any:
     return t3.prepare(t3.prepare(p.model), p.optimizer, zero=1)
 
@@ -111,6 +119,10 @@ WRONG: list[tuple[Callable[[Parts], Any], str]] = [
     (lambda p: t3.backward(1.5), "loss is of the type float but must be a scalar tensor."),
     (lambda p: t3.backward(t3.prepare(p.model)(X)), r"loss has the shape \[6, 3\] but must be a scalar; use loss.mean"),
     (lambda p: t3.backward(p.loss(p.model), reduction="avg"), "reduction is 'avg' but must be 'mean' or 'sum'"),
+    (
+        _two_backward_passes,
+        "the backward pass before were used, which would be lost; add the losses up and call it once",
+    ),
     (_two_reductions, "reduction is 'sum' but this update began with 'mean'; use one for all backward passes"),
     (_no_valid_tokens, "count adds up to 0 over the update but must be above 0"),
     (lambda p: t3.prepare(DataLoader(TensorDataset(X), batch_size=None)), "The DataLoader has batch_size=None"),

@@ -88,6 +88,7 @@ class GradSync:
         self._arrived: set[str] = set()
         self._used: dict[str, bool] = {}
         self._mean_loss: Tensor | None = None
+        self._unused = False
         self._sharded, self._from_first = sharded, from_first
         if not sharded:
             for name, leaf in self.leaves.items():
@@ -173,6 +174,10 @@ class GradSync:
         """The optimizer has updated the weights."""
         self.gradients.weights_changed()
 
+    def gradients_used(self) -> None:
+        """The complete gradients may be overwritten by those of the next update."""
+        self._unused = False
+
     def _weight_of(
         self, loss: Tensor, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None
     ) -> Tensor:
@@ -187,6 +192,12 @@ class GradSync:
         return torch.as_tensor(given, dtype=torch.float64, device=loss.device).detach()
 
     def _begin(self, weight: Tensor, rows: BatchRows | None) -> float:
+        # An optimizer that is not prepared clears them itself.
+        if self._unused and any(each.grad is not None for each in self.parameters.values()):
+            raise UserError(
+                "threefold.backward was called before the gradients of the backward pass before were used, which would "
+                "be lost; add the losses up and call it once, or call optimizer.step() or optimizer.zero_grad() first."
+            )
         self._weight = self._loss = torch.zeros_like(weight)
         if self._nominal is None:
             # Losses are divided by about what they will be, as large numbers would overflow in fp16.
@@ -231,6 +242,7 @@ class GradSync:
             self.loss_scale.held() if finite else self.loss_scale.overflowed()
             self.overflowed = not finite
         self._publish([flag > 0 for flag in found])
+        self._unused = True
         for buffer in self._from_first:
             self.mesh.dp.broadcast_(buffer, 0)
 

@@ -90,6 +90,7 @@ class PreparedOptimizer(WrappedOptimizer):
                 "loss.backward() before it."
             )
         self._seen_updates = self.sync.updates
+        self.sync.gradients_used()
         if not self.sync.overflowed:
             if self._owned is not None:
                 self._owned.step()
@@ -98,7 +99,8 @@ class PreparedOptimizer(WrappedOptimizer):
             self.sync.weights_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients are cleared when those of the next update begin."""
+        """Allow the gradients to be overwritten: they are cleared when those of the next update begin."""
+        self.sync.gradients_used()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: its gradients would not be summed.
