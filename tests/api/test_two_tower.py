@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 import threefold as t3
 from tests.support.command import Command
@@ -132,6 +133,8 @@ NO_PARTS: dict[str, Any] = {"data": {"path": "unused"}}
         ({"model": f"{FILE}:TwoTower", "loss": print}, r"and loss is given too; the file has it, so leave loss out\.$"),
         ({"model": []}, r"^layers is empty; give the model's layers in order\.$"),
         ({"config": {"train": 3}}, r"^config has 3 for train but must have a mapping of settings; use \{\}\.$"),
+        ({"config": {"max_steps": 3}}, r"^config has 3 for max_steps but .*; use \{'train': \{'max_steps': 3\}\}\.$"),
+        ({"dataset": DataLoader([3])}, r"^dataset is a DataLoader but must be the data set that it reads, as the run"),
     ],
 )
 def test_wrong_parts_of_a_run(arguments: dict[str, Any], sentence: str) -> None:

@@ -118,6 +118,13 @@ def test_heads_that_the_tensor_axis_does_not_divide() -> None:
         check_tensor_axis(made, 4)
 
 
+def test_frozen_parameters_are_refused() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layers[1].bias.requires_grad_(False)
+    with pytest.raises(UserError, match=r"^'1\.bias' is frozen \(requires_grad is False\), but all"):
+        Plan(["0", "1"]).build(layers)
+
+
 def test_running_statistics_are_refused() -> None:
     norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.raises(UserError, match="'1' is a BatchNorm1d, which keeps statistics of the samples of its own rank"):

@@ -87,10 +87,17 @@ def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
         )
     for name, section in config.items():
         if not isinstance(section, Mapping):
+            owners = [key for key, field in Config.model_fields.items() if name in _settings_of(field.annotation)]
+            instead = f"{{{owners[0]!r}: {{{name!r}: {shown(repr(section))}}}}}" if owners else "{}"
             raise UserError(
-                f"config has {shown(repr(section))} for {name} but must have a mapping of settings; use {{}}."
+                f"config has {shown(repr(section))} for {name} but must have a mapping of settings; use {instead}."
             )
     return config_of({str(name): dict(section) for name, section in config.items()}, changes)
+
+
+def _settings_of(section: Any) -> Mapping[str, Any]:
+    """The settings that a section of the config has."""
+    return getattr(section, "model_fields", {})
 
 
 def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
@@ -108,6 +115,11 @@ def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
 
 def _dataset_path(dataset: Any) -> str:
     """`data.path` of a data set, or of what makes one."""
+    if hasattr(dataset, "batch_sampler"):
+        raise UserError(
+            f"dataset is a {type(dataset).__name__} but must be the data set that it reads, as the run makes its own "
+            "batches; give that, with the size of a batch as train.global_batch_size."
+        )
     path = dataset if isinstance(dataset, str) else import_path_of(dataset)
     if path is None:
         raise UserError(

@@ -68,7 +68,9 @@ def verify_model(
 
     Args:
         config, model, plan, loss, arguments, optimizer, dataset: as of `Trainer`; classes and functions belong to a
-            module or to the script, as processes look them up there.
+            module or to the script, as processes look them up there. An optimizer of one's own keeps its `eps`: with
+            1e-8 Adam makes much of gradients that are rounding alone, such as a key bias's, which then departs; give
+            `functools.partial(torch.optim.NAdam, eps=1e-5)`, say.
         layouts: such as `["dp2·tp2", "pp2 zero1"]`; None for a selection that covers what there is.
         ranks: of the selected layouts.
         steps: optimizer steps to compare.

@@ -84,6 +84,7 @@ class Plan:
         modules = dict(model.named_modules(remove_duplicate=False))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         _refuse_running_statistics(modules)
+        _refuse_frozen(parameters)
         layers, stacked = self._expanded(modules)
         split, bare = self._rules(modules, parameters)
         _require_decided(parameters, split, bare, modules)
@@ -201,6 +202,15 @@ def _refuse_running_statistics(modules: "Mapping[str, nn.Module]") -> None:
             raise UserError(
                 f"{name!r} is a {type(module).__name__}, which keeps statistics of the samples of its own rank, so "
                 "that the layout would change the result; use a LayerNorm or GroupNorm."
+            )
+
+
+def _refuse_frozen(parameters: "Mapping[str, nn.Parameter]") -> None:
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise UserError(
+                f"{name!r} is frozen (requires_grad is False), but all parameters of a model with a plan are trained; "
+                "make it a buffer, or train the model with threefold.prepare."
             )
 
 

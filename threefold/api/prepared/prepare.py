@@ -70,7 +70,8 @@ def prepare(
         sync_batch_norm: with false, batch normalization takes its statistics from each replica's own rows, and after
             each update every replica has the running statistics of the first.
         tensor_parallel: pattern of module names → `Column()`, `Row()`, `Vocab()` …, for a mesh with tp; what it does
-            not name is whole on every tensor rank.
+            not name is whole on every tensor rank. The fused evaluation of `nn.TransformerEncoderLayer` cannot read
+            weights that are cut: call `torch.backends.mha.set_fastpath_enabled(False)`.
 
     Returns:
         the prepared objects in the order given; a single one by itself.

@@ -71,7 +71,7 @@ class EvaluationRecord:
         step: updates made so far.
         loss: mean over the tokens whose label is not ignored; of a mixture, the sum of each corpus's mean times its
             weight.
-        tokens: number of those tokens.
+        tokens: number of those tokens; of samples, where a data set has other samples than tokens.
         seconds: duration.
         corpus_losses: for a mixture, each corpus's mean by name.
         terms: of a loss of several terms, the mean of each by name; of a mixture weighted as the loss is.
