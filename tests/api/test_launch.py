@@ -176,8 +176,9 @@ def test_ranks_compute_in_parallel_though_this_process_has() -> None:
 
 
 TORCHRUN = """
-import torch.distributed as dist, threefold
-print(threefold.run(lambda: dist.get_rank() ** 2{ranks}))
+import sys, torch.distributed as dist, threefold
+found = threefold.run(lambda: dist.get_rank() ** 2{ranks})
+sys.stdout.write(str(found) + "\\n")  # at once: under torchrun `print` writes each part by itself
 """
 
 

@@ -148,13 +148,14 @@ def test_a_layout_needs_its_model_groups() -> None:
 
 
 SCRIPT = """
-import threefold
+import sys, threefold, torch
 from threefold.errors import UserError
 try:
     mesh = threefold.init_mesh({arguments})
-    print(mesh.rank, mesh.layout, mesh.world.all_reduce_(__import__("torch").ones(1)).item())
+    found = f"{{mesh.rank}} {{mesh.layout}} {{mesh.world.all_reduce_(torch.ones(1)).item()}}"
 except UserError as error:
-    print(error)
+    found = str(error)
+sys.stdout.write(found + "\\n")  # at once: under torchrun `print` writes each part by itself
 """
 
 
