@@ -215,6 +215,37 @@ def test_a_replica_whose_loss_is_a_mean_of_nothing_adds_nothing(pool, precision:
         assert found[1] == pytest.approx(loss, rel=tolerance)
 
 
+def zeroed_in_place(zero: bool) -> Tensor | str:
+    """The weights after three updates of an optimizer that is not prepared and keeps the tensors of gradients."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = t3.prepare(module)
+    replicas, index = model.mesh.dp.size, model.mesh.dp.index
+    try:
+        for step in range(3):
+            x = (
+                torch.linspace(-1, 1 + step, 12)
+                .double()
+                .view(4, 3)[index * 4 // replicas : (index + 1) * 4 // replicas]
+            )
+            t3.backward(model(x).square().mean())
+            optimizer.step()
+            if zero:
+                optimizer.zero_grad(set_to_none=False)
+    except t3.UserError as error:
+        return str(error)
+    return module.weight.detach()
+
+
+def test_an_optimizer_that_is_not_prepared_may_fill_gradients_with_zeros(pool) -> None:
+    expected = pool.run(1, zeroed_in_place, True)[0]
+    for found in pool.run(2, zeroed_in_place, True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for found in pool.run(2, zeroed_in_place, False):
+        assert found.startswith("threefold.backward was called before the gradients of the backward pass before")
+
+
 def local_statistics() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     model = t3.prepare(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), sync_batch_norm=False)

@@ -127,11 +127,12 @@ class GradSync:
                 f"reduction is {reduction!r} but this update began with {self._reduction!r}; use one for all backward "
                 "passes of an update."
             )
-        weight = self._weight_of(loss, rows, reduction, count)
+        counted = self._weight_of(rows, reduction, count)
+        weight = torch.as_tensor(counted, dtype=torch.float64, device=loss.device).detach()
         scale = self._begin(weight, rows) if not self._passes else self._scale()
         self._reduction = reduction
         self._arrived.clear()
-        nothing = not float(weight)
+        nothing = not counted
         # A mean of nothing may be not a number, and so may be its gradient, which no factor would make 0.
         hooks = [node.register_prehook(_zeros) for node in _outputs_of(loss, self)] if nothing else []
         try:
@@ -178,22 +179,16 @@ class GradSync:
         """The complete gradients may be overwritten by those of the next update."""
         self._unused = False
 
-    def _weight_of(
-        self, loss: Tensor, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None
-    ) -> Tensor:
-        """What this loss counts: the number of what it is the mean of; for a sum 1."""
-        counts = 1.0 if rows is None else float(rows.own)
+    def _weight_of(self, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None) -> Tensor | float:
+        """What a loss counts: the number of what it is the mean of; for a sum 1."""
         if rows is not None and rows.own == 0:
-            given: Tensor | float = 0.0
-        elif count is not None:
-            given = count
-        else:
-            given = 1.0 if reduction == "sum" else counts
-        return torch.as_tensor(given, dtype=torch.float64, device=loss.device).detach()
+            return 0.0
+        if count is not None:
+            return count
+        return 1.0 if reduction == "sum" or rows is None else float(rows.own)
 
     def _begin(self, weight: Tensor, rows: BatchRows | None) -> float:
-        # An optimizer that is not prepared clears them itself.
-        if self._unused and any(each.grad is not None for each in self.parameters.values()):
+        if self._unused and self._holds_gradients():
             raise UserError(
                 "threefold.backward was called before the gradients of the backward pass before were used, which would "
                 "be lost; add the losses up and call it once, or call optimizer.step() or optimizer.zero_grad() first."
@@ -209,6 +204,14 @@ class GradSync:
             leaf.grad = held if held is not None and held.dtype == leaf.dtype else None
         self._used = dict.fromkeys(self.leaves, False)
         return self._scale()
+
+    def _holds_gradients(self) -> bool:
+        """Whether a gradient is left, which an optimizer that is not prepared removes or fills with zeros itself."""
+        left = [local(each.grad) for each in self.parameters.values() if each.grad is not None]
+        if not left:  # on all ranks alike
+            return False
+        found = torch.stack([each.any() for each in left]).any()  # shards of one rank may be zeros by chance
+        return bool(self.mesh.world.all_reduce(found.double()))
 
     def _bucket(self, leaf: Tensor) -> Tensor | None:
         return None if self._sharded else self.gradients[leaf]
