@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,34 @@ def test_a_run_folder_that_is_gone_is_not_made_again(pool: WorkerPool, tmp_path:
     (error,) = pool.run(1, saved_where_nothing_is, tmp_path / "run")
     assert "step_00000004 cannot be written" in error
     assert not (tmp_path / "run").exists()
+
+
+def saved_twice(folder: Path, at: str) -> None:
+    """Save the same step twice, and be killed when a folder that ends in `at` is deleted."""
+    world = Mesh.alone().world
+
+    def save(value: float) -> None:
+        facts = Facts(2, 0, 0, eod=None, tokenizer_sha256=None, tokens=0, documents=0)
+        save_checkpoint(folder, facts, {"model.weight": torch.full((3,), value)}, {}, world)
+
+    def watch(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "shutil.rmtree" and str(arguments[0]).endswith(at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    save(1.0)
+    sys.addaudithook(watch)
+    save(2.0)
+
+
+@pytest.mark.parametrize("at", ["step_00000002", "step_00000002.old.partial"])
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_one(tmp_path: Path, at: str) -> None:
+    process = get_context("spawn").Process(target=saved_twice, args=(tmp_path, at))
+    process.start()
+    process.join()
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.step == 2
+    assert process.exitcode == (-signal.SIGKILL if at.endswith(".partial") else 0)  # a whole one is never deleted
 
 
 @pytest.fixture

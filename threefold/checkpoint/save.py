@@ -50,10 +50,12 @@ def save_checkpoint(
         for name, text in texts.items():
             write_durably(partial / name, text)
         write_manifest(partial, facts)
-        if path.exists():  # an incomplete one, else the run would have resumed from it
-            shutil.rmtree(path)
+        old = path.with_name(path.name + ".old" + PARTIAL)
+        if path.exists():  # moved aside, not deleted, as it may be the only one, of a loop that always saves one step
+            path.rename(old)
         partial.rename(path)
         sync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
     try:
         _on_first(world, begin)
