@@ -13,6 +13,21 @@ class UserError(Exception):
     """
 
 
+class HardwareFault(UserError):
+    """A rank's memory or arithmetic has failed without an error of its own; the same on every rank.
+
+    Nothing in the user's settings is wrong: a run that starts again from its newest checkpoint may go well.
+
+    Attributes:
+        ranks: at fault, or those of which one is.
+        step: updates made when it was found.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), step: int = 0) -> None:
+        super().__init__(message)
+        self.ranks, self.step = ranks, step
+
+
 class OutputLost(UserError):
     """Standard output was closed by its reader, or is on a full disk."""
 
