@@ -104,7 +104,9 @@ def race(run: Path, starters: int) -> list[str]:
     return answers
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rounds", [1, pytest.param(5, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.sweep)]
+)
 def test_exactly_one_of_several_wins(tmp_path: Path, rounds: int) -> None:
     for number in range(rounds):
         answers = race(tmp_path / f"run{number}", 4)
