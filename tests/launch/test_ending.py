@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.cpu_waits import CpuWaits
 from tests.support.sweep import sweep
 from threefold.launch.output import log_file
