@@ -214,6 +214,6 @@ def test_under_slurm_the_ranks_meet(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    assert [task.communicate(timeout=60)[0] for task in tasks] == [
+    assert [task.communicate(timeout=300)[0] for task in tasks] == [
         f"{rank} dp 2 · tp 1 · pp 1 2.0\n" for rank in range(2)
     ]

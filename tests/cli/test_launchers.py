@@ -26,7 +26,7 @@ def test_world_of_another_size_is_told_by_one_rank(config_file: Path, tmp_path: 
         "--set",
         "parallel.tp=2",
     ]
-    ended = subprocess.run([*launcher, *command], text=True, capture_output=True, timeout=100)
+    ended = subprocess.run([*launcher, *command], text=True, capture_output=True, timeout=300)
     assert ended.returncode != 0
     told = [line for line in ended.stderr.splitlines() if line.startswith("Error: ")]
     assert len(told) == 1
@@ -42,7 +42,7 @@ def test_slurm_ranks_are_checked_too(config_file: Path, tmp_path: Path) -> None:
         env={**os.environ, **slurm, "SLURM_STEP_NODELIST": "localhost"},
         text=True,
         capture_output=True,
-        timeout=100,
+        timeout=300,
     )
     assert ended.returncode == 2
     assert ended.stderr.startswith("Error: The layout dp 1 · tp 1 · pp 1 needs 1 ranks but the world has 2;")

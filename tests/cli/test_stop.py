@@ -193,7 +193,7 @@ def test_deleted_run_folder_is_one_sentence(config_file: Path, tmp_path: Path) -
     assert not run.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_random_moments(config_file: Path, tmp_path: Path) -> None:
     """Signals at a dozen moments of one run on dp2·pp2, each followed by --resume=auto."""
     layout = ("--set", "parallel.dp=2", "--set", "parallel.pp=2", "--set", "train.max_steps=150")

@@ -61,7 +61,9 @@ def test_a_run_goes_on(config_file: Path, tmp_path: Path, where: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [">&-", ">/dev/full", "| true"])
+@pytest.mark.parametrize(
+    "where", ["| true", *(pytest.param(where, marks=pytest.mark.sweep) for where in (">&-", ">/dev/full"))]
+)
 def test_a_run_of_two_ranks_goes_on_and_resumes(config_file: Path, tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"
     train = f"{THREEFOLD} train {config_file} --run-dir {run} --set parallel.dp=2 --console-ranks 0,1"
@@ -119,9 +121,10 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "status", "error"), [(">&-", 0, ""), (">/dev/full", 2, FULL), ("| true", 141, "")], ids=str
+    ("tp", "where", "status", "error"),
+    [(1, ">&-", 0, ""), (1, ">/dev/full", 2, FULL), (1, "| true", 141, ""), (2, ">/dev/full", 2, FULL)],
+    ids=str,
 )
-@pytest.mark.parametrize("tp", [1, 2])
 def test_generating_for_nobody(trained: Path, tp: int, where: str, status: int, error: str) -> None:
     ended = shell(f"{THREEFOLD} generate {trained} --tp {tp} --prompt Document --max-new-tokens 40 {where}")
     assert (ended.returncode, ended.stderr.decode()) == (status, error)

@@ -97,7 +97,7 @@ def test_interrupt_is_quiet_and_leaves_no_worker(config_file: Path) -> None:
         assert process.stdout is not None
         assert any(line.startswith("layout") for line in process.stdout)  # one process is through, the layout begins
         os.killpg(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=100)
+        _, error = process.communicate(timeout=300)
     finally:
         process.kill()
     assert (process.returncode, error) == (130, "")

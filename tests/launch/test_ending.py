@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.cpu_waits import CpuWaits
 from tests.support.sweep import sweep
 from threefold.launch.output import log_file
@@ -69,15 +71,15 @@ COLLECTIVE, NOTHING = "in a collective", "for nothing"
         ("local", "kill", 1, NOTHING),
         ("local", "kill", 0, COLLECTIVE),
         ("local", "raise", 1, COLLECTIVE),
-        ("torchrun", "kill", 1, COLLECTIVE),
+        pytest.param("torchrun", "kill", 1, COLLECTIVE, marks=pytest.mark.sweep),
         ("torchrun", "kill", 0, COLLECTIVE),
         ("torchrun", "kill", 1, NOTHING),
         ("torchrun", "raise", 1, COLLECTIVE),
-        ("torchrun", "raise", 0, NOTHING),
-        ("slurm", "kill", 1, COLLECTIVE),
+        pytest.param("torchrun", "raise", 0, NOTHING, marks=pytest.mark.sweep),
+        pytest.param("slurm", "kill", 1, COLLECTIVE, marks=pytest.mark.sweep),
         ("slurm", "kill", 0, COLLECTIVE),
         ("slurm", "raise", 1, COLLECTIVE),
-        ("slurm", "raise", 0, COLLECTIVE),
+        pytest.param("slurm", "raise", 0, COLLECTIVE, marks=pytest.mark.sweep),
     ],
     quick=(0,),
 )

@@ -159,7 +159,7 @@ def test_terminal_stays_one_and_the_log_stays_text(tmp_path: Path) -> None:
     script.write_text(SPAWN.format(folder=str(tmp_path), worker="draw", args="()", ranks=2, options=""))
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     process = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=slave, stderr=slave)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=300) == 0
     os.close(slave)
     shown = os.read(master, 1 << 16).decode()
     os.close(master)
@@ -199,5 +199,5 @@ os._exit(0)  # not after waiting for a rank that was forgotten
 
 def test_a_signal_while_a_rank_is_started_leaves_none(tmp_path: Path) -> None:
     script = SIGNALLED.format(here=str(HERE), folder=str(tmp_path))
-    ended = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=300)
     assert (ended.stdout, ended.stderr) == ("SIGTERM 0\n", "")

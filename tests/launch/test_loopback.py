@@ -51,7 +51,7 @@ def test_ranks_listen_on_loopback_whatever_the_name_of_the_host(tmp_path: Path, 
         env={**os.environ, "PYTHONPATH": str(HERE)},
         text=True,
         capture_output=True,
-        timeout=100,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
     addresses = (tmp_path / "listening").read_text().split()

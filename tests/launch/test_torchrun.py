@@ -28,7 +28,7 @@ def torchrun(folder: Path, worker: str, args: str) -> subprocess.CompletedProces
     script.write_text(RUN.format(folder=str(folder), worker=worker, args=args))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=100)
+    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300)
 
 
 def test_ranks_meet_and_log(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_relative_error_sees_a_small_departure() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.sweep), 0.2])
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 2)], ids=name)
 def test_compiled_layers(pool, expected, layout: tuple[int, int, int], dropout: float) -> None:
     check(pool, expected, Case(layers=2, compile=True, dropout=dropout).with_layout(*layout))
