@@ -8,11 +8,14 @@ from typing import Any, Literal
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint, folders, model_files, newest
 from threefold.checkpoint.selection import Damaged, check_whole, select_checkpoint
+from threefold.checkpoint.writer import read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
+from threefold.config.resolve import is_derived
 from threefold.data.content_checksums import Content, ReadCorpus
 from threefold.data.dataset import open_dataset
 from threefold.data.mixture import whole_shares
+from threefold.data.samples import ConsumedSamples
 from threefold.data.text.text_encoding import TextRule
 from threefold.errors import UserError
 from threefold.files import read_text, shown
@@ -69,7 +72,9 @@ SHAPES = frozenset(
         "dense_layers",
     )
 )
-_ORDER = frozenset(("train.seed", "train.global_batch_size", "data.sequence_length", "data.split", "data.mixture"))
+_ORDER = frozenset(("train.seed", "data.sequence_length", "data.split", "data.mixture"))
+_BATCH = "train.global_batch_size"
+_BATCH_PARTS = ("micro_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
         damaged,
     )
     checkpoint = choice.checkpoint
-    if checkpoint.step == 0:
+    if checkpoint.step == 0 or read_writer(checkpoint.path).weights_only:
         raise UserError(
             f"{checkpoint.path} has a model and no optimizer state to resume; start a run in another folder with "
             f"train.init_from {run_dir}."
@@ -142,6 +147,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
                 f"set it to {before!r}, or start a new run in another folder."
             )
     _check_data(checkpoint, config)
+    _check_epochs(checkpoint, config)
     if checkpoint.step >= config.train.max_steps:
         try:
             check_whole(checkpoint)  # as its tensors will not be read
@@ -156,13 +162,54 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
             f"train.max_steps is {config.train.max_steps} and {checkpoint.path} is at step {checkpoint.step} already; "
             f"set it to {checkpoint.step + 1} at least to resume."
         )
-    warnings = [f"{key} is {now!r} from here on; up to now it was {before!r}." for key, before, now in changes]
+    warnings = [
+        f"{key} is {now!r} from here on; up to now it was {before!r}"
+        + (f": {_other_batch(checkpoint, choice.config, config)}." if key == _BATCH else ".")
+        for key, before, now in changes
+    ]
     warnings += [*_changed_model(checkpoint, config), *_ended_decay(choice.config, config)]
     return Resumption(
         checkpoint,
         (*choice.warnings, *warnings, *_restarted_streams(checkpoint, config)),
         choice.passed,
     )
+
+
+def _other_batch(checkpoint: Checkpoint, stored: Config, config: Config) -> str:
+    """What follows from another global batch size, as a clause."""
+    consumed, train = consumed_by(checkpoint, config), config.train
+    ratio = train.global_batch_size / stored.train.global_batch_size
+    before = stored.optimizer.lr
+    return (
+        f"step {checkpoint.step + 1:,} reads on after the {consumed.samples:,} samples consumed, and as steps count "
+        f"updates, warm-up, decay and train.max_steps {train.max_steps:,} keep their steps, up to which "
+        f"{consumed.before(train.max_steps):,} samples are consumed; optimizer.lr is {config.optimizer.lr:g} (that of "
+        f"before is {before * ratio:.3g} when scaled linearly, {before * ratio**0.5:.3g} by the square root)"
+    )
+
+
+def consumed_by(checkpoint: Checkpoint, config: Config) -> ConsumedSamples:
+    """The training samples consumed before each step of a run that is resumed from a checkpoint."""
+    facts = checkpoint.facts
+    return ConsumedSamples(config.train.global_batch_size, facts.step, facts.consumed_samples)
+
+
+def _check_epochs(checkpoint: Checkpoint, config: Config) -> None:
+    """Check that the steps of so many epochs are those of a run whose global batch had another size for a while.
+
+    Raises:
+        UserError: they are not.
+    """
+    consumed, epochs = consumed_by(checkpoint, config), config.train.epochs
+    if epochs is None or consumed.has_one_size:
+        return
+    last = consumed.steps_until(epochs * len(open_dataset(config).samples("train")))
+    if last != config.train.max_steps:
+        raise UserError(
+            f"train.epochs is {epochs}, from which train.max_steps follows only while {_BATCH} stays as it is, and "
+            f"{checkpoint.path} has consumed {consumed.samples:,} samples in {consumed.step:,} steps; give "
+            f"train.max_steps {max(last, consumed.step + 1):,} in its place."
+        )
 
 
 def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
@@ -228,6 +275,11 @@ def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
         return "whose weights do not fit another model"
     if key in _ORDER:
         return "and the order of the samples follows from it"
+    if key == _BATCH and not any(is_derived(config, f"train.{name}") for name in _BATCH_PARTS):
+        return (
+            "and with train.micro_batch_size and train.gradient_accumulation_steps given it follows from parallel.dp; "
+            "leave one of these two out to change it on purpose"
+        )
     if key == "optimizer.name":
         return "whose state does not fit another optimizer"
     if key == "optimizer.momentum" and config.optimizer.name == "sgd" and bool(before) != bool(now):

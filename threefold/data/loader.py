@@ -1,6 +1,7 @@
 """The data loader: a rank's rows of every global batch, prefetched one step ahead.
 
-The sampler is stateless: which samples a step reads follows from (seed, step), so resuming needs the step alone.
+The sampler is stateless: which samples a step reads follows from the seed and the samples consumed before it, which
+follow from the step, so resuming needs no state of its own.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from threefold.data.formats.nested_samples import NestedSamples
-from threefold.data.samples import MixturePart, Samples
+from threefold.data.samples import ConsumedSamples, MixturePart, Samples
 from threefold.labels import IGNORE_INDEX
 from threefold.random.permutation import Int64Array
 
@@ -84,6 +85,9 @@ class Loader:
         share: this rank's part of the global batch.
         seed: keys the order of the training samples.
         separate_documents: whether batches have the document of each token.
+
+    Attributes:
+        consumed: the samples consumed before each step; set where a run is resumed, before the first batch.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Loader:
         self.share = share
         self.seed = seed
         self.separate_documents = separate_documents
+        self.consumed = ConsumedSamples(share.global_batch_size)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
         self._ahead: dict[int, Future[Any]] = {}
 
@@ -108,7 +113,8 @@ class Loader:
         return isinstance(self.train, NestedSamples)
 
     def batch(self, step: int) -> Any:
-        """The training batch of `step` (from 0): a function of (seed, step) alone, whatever was read before.
+        """The training batch of `step` (from 0): a function of the seed and the samples consumed before it alone,
+        whatever was read before.
 
         Raises:
             UserError: the token files are damaged.
@@ -120,11 +126,11 @@ class Loader:
 
     def epoch(self, step: int) -> float:
         """Passes over the training samples that are complete when `step` starts."""
-        return step * self.share.global_batch_size / len(self.train)
+        return self.consumed.before(step) / len(self.train)
 
     def corpus_epochs(self, step: int) -> dict[str, float]:
         """The same for each corpus of a mixture, by name; empty where there is none."""
-        return self.train.epochs(step * self.share.global_batch_size)
+        return self.train.epochs(self.consumed.before(step))
 
     @property
     def is_mixture(self) -> bool:
@@ -176,7 +182,7 @@ class Loader:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int) -> Any:
-        counters = step * self.share.global_batch_size + self.share.rows
+        counters = self.consumed.before(step) + self.share.rows
         return self._make_batch(self.train, self.train.ordered(counters, self.seed))
 
     def _read_heldout(self, samples: Samples, number: int) -> Any:

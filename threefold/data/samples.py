@@ -77,3 +77,34 @@ class SingleCorpus(Samples, Protocol):
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
         return None
+
+
+@dataclass(frozen=True)
+class ConsumedSamples:
+    """How many training samples a run has consumed before each of its steps, from where it starts or is resumed.
+
+    What a step reads follows from it, as the order of the samples is a permutation of this count. It is the step times
+    the global batch size as long as that stays; a run may be resumed with another, and counts on.
+
+    Attributes:
+        per_step: the global batch size.
+        step: updates made at the point.
+        samples: consumed there.
+    """
+
+    per_step: int
+    step: int = 0
+    samples: int = 0
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether all samples so far were consumed in batches of this size, as far as their number tells."""
+        return self.samples == self.step * self.per_step
+
+    def before(self, step: int) -> int:
+        """Samples consumed before `step` (0 for the first), which is not before the point."""
+        return self.samples + (step - self.step) * self.per_step
+
+    def steps_until(self, samples: int) -> int:
+        """The first step before which at least so many samples are consumed, if all batches were of this size."""
+        return self.step - (self.samples - samples) // self.per_step

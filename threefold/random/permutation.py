@@ -1,9 +1,9 @@
 """The sampler: the order of the samples is a keyed pseudo-random permutation, which needs no memory and no start-up.
 
-The sampler is stateless: the samples of a step are a function of (seed, step) alone. Every row of every global batch
-has a counter, `step * global_batch_size + row`; the counter's epoch is `counter // n` and its sample
-`permutation(counter % n)`, under a permutation of the n samples that is keyed by (seed, epoch). Nothing depends on the
-number of ranks, and nothing has to be replayed on resume.
+The sampler is stateless: the samples of a step are a function of the seed and of how many were consumed before it.
+Every row of every global batch has a counter, `consumed_samples + row`; the counter's epoch is `counter // n` and its
+sample `permutation(counter % n)`, under a permutation of the n samples that is keyed by (seed, epoch). Nothing depends
+on the number of ranks, and nothing has to be replayed on resume.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ def samples_at(counters: Int64Array, n: int, seed: int) -> Int64Array:
     """The sampler of a training run: which of n samples each global counter reads.
 
     Args:
-        counters: int64 [rows], each `step * global_batch_size + row`.
+        counters: int64 [rows], each `consumed_samples + row`.
         n: number of samples in the split.
         seed: the run's seed.
 

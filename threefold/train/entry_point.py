@@ -71,6 +71,7 @@ def train(
         engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
         checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents())
         step, lines = start.load(checkpoints)
+        loader.consumed = checkpoints.consumed
         check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
         if mesh.rank == 0:
             _announce(config, mesh, loader, make_model, plan)
@@ -115,7 +116,7 @@ def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel,
         model = make_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = config.train
-    samples, read = len(loader.train), train.max_steps * train.global_batch_size
+    samples, read = len(loader.train), loader.consumed.before(train.max_steps)
     length = "" if loader.is_nested else f" of {config.data.sequence_length:,} tokens"
     say(
         f"Training {parameters:,} parameters in {config.precision.dtype} on {mesh.device.type}, {mesh.layout}: "

@@ -150,6 +150,7 @@ class TrainingLoop:
                 "update": ended - computed,
             },
             terms=several(result.terms),
+            consumed_samples=None if self.loader.consumed.has_one_size else self.loader.consumed.before(done + 1),
             unit="samples" if nested else "tokens",
         )
         self.saving.after_step(record)
@@ -203,7 +204,7 @@ class TrainingLoop:
 
     def _first_step(self, epoch: int) -> int:
         """Updates made before the first step that begins in `epoch`."""
-        return -(-epoch * len(self.loader.train) // self.config.train.global_batch_size)
+        return self.loader.consumed.steps_until(epoch * len(self.loader.train))
 
     def _notify(self, moment: str, *arguments: Any) -> None:
         for callback in self.callbacks:

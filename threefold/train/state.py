@@ -8,13 +8,16 @@ from torch import Tensor
 
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files
 from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.resume import consumed_by
 from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import load_tensors, stored_names
+from threefold.checkpoint.writer import WRITER, record_of
 from threefold.config import Config
 from threefold.data.chat.chat_template import CONFIG_FILE
 from threefold.data.content_checksums import Content
 from threefold.data.dataset import Dataset
+from threefold.data.samples import ConsumedSamples
 from threefold.files import read_text
 from threefold.huggingface.sidecar_files import PREFIX, carried_by
 from threefold.models.source import file_source
@@ -48,6 +51,9 @@ class Checkpoints:
         config: resolved.
         dataset: training data, with its tokenizer if it has one.
         contents: returns the checksums of each of its corpora.
+
+    Attributes:
+        consumed: the training samples consumed before each step, from where the run starts on.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Checkpoints:
     ) -> None:
         self.run_dir, self.engine, self.config, self.dataset = run_dir, engine, config, dataset
         self.contents = contents
+        self.consumed = ConsumedSamples(config.train.global_batch_size)
         self._passed: frozenset[Path] = frozenset()
         self._sizes = dataset.sizes()
         self._texts: dict[str, str] = {}
@@ -83,7 +90,8 @@ class Checkpoints:
         tensors = engine_tensors(self.engine)
         if self.engine.streams.used:
             tensors |= self.engine.streams.stored(self.engine.mesh.layout.shape)
-        path = save_checkpoint(self.run_dir, self._facts(step), tensors, self._texts, self.engine.mesh.world)
+        texts = self._texts | {WRITER: record_of(self.config.parallel).text}
+        path = save_checkpoint(self.run_dir, self._facts(step), tensors, texts, self.engine.mesh.world)
         self._passed -= {path}  # it replaced a damaged one
         return path
 
@@ -128,6 +136,7 @@ class Checkpoints:
         load_tensors(engine_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.restored()
         facts, scale = checkpoint.facts, self.engine.loss_scale
+        self.consumed = consumed_by(checkpoint, self.config)
         if scale is not None and facts.loss_scale is not None:
             scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
         self._restore_streams(checkpoint)
@@ -169,7 +178,7 @@ class Checkpoints:
         dataset, train, scale = self.dataset, self.config.train, self.engine.loss_scale
         return Facts(
             step=step,
-            consumed_samples=step * train.global_batch_size,
+            consumed_samples=self.consumed.before(step),
             seed=train.seed,
             eod=dataset.eod,
             tokenizer_sha256=dataset.tokenizer_sha256,

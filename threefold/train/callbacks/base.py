@@ -37,6 +37,8 @@ class StepRecord:
         terms: of a loss of several terms, the mean of each over the global batch, by name; not a number where it counts
             nothing.
         unit: what `tokens` and `tokens_read` count; samples where a data set has other samples than tokens.
+        consumed_samples: training samples consumed up to its end, where that is not its number times the size of the
+            global batch, as the size has changed; else None.
     """
 
     step: int
@@ -56,6 +58,7 @@ class StepRecord:
     phases: Mapping[str, float] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
     unit: Literal["tokens", "samples"] = "tokens"
+    consumed_samples: int | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -61,6 +61,8 @@ class MetricsFile(Callback):
             values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
         if record.corpus_epochs:
             values["epochs"] = {name: round(epochs, 6) for name, epochs in record.corpus_epochs.items()}
+        if record.consumed_samples is not None:
+            values["consumed_samples"] = record.consumed_samples
         if record.terms:
             values["terms"] = {name: _number(mean) for name, mean in record.terms.items()}
         self._file.write(json.dumps(values))
