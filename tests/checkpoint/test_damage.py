@@ -191,7 +191,8 @@ def test_sixty_flipped_bits_are_all_seen(run: Path) -> None:
     folder, chance = path_of(run, 4), random.Random(20)
     files = sorted(folder.iterdir())
     assert [path.name for path in files] == [
-        *("checkpoint.json", "config.yaml", "tensors-00000.bin", "tensors-00001.bin", "tensors.json", "tokenizer.json")
+        *("checkpoint.json", "config.yaml", "tensors-00000.bin", "tensors-00001.bin", "tensors.json", "tokenizer.json"),
+        "writer.json",
     ]
     everything(run)
     for number in range(60):

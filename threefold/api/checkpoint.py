@@ -20,6 +20,7 @@ from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.selection import from_first
 from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.checkpoint.writer import WRITER, record_of_layout
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text
 from threefold.parallel.parameter import like
@@ -87,7 +88,8 @@ def save(
     world.barrier()
     consumed = 0 if loader is None else loader.consumed_samples
     facts = Facts(step, consumed, seed, eod=None, tokenizer_sha256=None, tokens=0, documents=0)
-    return save_checkpoint(run_dir, facts, tensors, {LOOP: json.dumps(state, indent=2)}, world)
+    texts = {LOOP: json.dumps(state, indent=2), WRITER: record_of_layout(model.mesh.layout).text}
+    return save_checkpoint(run_dir, facts, tensors, texts, world)
 
 
 def load(

@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> Manifest:
             document.pop("checksum")
         files = {name: _file(name, held, version) for name, held in document.pop("files").items()}
         facts = _facts(document)
-        if folder.name.removesuffix(PARTIAL) != f"step_{facts.step:08d}":
+        if folder.name.partition(".")[0] != f"step_{facts.step:08d}":  # the rest says if it is partial or set aside
             raise ValueError("step")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable {_first_word(error)}") from None

@@ -7,7 +7,7 @@ that reads them, as it reads them. Where one finds damage, loading ends with `Da
 caller selects again, with that checkpoint among the damaged ones.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -66,16 +66,16 @@ def select_checkpoint(
         try:
             if damaged and path in damaged:
                 raise DamagedCheckpoint(path, damaged[path])
-            checkpoint, config = _inspect(path)
+            checkpoint, config = inspect_checkpoint(path)
         except DamagedCheckpoint as damage:
             passed.append(damage)
             continue
-        warning = f"{_listed(passed)} passed over; {checkpoint.path} is used, the newest that is good."
+        warning = passed_over(passed, checkpoint.path)
         return SelectedCheckpoint(
             checkpoint, config, (warning,) if passed else (), tuple(damage.path for damage in passed)
         )
     raise UserError(
-        missing(f"no complete checkpoint ({_listed(passed)} passed over)" if passed else "no complete checkpoint")
+        missing(f"no complete checkpoint ({listed_damage(passed)} passed over)" if passed else "no complete checkpoint")
     )
 
 
@@ -108,11 +108,12 @@ def from_first(world: "Axis", find: Callable[[], T]) -> T:
     return cast(T, found)
 
 
-def _inspect(path: Path) -> tuple[Checkpoint, Config]:
-    """A checkpoint and its config.
+def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
+    """A checkpoint and its config, all checked but the bytes of its tensors.
 
     Raises:
         DamagedCheckpoint: it is not valid.
+        UserError: a later version of Threefold wrote it.
     """
     manifest = read_manifest(path)
     manifest.check_sizes()
@@ -172,7 +173,12 @@ def _config(path: Path) -> Config:
         raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({reason})") from None
 
 
-def _listed(passed: list[DamagedCheckpoint]) -> str:
+def passed_over(passed: Sequence[DamagedCheckpoint], used: Path) -> str:
+    """The warning that damaged checkpoints were skipped and another is used."""
+    return f"{listed_damage(passed)} passed over; {used} is used, the newest that is good."
+
+
+def listed_damage(passed: Sequence[DamagedCheckpoint]) -> str:
     """The skipped checkpoints with the reasons, and the verb."""
     listed = [f"{damage.path} ({damage.reason})" for damage in passed]
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""

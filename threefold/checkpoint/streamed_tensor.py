@@ -33,7 +33,7 @@ class StreamedTensor(PiecewiseTensor):
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece]) -> Self:
         """A tensor that `pieces` cover without overlap."""
-        tensor = torch.empty(*shape, dtype=dtype, device="meta").as_subclass(cls)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
         tensor._pieces = {torch.Size(piece.offsets): piece for piece in pieces}
         return tensor
 

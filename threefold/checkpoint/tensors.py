@@ -39,8 +39,13 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
         raise OSError(_reason(error)) from error
 
 
-def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: dcp.StorageWriter | None = None) -> None:
     """Write tensors to `folder` outside any process group; streamed tensors are read as they are written.
+
+    Args:
+        tensors: by name.
+        folder: an empty folder.
+        writer: of another format than that of our checkpoints.
 
     Raises:
         OSError: it cannot be written.
@@ -48,7 +53,7 @@ def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """
     try:
         with _quiet():
-            dcp.save(dict(tensors), storage_writer=Writer(folder), no_dist=True)
+            dcp.save(dict(tensors), storage_writer=writer or Writer(folder), no_dist=True)
     except CheckpointException as error:
         _let_through(error, UserError, OSError, KeyboardInterrupt)
         raise OSError(_reason(error)) from error

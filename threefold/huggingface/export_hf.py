@@ -11,6 +11,7 @@ import torch
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint
+from threefold.checkpoint.format.safetensors_files import Planned, Shards
 from threefold.checkpoint.selection import SelectedCheckpoint, select_checkpoint
 from threefold.checkpoint.tensor_names import MODEL
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
@@ -21,7 +22,6 @@ from threefold.host import return_freed_memory
 from threefold.huggingface.config_mapping import choose_type, left_out, write_model
 from threefold.huggingface.import_hf import PRECISIONS
 from threefold.huggingface.own_model import write_constructor
-from threefold.huggingface.shards import Planned, Shards
 from threefold.huggingface.sidecar_files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.sidecar_files import imported_config, write_texts
 from threefold.huggingface.weights import split

@@ -185,38 +185,44 @@ class Reader(StorageReader):
         tensor = self._tensors[items[0].storage_index.fqn]
         targets = [planner.resolve_tensor(item).detach() for item in items]
         if chunk.checksum is not None and len(targets) == 1 and _is_place_for(targets[0], tensor, chunk):
-            self._fill(file, chunk, _bytes_of(targets[0]))
+            _fill(file, self.folder, chunk, _bytes_of(targets[0]))
         else:
-            held = self._held(file, tensor, chunk)
+            held = read_chunk(file, self.folder, tensor, chunk)
             for item, target in zip(items, targets, strict=True):
                 target.copy_(_part(held, item.storage_offsets, item.lengths))
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
 
-    def _held(self, file: io.RawIOBase, tensor: StoredTensor, chunk: TensorChunk) -> Tensor:
-        """A chunk in memory of its own."""
-        if chunk.checksum is None:
-            return read_version1_chunk(file, self.folder, tensor, chunk)
-        held = torch.empty(chunk.sizes, dtype=tensor.dtype)
-        self._fill(file, chunk, _bytes_of(held))
-        return held
-
-    def _fill(self, file: io.RawIOBase, chunk: TensorChunk, into: memoryview) -> None:
-        """Read a chunk, and compare it with its checksum."""
-        file.seek(chunk.position)
-        digest, done = xxhash.xxh3_128(), 0
-        while size := file.readinto(into[done : done + _BLOCK]):
-            digest.update(into[done : done + size])
-            done += size
-        if done < chunk.bytes or f"{ALGORITHM}:{digest.hexdigest()}" != chunk.checksum:
-            raise DamagedCheckpoint(
-                self.folder,
-                f"its {chunk.file} does not have the checksum that it was written with, from byte {chunk.position} on",
-            )
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def read_chunk(file: io.RawIOBase, folder: Path, tensor: StoredTensor, chunk: TensorChunk) -> Tensor:
+    """A chunk out of an open file of either version, in memory of its own, compared with its checksum.
+
+    Raises:
+        DamagedCheckpoint: it is not as it was written.
+    """
+    if chunk.checksum is None:
+        return read_version1_chunk(file, folder, tensor, chunk)
+    held = torch.empty(chunk.sizes, dtype=tensor.dtype)
+    _fill(file, folder, chunk, _bytes_of(held))
+    return held
+
+
+def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, into: memoryview) -> None:
+    """Read a chunk, and compare it with its checksum."""
+    file.seek(chunk.position)
+    digest, done = xxhash.xxh3_128(), 0
+    while size := file.readinto(into[done : done + _BLOCK]):
+        digest.update(into[done : done + size])
+        done += size
+    if done < chunk.bytes or f"{ALGORITHM}:{digest.hexdigest()}" != chunk.checksum:
+        raise DamagedCheckpoint(
+            folder,
+            f"its {chunk.file} does not have the checksum that it was written with, from byte {chunk.position} on",
+        )
 
 
 def _write_file(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[TensorChunk], DataFile]:

@@ -15,9 +15,22 @@ from typing import IO, Final
 import torch
 from torch import Tensor
 
-from threefold.huggingface.tensor_files import DTYPES, INDEX, WHOLE
-
-_CODES: Final = {dtype: code for code, dtype in DTYPES.items()}
+CODES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Names of the dtypes in a header."""
 _ALIGNMENT: Final = 8
 
 
@@ -41,17 +54,21 @@ class Shards:
         folder: to write to.
         tensors: to be written, in the order of the files.
         limit: bytes.
+        stem: what the names of the files begin with.
+
+    Attributes:
+        names: of the files.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[Planned], limit: int) -> None:
+    def __init__(self, folder: Path, tensors: Sequence[Planned], limit: int, stem: str = "model") -> None:
         self._open = ExitStack()
         self._places: dict[str, tuple[IO[bytes], int, Planned]] = {}
         shares = _shares(tensors, limit)
-        self.names = [WHOLE] if len(shares) == 1 else [_name(number, len(shares)) for number in range(len(shares))]
+        self.names = [_name(stem, number, len(shares)) for number in range(len(shares))]
         for name, share in zip(self.names, shares, strict=True):
             self._begin(folder / name, share)
         if len(shares) > 1:
-            _write_index(folder, dict(zip(self.names, shares, strict=True)))
+            _write_index(folder / f"{stem}.safetensors.index.json", dict(zip(self.names, shares, strict=True)))
 
     def __enter__(self) -> "Shards":
         return self
@@ -80,7 +97,7 @@ class Shards:
         for planned in share:
             end = start + planned.bytes
             header[planned.name] = {
-                "dtype": _CODES[planned.dtype],
+                "dtype": CODES[planned.dtype],
                 "shape": list(planned.shape),
                 "data_offsets": [start, end],
             }
@@ -108,12 +125,12 @@ def _shares(tensors: Sequence[Planned], limit: int) -> list[list[Planned]]:
     return shares
 
 
-def _name(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+def _name(stem: str, number: int, count: int) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_index(folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
+def _write_index(path: Path, files: Mapping[str, Sequence[Planned]]) -> None:
     total = sum(planned.bytes for share in files.values() for planned in share)
     weights = {planned.name: name for name, share in files.items() for planned in share}
     index = {"metadata": {"total_size": total}, "weight_map": weights}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,25 @@
+"""A run with checkpoints of several layouts."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.train.support import Run, train_rank
+from threefold.launch.worker_pool import WorkerPool
+
+
+@pytest.fixture(scope="package")
+def saved(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on tp 2, resumed on dp 2 · pp 2 with ZeRO 1, with checkpoints after steps 2 and 4, which nobody changes."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    keep = (("checkpoint.every", 2), ("checkpoint.keep", 0))
+    pool.run(2, train_rank, small_run.but(tp=2, steps=2, set=keep), folder)
+    pool.run(4, train_rank, small_run.but(dp=2, pp=2, set=(*keep, ("parallel.zero", 1))), folder, True)
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
