@@ -124,8 +124,9 @@ def convert(
 ) -> None:
     """Write a checkpoint anew, of a run its newest good one: another format, dtype or file size, or the weights alone.
 
-    Tensor by tensor, so that a model larger than memory is converted too. RUN stays as it is. For a folder that
-    transformers reads, see `threefold checkpoint export`.
+    Tensor by tensor, so that a model larger than memory is converted too.
+
+    RUN stays as it is. `threefold checkpoint export` writes a folder that transformers reads.
     """
     from threefold.checkpoint.tools.locate import locate
 
