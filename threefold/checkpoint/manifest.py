@@ -26,6 +26,25 @@ VERSION: Final = 2
 
 
 @dataclass(frozen=True)
+class AnomalyFacts:
+    """What a run has done about steps that went bad (`threefold.train.anomalies`).
+
+    Attributes:
+        skipped: first and last step of the ranges that rollbacks have skipped.
+        skips: steps that a policy has skipped, all in all.
+        consecutive: those in a row up to now.
+        rollbacks: how many were made.
+        recent: loss and gradient norm of the last steps with an update, from which spikes are told.
+    """
+
+    skipped: tuple[tuple[int, int], ...] = ()
+    skips: int = 0
+    consecutive: int = 0
+    rollbacks: int = 0
+    recent: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Facts:
     """State of a run besides its tensors.
 
@@ -46,6 +65,7 @@ class Facts:
         special_tokens: how text that spells a special token was encoded, in the data; None where that is not known, or
             the checkpoint is older than such rules, or an import, which has seen no data.
         beginning: tokens that are put before each text of the data; None for the latter two.
+        anomalies: what has been done about bad steps; None where nothing was, and nothing has to be remembered.
     """
 
     step: int
@@ -61,6 +81,7 @@ class Facts:
     contents: tuple[Content, ...] = ()
     special_tokens: SpecialTokens | None = None
     beginning: tuple[int, ...] | None = None
+    anomalies: AnomalyFacts | None = None
 
     @property
     def rule(self) -> TextRule | None:
@@ -173,7 +194,10 @@ def write_manifest(folder: Path, facts: Facts) -> None:
         }
         for path in paths
     }
-    manifest = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(facts), "files": files}
+    stored = dataclasses.asdict(facts)
+    if facts.anomalies is None:  # so that earlier versions read what has none
+        del stored["anomalies"]
+    manifest = {"format": FORMAT, "version": VERSION, **stored, "files": files}
     write_durably(folder / MANIFEST, seal_text(json.dumps(manifest, indent=2)))
     sync(folder)
 
@@ -217,6 +241,22 @@ def _is_contents(value: Any) -> bool:
     )
 
 
+def _is_anomalies(value: Any) -> bool:
+    counts = ("skips", "consecutive", "rollbacks")
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"skipped", "recent", *counts}
+        and _is_pairs(value["skipped"])
+        and all(_is_whole(value[name]) for name in counts)
+        and isinstance(value["recent"], list)
+        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair)) for pair in value["recent"])
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value)
+
+
 _RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("step", "consumed_samples", "seed", "tokens", "documents", "good_steps"), _is_whole),
     "eod": lambda value: value is None or _is_whole(value),
@@ -226,6 +266,7 @@ _RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "special_tokens": lambda value: value is None or value in get_args(SpecialTokens),
     "beginning": lambda value: value is None or (isinstance(value, list) and all(map(_is_whole, value))),
     "contents": _is_contents,
+    "anomalies": _is_anomalies,
 }
 """Validation of each field of the facts as read from JSON."""
 
@@ -245,6 +286,10 @@ def _facts(document: dict[str, Any]) -> Facts:
         values["beginning"] = tuple(values["beginning"])
     if "contents" in values:
         values["contents"] = tuple(Content(**content) for content in values["contents"])
+    if "anomalies" in values:
+        found = values["anomalies"]
+        pairs = {name: tuple((one, other) for one, other in found[name]) for name in ("skipped", "recent")}
+        values["anomalies"] = AnomalyFacts(**{**found, **pairs})
     if missing := [
         field.name
         for field in dataclasses.fields(Facts)

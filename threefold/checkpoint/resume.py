@@ -44,6 +44,12 @@ _FREE_KEYS = frozenset(
         "train.recompute",
         "train.recompute_every",
         "train.loss_chunk_size",
+        "train.on_nan",  # what a bad step would lead to, which is told where it comes
+        "train.on_spike",
+        "train.max_skipped_steps",
+        "train.max_consecutive_skips",
+        "train.max_rollbacks",
+        "train.rollback_steps",
     )
 )
 _ROUNDING = frozenset(("parallel.gradient_compression",))

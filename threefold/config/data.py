@@ -1,11 +1,23 @@
 """The `data` section of a config."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from threefold.config.section import MOST_IDS, MOST_TOKENS, PathText, Section, derived
+from threefold.config.step_ranges import StepRanges
+
+
+def _step_ranges(given: Any) -> Any:
+    try:
+        return StepRanges.parse(given).written
+    except ValueError as error:
+        raise PydanticCustomError("step_ranges", "{rule}", {"rule": str(error)}) from None
+
+
+SkippedSteps = Annotated[tuple[int | str, ...], BeforeValidator(_step_ranges)]
+"""Steps and ranges of steps, such as `[120, 300-320]`, in order and without overlap."""
 
 
 class DataConfig(Section):
@@ -51,6 +63,10 @@ class DataConfig(Section):
     separate_documents: bool = False
     """Whether attention stops at the bounds of the documents packed into a sample. Default: false; true where the data
     is conversations, or prompts with completions."""
+    skip_steps: SkippedSteps = derived(strict=False, examples=["[120, 300-320]"])
+    """Steps of the run, 1 being the first, that are skipped on purpose: a list of steps and of ranges with both ends,
+    such as `[120, 300-320]`. Their samples are not read and no update is made; the step counter, and with it the
+    learning rate and the samples of every other step, goes on as if they had been made. Default: none."""
 
     @model_validator(mode="after")
     def _check_one_is_given(self) -> Self:
@@ -59,6 +75,11 @@ class DataConfig(Section):
         if self.path is not None and self.mixture is not None:
             raise PydanticCustomError("given_twice", "path and mixture are given")
         return self
+
+    @property
+    def skipped(self) -> StepRanges:
+        """The steps of `skip_steps`."""
+        return StepRanges.parse(self.skip_steps or ())
 
     @property
     def corpora(self) -> dict[str, float]:

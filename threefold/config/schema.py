@@ -143,6 +143,29 @@ class TrainConfig(Section):
     an import path (`package.module:Class`, `my_callbacks.py:Class`), or with arguments a mapping such as
     `{name: early_stopping, patience: 3}`. Default: none."""
 
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    """What follows a step whose loss or gradient norm is NaN or infinite, after it was run again to find where that
+    began (docs/training.md): `stop` ends the run; `skip` makes no update in that step and goes on with the next;
+    `rollback` loads the last good checkpoint, skips the steps since then, the bad one included, and goes on after
+    it. With `precision.dtype` `fp16`, only a step at the smallest loss scale counts."""
+    spike_factor: float = derived(gt=1)
+    """A step is a spike where its loss or gradient norm is more than so many times the median of the last
+    `spike_window` steps with an update. Default: none, no step is a spike."""
+    spike_window: int = Field(default=100, ge=2, le=10_000)
+    """Steps over which the medians for `spike_factor` are taken; before there are as many, no step is a spike."""
+    on_spike: Literal["stop", "skip", "rollback"] = "skip"
+    """What follows a spike, as for `on_nan`."""
+    max_skipped_steps: int = Field(default=100, ge=0, le=MOST_STEPS)
+    """Steps that `on_nan` and `on_spike` may skip in a run, all in all; one more ends it. Those of a rollback and of
+    `data.skip_steps` do not count."""
+    max_consecutive_skips: int = Field(default=5, ge=0, le=MOST_STEPS)
+    """Steps in a row that `on_nan` and `on_spike` may skip; one more ends the run."""
+    max_rollbacks: int = Field(default=3, ge=0, le=MOST_STEPS)
+    """Rollbacks that a run may make; one more ends it."""
+    rollback_steps: int = derived(ge=1, le=MOST_STEPS)
+    """Steps that a rollback skips, the bad one and those before it; those between the checkpoint and them are made
+    again. Default: all since the checkpoint."""
+
     @property
     def evaluates(self) -> bool:
         """Whether there are evaluations."""

@@ -112,17 +112,34 @@ class Loader:
         """Whether its samples are nestings of tensors, and no tokens."""
         return isinstance(self.train, NestedSamples)
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step: int, following: int | None = None) -> Any:
         """The training batch of `step` (from 0): a function of the seed and the samples consumed before it alone,
         whatever was read before.
+
+        Args:
+            step: which.
+            following: the step whose batch is prefetched meanwhile; None for the next one.
 
         Raises:
             UserError: the token files are damaged.
         """
+        following = step + 1 if following is None else following
         ahead = self._ahead.pop(step, None)
         batch = self._read_train(step) if ahead is None else ahead.result()
-        self._ahead = {step + 1: self._reader.submit(self._read_train, step + 1)}
+        self._ahead = {following: self._reader.submit(self._read_train, following)}
         return batch
+
+    def sample_indices(self, step: int) -> Int64Array:
+        """int64 [rows]: which of the training samples this rank's rows of the batch of `step` (from 0) are."""
+        return self.train.ordered(self.consumed.before(step) + self.share.rows, self.seed)
+
+    def sample_name(self, index: int) -> str:
+        """A training sample in words: its number, of a mixture that in its corpus, with the corpus's name."""
+        for part in self.train.parts if len(self.train.parts) > 1 else ():
+            if index < len(part.samples):
+                return f"{index} of {part.name}"
+            index -= len(part.samples)
+        return str(index)
 
     def epoch(self, step: int) -> float:
         """Passes over the training samples that are complete when `step` starts."""
@@ -182,8 +199,7 @@ class Loader:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int) -> Any:
-        counters = self.consumed.before(step) + self.share.rows
-        return self._make_batch(self.train, self.train.ordered(counters, self.seed))
+        return self._make_batch(self.train, self.sample_indices(step))
 
     def _read_heldout(self, samples: Samples, number: int) -> Any:
         indices = number * self.share.global_batch_size + self.share.rows

@@ -3,14 +3,39 @@
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from threefold.checkpoint.manifest import Facts
 from threefold.errors import UserError
 from threefold.train.callbacks.base import EvaluationRecord, StepRecord
+
+if TYPE_CHECKING:
+    from threefold.train.engine import StepResult
 
 
 class DivergenceError(UserError):
     """The loss, the gradient or the weights are not finite, and a smaller loss scale would not help."""
+
+
+class NonFiniteStep(DivergenceError):
+    """The loss or the gradient norm of a step is not finite, so that no update was made.
+
+    Attributes:
+        what: the values, as a clause.
+        advice: what to change, as a clause.
+        result: of the step.
+    """
+
+    what: str
+    advice: str
+    result: "StepResult"
+
+    @classmethod
+    def of(cls, step: int, what: str, advice: str, result: "StepResult") -> "NonFiniteStep":
+        """That of a step, 1 for the first."""
+        error = cls(f"Training diverged at step {step}: {what}; {advice}.")  # one argument, so that it can be pickled
+        error.what, error.advice, error.result = what, advice, result
+        return error
 
 
 class CheckpointStore(Protocol):
@@ -37,6 +62,10 @@ class CheckpointStore(Protocol):
         None where it is the only one and stays."""
         ...
 
+    def load(self, path: Path) -> Facts:
+        """Load one of the run's checkpoints into the engine, and return its facts."""
+        ...
+
 
 class SafeSaving:
     """Saves when a checkpoint is due, and never replaces a good checkpoint by one of a diverged model.
@@ -59,6 +88,7 @@ class SafeSaving:
         self._store = store
         self._due, self._healthy = False, True
         self._unproved: int | None = None
+        self._tried: Path | None = None
         self._steps = 0
 
     def after_step(self, record: StepRecord) -> None:
@@ -66,6 +96,7 @@ class SafeSaving:
         self._healthy = not record.skipped
         if self._healthy:
             self._steps += 1
+            self._tried = None
             self._prove()
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
@@ -108,6 +139,21 @@ class SafeSaving:
             self._prove()
         return path
 
+    def roll_back(self) -> Path | None:
+        """The checkpoint to load after a bad step: the newest, or where no good step followed after it had been loaded
+        like that, the one before it, the newest being set aside; None where there is none."""
+        whole = self._store.whole()
+        if not whole:
+            return None
+        found = whole[-1]
+        if found == self._tried:
+            moved = self._store.set_aside(_step_of(found))
+            if moved is None:
+                return None
+            self._unproved, found = None, moved[1]
+        self._tried, self._due, self._healthy = found, False, False
+        return found
+
     def explained(self, error: DivergenceError) -> DivergenceError:
         """The error with the checkpoint to resume from; one that no good step followed is set aside."""
         message = str(error).removesuffix(".")
@@ -138,3 +184,8 @@ class SafeSaving:
         if self._unproved is not None:
             self._store.prune(self._unproved)
             self._unproved = None
+
+
+def _step_of(path: Path) -> int:
+    """The updates of a checkpoint's folder."""
+    return int(path.name.rpartition("_")[2])

@@ -15,8 +15,8 @@ from threefold.models.loss_terms import LossFunction
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
-from threefold.train.divergence import DivergenceError
-from threefold.train.gradient_norm import local_squared_norm, overflow
+from threefold.train.divergence import NonFiniteStep
+from threefold.train.gradient_norm import local_squared_norm, overflow, uncounted_overflow
 from threefold.train.loss_scale import LossScale
 from threefold.train.optimizer import Optimizer
 from threefold.train.schedule import learning_rate
@@ -34,10 +34,11 @@ class StepResult:
         grad_norm: global norm of the gradient, before it was clipped.
         lr: the learning rate of this update.
         tokens: valid tokens of the global batch, those without ignored labels; of a batch without tokens its samples.
-        skipped: whether the gradient was not finite, so that no update was made.
+        skipped: whether the gradient was not finite or the step refused, so that no update was made.
         loss_scale: what the loss was multiplied by for the backward pass; None where it never is.
         padding: tokens that fill the global batch's samples up to their length.
         terms: the mean of each term of an own loss, not weighted.
+        refused: why the step was refused; empty where it was not.
     """
 
     loss: float
@@ -48,6 +49,7 @@ class StepResult:
     loss_scale: float | None = None
     padding: int = 0
     terms: Mapping[str, float] = field(default_factory=dict)
+    refused: str = ""
 
 
 class Engine(GradientStep):
@@ -94,7 +96,7 @@ class Engine(GradientStep):
             step: 0 for the first; decides the dropout masks and the learning rate.
 
         Raises:
-            DivergenceError: as `update` says.
+            NonFiniteStep: as `update` says.
             UserError: all labels are ignored.
         """
         loss, tokens = self.compute_gradients(batch, step)
@@ -113,7 +115,9 @@ class Engine(GradientStep):
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return super().compute_gradients(batch, step, loss or self.loss, rows, scale)
 
-    def update(self, local_loss: Tensor, tokens: int, step: int) -> StepResult:
+    def update(
+        self, local_loss: Tensor, tokens: int, step: int, refuses: Callable[[float, float], str] | None = None
+    ) -> StepResult:
         """Clip the gradients by their global norm and update the weights.
 
         Where there is a loss scale and loss or norm are not finite, on all ranks alike, nothing is updated and
@@ -122,27 +126,30 @@ class Engine(GradientStep):
         Args:
             local_loss, tokens: from `compute_gradients`.
             step: 0 for the first.
+            refuses: why a step with this loss and norm, both finite, is to make no update; empty where it makes one.
 
         Raises:
-            DivergenceError: loss or norm are not finite, and no smaller loss scale could help.
+            NonFiniteStep: loss or norm are not finite, and no smaller loss scale could help.
         """
         loss, norm = self._loss_and_norm(local_loss)
         lr, scale = learning_rate(step + 1, self.config.optimizer), self.loss_scale
         used = None if scale is None else scale.value
         finite = isfinite(loss) and isfinite(norm)
+        refused = refuses(loss, norm) if finite and refuses is not None else ""
+        makes_update = finite and not refused
+        result = StepResult(loss, norm, lr, tokens, not makes_update, used, self._padding, self._terms, refused)
         if not finite and (scale is None or scale.is_least):
-            raise DivergenceError(
-                f"Training diverged at step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
-                f"lower optimizer.lr ({self.config.optimizer.lr:g}), to {self.config.optimizer.lr / 2:g} say."
-            )
+            what = f"the loss is {loss:g} and the gradient norm {norm:g}"
+            rate = self.config.optimizer.lr
+            raise NonFiniteStep.of(step + 1, what, f"lower optimizer.lr ({rate:g}), to {rate / 2:g} say", result)
         if scale is not None:
             scale.held() if finite else scale.overflowed()
-        if finite:
+        if makes_update:
             limit = self.config.optimizer.clip_grad_norm
             if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
                 self.gradients.scale_(coefficient)
             self.optimizer.step(lr)
-        return StepResult(loss, norm, lr, tokens, not finite, used, self._padding, self._terms)
+        return result
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
         """Summed loss and number of valid tokens of a global batch; gradients and randomness stay as they are.
@@ -165,7 +172,9 @@ class Engine(GradientStep):
         if self.mesh.tp.is_first:
             totals[0] = loss
         totals[1] = local_squared_norm(self.model, self.optimizer.entries)
-        if self.loss_scale is not None:
+        if self.loss_scale is None:
+            totals[1] += uncounted_overflow(self.model, self.optimizer.entries)
+        else:
             totals[1] += overflow(self.optimizer.entries)
         mean, squared, *summed = self._sum_over_ranks(totals if terms is None else torch.cat([totals, terms]))
         self._terms = {} if self._sums is None else self._sums.over_all(summed, 0).terms

@@ -20,6 +20,7 @@ from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_s
 from threefold.parallel.parallelism import stage_map
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.source_check import check_layout, check_source
+from threefold.train.anomalies.policy import AnomalyPolicy
 from threefold.train.callbacks.base import Callback, RunContext
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.registry import make_callbacks
@@ -69,9 +70,11 @@ def train(
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
         make_model, plan = source.load(config)
         engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
-        checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents())
+        policy = AnomalyPolicy(config)
+        checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents(), policy.facts)
         step, lines = start.load(checkpoints)
         loader.consumed = checkpoints.consumed
+        policy.resume(start.resumed.facts.anomalies if start.resumed else None)
         check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
         if mesh.rank == 0:
             _announce(config, mesh, loader, make_model, plan)
@@ -83,7 +86,7 @@ def train(
             check,
             *make_callbacks(run, callbacks),
         ]
-        return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run).fit(step)
+        return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run, policy).fit(step)
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> None:  # noqa: B008

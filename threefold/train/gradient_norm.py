@@ -15,15 +15,30 @@ _NORM_PIECE = 1 << 14  # elements
 
 def local_squared_norm(model: TrainableModel, entries: Sequence[Entry]) -> Tensor:
     """This rank's term of the squared norm: of the gradients that it is the one to count. fp64 scalar."""
-    mesh = model.parallelism.mesh
-    counted = [
-        entry.gradient
-        for entry in entries
-        if model.gradients.is_in_norm(entry.leaf)
+    counted = [entry.gradient for entry in entries if _is_counted(model, entry)]
+    return squared_norm(counted) if counted else _zero(model)
+
+
+def uncounted_overflow(model: TrainableModel, entries: Sequence[Entry]) -> Tensor:
+    """Zero, or not a number where a gradient that another rank counts is not finite on this one. fp64 scalar.
+
+    The ranks that have a gradient in common have the same bits of it, unless memory or a link of one fails: then the
+    norm would be finite, and the update of this rank alone would spoil its weights.
+    """
+    others = [entry.gradient for entry in entries if not _is_counted(model, entry)]
+    return 0 * squared_norm(others) if others else _zero(model)
+
+
+def _is_counted(model: TrainableModel, entry: Entry) -> bool:
+    return (
+        model.gradients.is_in_norm(entry.leaf)
         and model.tied.is_primary(entry.name)
-        and (is_split(entry.parameter) or mesh.tp.is_first)
-    ]
-    return squared_norm(counted) if counted else torch.zeros((), dtype=torch.float64, device=mesh.device)
+        and (is_split(entry.parameter) or model.parallelism.mesh.tp.is_first)
+    )
+
+
+def _zero(model: TrainableModel) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=model.parallelism.mesh.device)
 
 
 def overflow(entries: Sequence[Entry]) -> Tensor:

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.errors import UserError
+from threefold.train.anomalies.bad_steps import BadSteps, Response
+from threefold.train.anomalies.policy import AnomalyPolicy
 from threefold.train.callbacks.base import (
     Callback,
     CallbackFailed,
@@ -17,9 +19,10 @@ from threefold.train.callbacks.base import (
     StepRecord,
     stop_reason,
 )
-from threefold.train.divergence import CheckpointStore, DivergenceError, SafeSaving
+from threefold.train.divergence import CheckpointStore, NonFiniteStep, SafeSaving
 from threefold.train.engine import Engine
 from threefold.train.evaluate import evaluate, several
+from threefold.train.schedule import learning_rate
 from threefold.train.stop import Stopped
 
 
@@ -40,6 +43,7 @@ class TrainingLoop:
         callbacks: called in this order at each moment.
         store: saves the checkpoints.
         run: what the callbacks' `setup` gets; None where they have been set up.
+        policy: which steps are skipped, and what follows a bad one; None for that of the config.
     """
 
     def __init__(
@@ -50,10 +54,13 @@ class TrainingLoop:
         callbacks: Sequence[Callback],
         store: CheckpointStore,
         run: RunContext | None = None,
+        policy: AnomalyPolicy | None = None,
     ) -> None:
         self.engine, self.loader, self.config, self.callbacks, self.run = engine, loader, config, callbacks, run
-        self.saving = SafeSaving(store)
+        self.saving, self.policy = SafeSaving(store), policy or AnomalyPolicy(config)
+        self.bad_steps = BadSteps(engine, loader, self.saving, store, self.policy)
         self._evaluation: EvaluationRecord | None = None
+        self._updated = 0  # the last step of this process that made an update
 
     def fit(self, start: int = 0) -> Stopped | None:
         """Run the remaining updates of `train.max_steps`, after `start` updates.
@@ -84,11 +91,15 @@ class TrainingLoop:
         self._notify("before_fit", start)
         if stop.agree(mesh):
             return self._stopped(start)
-        for done in range(start, last):
+        done = start
+        while done < last:
             if done == start or self._epochs_ended(done):
                 self._notify("before_epoch", self._epoch(done))
-            self._step(done)
-            step = done + 1
+            step = self._step(done)
+            if step <= done:  # after a rollback
+                done = start = step
+                continue
+            done = step
             ended, evaluates = self._epochs_ended(step), self._evaluates_after(step)
             if ended:
                 self._notify("after_epoch", self._epoch(step) - 1)
@@ -113,19 +124,28 @@ class TrainingLoop:
             self._notify("after_fit")
         return stopped
 
-    def _step(self, done: int) -> None:
+    def _step(self, done: int) -> int:
+        """Make the step after `done` updates, or skip it; returns how many were made then, fewer after a rollback."""
         started = time.perf_counter()
-        batch = self.loader.batch(done)
+        if reason := self.policy.skipped_for(done + 1):
+            self._pass_over(done, reason, started)
+            return done + 1
+        batch = self.loader.batch(done, self.policy.next_step(done + 2) - 1)
         read = time.perf_counter()
         self._notify("before_step", done + 1, batch)
         begun = time.perf_counter()
+        streams, response = self.engine.streams.state_dict(), None
+        loss, tokens = self.engine.compute_gradients(batch, done)
+        computed = time.perf_counter()
         try:
-            loss, tokens = self.engine.compute_gradients(batch, done)
-            computed = time.perf_counter()
-            result = self.engine.update(loss, tokens, done)
-        except DivergenceError as error:
-            raise self.saving.explained(error) from error
+            result = self.engine.update(loss, tokens, done, self.policy.spikes.reason)
+        except NonFiniteStep as error:
+            result, response = error.result, self.bad_steps.not_finite(error, batch, done, loss, streams)
+        if result.refused:
+            response = self.bad_steps.spike(result.refused, done)
         ended = time.perf_counter()
+        if response is not None and response.start is not None:
+            return self._rolled_back(done + 1, response, response.start)
         epoch, nested = self._epoch(done), self.loader.is_nested
         read_samples = self.config.train.global_batch_size
         record = StepRecord(
@@ -152,9 +172,42 @@ class TrainingLoop:
             terms=several(result.terms),
             consumed_samples=None if self.loader.consumed.has_one_size else self.loader.consumed.before(done + 1),
             unit="samples" if nested else "tokens",
+            reason="" if response is None else response.reason,
+        )
+        if not result.skipped:
+            self.policy.updated(result.loss, result.grad_norm)
+            self._updated = done + 1
+        self.saving.after_step(record)
+        self._notify("after_step", record)
+        return done + 1
+
+    def _pass_over(self, done: int, reason: str, started: float) -> None:
+        """Skip a step whose samples are not read."""
+        epoch = self._epoch(done)
+        record = StepRecord(
+            step=done + 1,
+            loss=nan,
+            grad_norm=nan,
+            lr=learning_rate(done + 1, self.config.optimizer),
+            tokens=0,
+            tokens_read=0,
+            epoch=epoch,
+            batch=done - self._first_step(epoch),
+            reader_cost=0.0,
+            seconds=time.perf_counter() - started,
+            skipped=True,
+            corpus_epochs=self.loader.corpus_epochs(done),
+            unit="samples" if self.loader.is_nested else "tokens",
+            reason=reason,
         )
         self.saving.after_step(record)
         self._notify("after_step", record)
+
+    def _rolled_back(self, step: int, response: Response, start: int) -> int:
+        """Go on from the checkpoint that was loaded after a bad step."""
+        self._evaluation, self._updated = None, 0
+        self._notify("after_rollback", step, start, response.reason)
+        return start
 
     def _evaluate(self, step: int) -> None:
         self._notify("before_evaluation", step)
@@ -188,11 +241,14 @@ class TrainingLoop:
         self._notify("after_checkpoint", step, path)
 
     def _loss_after(self, step: int) -> float:
-        """A loss of the weights after `step` updates: from the evaluation at this step, or of the last batch."""
+        """A loss of the weights after `step` updates: from the evaluation at this step, or of the last batch that made
+        one."""
         known = self._evaluation
         if known is not None and known.step == step and isfinite(known.loss):
             return known.loss
-        loss, tokens = self.engine.evaluate(self.loader.batch(step - 1))
+        # Of samples that made a good step: those of a skipped one are not read, or may be what was bad.
+        measured = self._updated or self.policy.last_step(step)
+        loss, tokens = self.engine.evaluate(self.loader.batch(measured - 1))
         return loss / max(1, tokens)
 
     def _epoch(self, done: int) -> int:

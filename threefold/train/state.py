@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files
-from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.manifest import AnomalyFacts, Facts, read_manifest
 from threefold.checkpoint.resume import consumed_by
 from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
@@ -18,6 +19,7 @@ from threefold.data.chat.chat_template import CONFIG_FILE
 from threefold.data.content_checksums import Content
 from threefold.data.dataset import Dataset
 from threefold.data.samples import ConsumedSamples
+from threefold.errors import UserError
 from threefold.files import read_text
 from threefold.huggingface.sidecar_files import PREFIX, carried_by
 from threefold.models.source import file_source
@@ -51,6 +53,7 @@ class Checkpoints:
         config: resolved.
         dataset: training data, with its tokenizer if it has one.
         contents: returns the checksums of each of its corpora.
+        anomalies: returns what the run has done about bad steps.
 
     Attributes:
         consumed: the training samples consumed before each step, from where the run starts on.
@@ -63,9 +66,10 @@ class Checkpoints:
         config: Config,
         dataset: Dataset,
         contents: Callable[[], tuple[Content, ...]] = tuple,
+        anomalies: Callable[[], AnomalyFacts | None] = lambda: None,
     ) -> None:
         self.run_dir, self.engine, self.config, self.dataset = run_dir, engine, config, dataset
-        self.contents = contents
+        self.contents, self.anomalies = contents, anomalies
         self.consumed = ConsumedSamples(config.train.global_batch_size)
         self._passed: frozenset[Path] = frozenset()
         self._sizes = dataset.sizes()
@@ -143,6 +147,21 @@ class Checkpoints:
         self._carry(checkpoint)
         return checkpoint.step
 
+    def load(self, path: Path) -> Facts:
+        """Load one of the run's checkpoints into the engine, and return its facts.
+
+        Raises:
+            UserError: on every rank, when it is damaged or cannot be read.
+        """
+        try:
+            checkpoint = Checkpoint(path, read_manifest(path).facts)
+            self.restore(checkpoint, self._passed)
+        except DamagedCheckpoint as damage:
+            raise UserError(
+                f"The run cannot go back to {path}, which is damaged ({damage.reason}); remove it and use --resume."
+            ) from None
+        return checkpoint.facts
+
     def start_from(self, checkpoint: Checkpoint) -> None:
         """Warm start: load the weights of another run's checkpoint; each rank reads only its own shards.
 
@@ -190,4 +209,5 @@ class Checkpoints:
             contents=self.contents(),
             loss_scale=scale.value if scale else None,
             good_steps=scale.good_steps if scale else 0,
+            anomalies=self.anomalies(),
         )

@@ -16,6 +16,8 @@ from torch import Tensor
 
 Entry = tuple[Tensor, Callable[[], Tensor]]
 """A leaf, and the function that computes one of its gradients."""
+Watch = Callable[[Tensor], Callable[[Tensor], None]]
+"""Called with a leaf when a gradient of it is deferred; returns what is called with the gradient, once computed."""
 
 
 class DeferredGradients:
@@ -30,10 +32,22 @@ class DeferredGradients:
         self._entries: list[Entry] = []
         self._outstanding = 0
         self._add: Callable[[Tensor, Tensor], None] | None = None
+        self._watch: Watch | None = None
 
     def defer(self, leaf: Tensor, gradient: Callable[[], Tensor]) -> None:
         """Have `gradient()` added to the gradient of `leaf` later."""
+        if self._watch is not None:
+            gradient = partial(_watched, gradient, self._watch(leaf))
         self._entries.append((leaf, gradient))
+
+    @contextmanager
+    def watching(self, watch: Watch) -> Iterator[None]:
+        """Have `watch` see the gradients that are deferred within the block."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
 
     def take(self) -> Callable[[], None]:
         """What computes all that was deferred since the last call: one micro-batch's weight gradients on one stage."""
@@ -69,3 +83,9 @@ class DeferredGradients:
         while entries:  # each frees its activations when it is done
             leaf, gradient = entries.pop(0)
             self._add(leaf, gradient())
+
+
+def _watched(gradient: Callable[[], Tensor], see: Callable[[Tensor], None]) -> Tensor:
+    computed = gradient()
+    see(computed)
+    return computed

@@ -27,7 +27,7 @@ class StepRecord:
         batch: the step's number in its epoch, 0 for the first.
         reader_cost: seconds that the step waited for its data.
         seconds: duration of the step, reading included.
-        skipped: whether the gradient overflowed, so that no update was made.
+        skipped: whether no update was made: the gradient overflowed, or for `reason`.
         loss_scale: loss scale of the backward pass; None without loss scaling.
         padding: padding tokens of the global batch.
         corpus_epochs: for a mixture, passes over each corpus before it, by name.
@@ -39,6 +39,8 @@ class StepRecord:
         unit: what `tokens` and `tokens_read` count; samples where a data set has other samples than tokens.
         consumed_samples: training samples consumed up to its end, where that is not its number times the size of the
             global batch, as the size has changed; else None.
+        reason: why no update was made, in words; empty where one was, or where the gradient overflowed. Of a step that
+            `data.skip_steps` or a rollback skips no samples are read, so that loss and norm are NaN and the tokens 0.
     """
 
     step: int
@@ -59,11 +61,17 @@ class StepRecord:
     terms: Mapping[str, float] = field(default_factory=dict)
     unit: Literal["tokens", "samples"] = "tokens"
     consumed_samples: int | None = None
+    reason: str = ""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the samples of the step were read; not where it is skipped on purpose or by a rollback."""
+        return self.tokens_read > 0
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens read per second, without padding."""
-        return self.tokens_read / self.seconds
+        return self.tokens_read / self.seconds if self.tokens_read else 0.0
 
 
 @dataclass(frozen=True)
@@ -113,9 +121,10 @@ class Callback:
     The order in a run is: setup, before_fit; for each step before_epoch (if one begins), before_step, after_step,
     after_epoch (if one is complete), before_evaluation and after_evaluation (if due), before_checkpoint and
     after_checkpoint (if due); after_stop, if a callback ended the run; then after_fit, if neither a failure nor a
-    signal did, and close, always. At each moment callbacks are called in their order: the built-in ones in that of
-    their table, then those of `train.callbacks`, then those given to `Trainer`, each as listed. An exception ends the
-    run on all ranks, in one sentence that names the callback and its rank.
+    signal did, and close, always. A step that is skipped on purpose (`data.skip_steps`) has no before_step, and one
+    that leads to a rollback has after_rollback in the place of after_step. At each moment callbacks are called in their
+    order: the built-in ones in that of their table, then those of `train.callbacks`, then those given to `Trainer`,
+    each as listed. An exception ends the run on all ranks, in one sentence that names the callback and its rank.
 
     Attributes:
         ranks: whether global rank 0 alone has the callback, which is called once for the run then, or every rank has
@@ -157,6 +166,10 @@ class Callback:
 
     def after_step(self, record: StepRecord) -> None:
         """After an optimizer step; the record is the same on every rank, but for the times."""
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        """Step `step` was bad for `reason`, and the checkpoint of `start` updates has been loaded: the steps after it
+        follow again, those that led to the bad one being skipped."""
 
     def after_epoch(self, epoch: int) -> None:
         """All samples of `epoch` have been read."""

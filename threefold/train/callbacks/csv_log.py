@@ -37,6 +37,11 @@ class CSVLog(Callback):
         if self._table is not None:
             self._table.open(start)
 
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        if self._table is not None:
+            self._table.close()
+            self._table.open(start)
+
     def after_step(self, record: StepRecord) -> None:
         values = {**step_values(record), "step": record.step, "tokens": record.tokens, "seconds": record.seconds}
         self._write({**values, "skipped": int(record.skipped)})

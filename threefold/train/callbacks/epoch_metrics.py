@@ -85,6 +85,13 @@ class EpochMetrics(Callback):
             self._current = EpochRecord(record.epoch, record.step, record.step)
         self._current.add(record)
 
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self.epochs = [epoch for epoch in self.epochs if epoch.last_step <= start]
+        self._current = None
+        if self._table is not None:
+            self._table.close()
+            self._table.open(start)
+
     def after_evaluation(self, record: EvaluationRecord) -> None:
         if self._current is not None:
             self._current.valid_loss = record.loss

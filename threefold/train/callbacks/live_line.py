@@ -33,6 +33,7 @@ class LiveLine(Callback):
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._last: StepRecord | None = None
+        self._told = ""
         self._speed, self._seconds, self._valid, self._drawn = 0.0, 0.0, "", 0.0
 
     def before_fit(self, start: int) -> None:
@@ -54,12 +55,20 @@ class LiveLine(Callback):
         self._progress.refresh()
 
     def after_step(self, record: StepRecord) -> None:
+        if record.reason and record.reason != self._told:
+            self._print(f"step {record.step}: skipped: {record.reason}")
+        self._told = record.reason
+        if not record.is_read:
+            return
         weight = max(1 / record.step, 2 / (_SPEED_OF + 1))
         self._speed += weight * (record.tokens_per_second - self._speed) if self._speed else record.tokens_per_second
         self._seconds += weight * (record.seconds - self._seconds) if self._seconds else record.seconds
         self._last = record
         if time.monotonic() - self._drawn > _SECONDS_BETWEEN_REFRESHES or record.step == self.steps:
             self._draw()
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self._print(f"step {step}: rolled back to step {start}: {reason}")
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         self._valid = f" · validation {record.loss:.4f}"

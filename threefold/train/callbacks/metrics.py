@@ -38,6 +38,14 @@ class MetricsFile(Callback):
         self._file = LineFile(path, say)
 
     def before_fit(self, start: int) -> None:
+        self._open(start)
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self._file.close()
+        self._open(start)
+
+    def _open(self, start: int) -> None:
+        """Continue the file after `start` updates."""
         if start and self.path.is_file():
             try:
                 self._rewrite(start)
@@ -59,6 +67,8 @@ class MetricsFile(Callback):
         }
         if record.loss_scale is not None:
             values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
+        if record.reason:
+            values |= {"skipped": True, "reason": record.reason}
         if record.corpus_epochs:
             values["epochs"] = {name: round(epochs, 6) for name, epochs in record.corpus_epochs.items()}
         if record.consumed_samples is not None:

@@ -35,19 +35,29 @@ class StepLog(Callback):
         self.every, self.world_size, self.emit = every, world_size, emit
         self._file = LineFile(path, say)
         self._since: list[StepRecord] = []
+        self._told = ""
 
     def before_fit(self, start: int) -> None:
         self._file.open(append=bool(start))
 
     def after_step(self, record: StepRecord) -> None:
+        if record.reason and record.reason != self._told:  # of the steps of a range once
+            self._write(f"global step {record.step}, skipped: {record.reason}")
+        self._told = record.reason
+        if not record.is_read:
+            return
         self._since.append(record)
-        if record.skipped:
+        if record.skipped and not record.reason:
             self._write(
                 f"global step {record.step}, skipped: the gradient overflowed at loss scale {record.loss_scale:g}"
             )
         if record.step % self.every == 0 or record.step == 1:
             self._write(step_line(self._since, self.world_size))
             self._since = []
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self._write(f"global step {step}, rolled back to step {start}: {reason}")
+        self._since = []
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         self._write(

@@ -31,7 +31,8 @@ class Summary(Callback):
         self._started = time.perf_counter()
 
     def after_step(self, record: StepRecord) -> None:
-        self._last = record
+        if record.is_read:
+            self._last = record
         self._steps += 1
         self._counted += 0 if record.skipped else record.tokens
         self._read += record.tokens_read

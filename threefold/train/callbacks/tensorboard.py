@@ -41,18 +41,30 @@ class TensorBoard(Callback):
     def before_fit(self, start: int) -> None:
         with self._failures_reported():
             # Imported only by the rank that writes.
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.summary.writer.record_writer import RecordWriter
 
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = _new_file(self.folder)
             self._records = RecordWriter(self._file)
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
-            # TensorBoard drops the values of older files from this step on.
-            session = SessionLog(status=SessionLog.START)
-            self._add(Event(wall_time=time.time(), step=start + 1, session_log=session))
+            self._begin_after(start)
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        if self._file is not None:
+            with self._failures_reported():
+                self._begin_after(start)
+
+    def _begin_after(self, start: int) -> None:
+        """Have TensorBoard drop the values so far of the steps after `start`."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        session = SessionLog(status=SessionLog.START)
+        self._add(Event(wall_time=time.time(), step=start + 1, session_log=session))
 
     def after_step(self, record: StepRecord) -> None:
+        if not record.is_read:
+            return
         values = {
             "loss/train": record.loss,
             "gradient_norm": record.grad_norm,

@@ -5,7 +5,9 @@ from threefold.train.callbacks.base import EvaluationRecord, StepRecord
 
 def step_values(record: StepRecord) -> dict[str, float]:
     """`loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, `loss_scale` where there is one, and `term/NAME` of each
-    term of a loss of several."""
+    term of a loss of several; of a step whose samples were not read `lr` and `epoch` alone."""
+    if not record.is_read:
+        return {"lr": record.lr, "epoch": record.epoch}
     values: dict[str, float] = {
         "loss": record.loss,
         "grad_norm": record.grad_norm,

@@ -1,0 +1,119 @@
+"""Faults in a step of a run: a value that is not finite in an activation, a gradient or a weight, on one rank."""
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from tests.train.support import Run
+from threefold.parallel.parameter import local
+from threefold.train import entry_point
+from threefold.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One bad value.
+
+    Attributes:
+        kind: where it is: in the `output` of a module, the `gradient` of one, a gradient of its `weight`, or the
+            `value` of its weight, which is bad from the step on.
+        module: its name in the whole model.
+        rank: the rank that gets it.
+        step: 1 for the first.
+        micro_batch: which of the replica's; of `value` none.
+        number: the value.
+        runs: in which runs of the step; None for all, as of a fault of data or model.
+    """
+
+    kind: str
+    module: str
+    rank: int
+    step: int
+    micro_batch: int = 0
+    number: float = float("nan")
+    runs: tuple[int, ...] | None = None
+
+
+class FaultyEngine(Engine):
+    """An engine with faults, the later of which come after the earlier ones."""
+
+    faults: Sequence[Fault] = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._now, self._runs = 0, dict[int, int]()
+        self._calls: dict[str, int] = {}
+        self._backwards: dict[str, int] = {}
+        for fault in self.faults:
+            if fault.rank == self.mesh.rank:
+                self._prepare(fault)
+
+    def compute_gradients(self, batch: Any, step: int, *args: Any, **options: Any) -> tuple[Tensor, int]:
+        self._now, self._runs[step + 1] = step + 1, self._runs.get(step + 1, -1) + 1
+        self._calls.clear()
+        self._backwards.clear()
+        for fault in self.faults:
+            if fault.kind == "value" and (fault.rank, fault.step) == (self.mesh.rank, self._now):
+                entry = next(each for each in self.optimizer.entries if each.name == f"{fault.module}.weight")
+                entry.leaf.detach().flatten()[0] = fault.number
+        return super().compute_gradients(batch, step, *args, **options)
+
+    def _prepare(self, fault: Fault) -> None:
+        (module,) = (stage.get_submodule(fault.module) for stage in self.stages if _has(stage, fault.module))
+        watched: set[Tensor] = set()
+
+        def of_weight(gradient: Tensor) -> Tensor:
+            number = self._backwards[fault.module] = self._backwards.get(fault.module, -1) + 1
+            return _spoilt(gradient, fault.number) if self._is_now(fault, number) else gradient
+
+        def begins(module: nn.Module, *_: Any) -> None:
+            self._calls[fault.module] = self._calls.get(fault.module, -1) + 1
+            if fault.kind == "weight":
+                weight = module.weight if self.parallelism.zero is not None else local(module.weight)
+                if weight not in watched:
+                    watched.add(weight)
+                    weight.register_hook(of_weight)
+
+        def ends(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            now = self._is_now(fault, self._calls[fault.module])
+            if fault.kind == "gradient" and now:
+                output.register_hook(lambda gradient: _spoilt(gradient, fault.number))
+            return _spoilt(output, fault.number) if fault.kind == "output" and now else output
+
+        module.register_forward_pre_hook(begins)
+        module.register_forward_hook(ends)
+
+    def _is_now(self, fault: Fault, number: int) -> bool:
+        in_run = fault.runs is None or self._runs.get(self._now) in fault.runs
+        return fault.step == self._now and in_run and number == fault.micro_batch
+
+
+def train_with(faults: Sequence[Fault], run: Run, run_dir: Path, resume: bool = False) -> str:
+    """Train as a rank of the pool whose engine has these faults, and return what it printed."""
+    printed = io.StringIO()
+    kind = type("FaultyEngine", (FaultyEngine,), {"faults": tuple(faults)})
+    with patch.object(entry_point, "Engine", kind), contextlib.redirect_stdout(printed):
+        entry_point.train(run.config, run_dir, resume)
+    return printed.getvalue()
+
+
+def _has(stage: nn.Module, name: str) -> bool:
+    try:
+        stage.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _spoilt(tensor: Tensor, number: float) -> Tensor:
+    """The tensor with one bad element."""
+    bad = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    bad.view(-1)[bad.numel() // 2] = number
+    return tensor + bad
