@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tests.train.support import Run
 from threefold.parallel.parameter import local
 from threefold.train import entry_point
 from threefold.train.engine import Engine
+from threefold.train.optimizers.base import Entry
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Fault:
     """One bad value.
 
     Attributes:
-        kind: where it is: in the `output` of a module, the `gradient` of one, a gradient of its `weight`, or the
-            `value` of its weight, which is bad from the step on.
+        kind: where it is: in the `output` of a module, the `gradient` of one, a gradient of its `weight`, one that is
+            `deferred`, one that is `summed` over micro-batches and ranks, or the `value` of its weight, which is bad
+            from the step on.
         module: its name in the whole model.
         rank: the rank that gets it.
         step: 1 for the first.
@@ -49,11 +51,11 @@ class FaultyEngine(Engine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._now, self._runs = 0, dict[int, int]()
-        self._calls: dict[str, int] = {}
-        self._backwards: dict[str, int] = {}
+        self._calls: dict[Fault, int] = {}
+        self._backwards: dict[Fault, int] = {}
         for fault in self.faults:
             if fault.rank == self.mesh.rank:
-                self._prepare(fault)
+                self._register_fault(fault)
 
     def compute_gradients(self, batch: Any, step: int, *args: Any, **options: Any) -> tuple[Tensor, int]:
         self._now, self._runs[step + 1] = step + 1, self._runs.get(step + 1, -1) + 1
@@ -61,20 +63,37 @@ class FaultyEngine(Engine):
         self._backwards.clear()
         for fault in self.faults:
             if fault.kind == "value" and (fault.rank, fault.step) == (self.mesh.rank, self._now):
-                entry = next(each for each in self.optimizer.entries if each.name == f"{fault.module}.weight")
-                entry.leaf.detach().flatten()[0] = fault.number
-        return super().compute_gradients(batch, step, *args, **options)
+                self._entry(fault).leaf.detach().flatten()[0] = fault.number
+        found = super().compute_gradients(batch, step, *args, **options)
+        for fault in self.faults:
+            if fault.kind == "summed" and fault.rank == self.mesh.rank and self._is_now(fault, fault.micro_batch):
+                self._entry(fault).gradient.flatten()[0] = fault.number
+        return found
 
-    def _prepare(self, fault: Fault) -> None:
+    def _entry(self, fault: Fault) -> Entry:
+        return next(each for each in self.optimizer.entries if each.name == f"{fault.module}.weight")
+
+    def _register_fault(self, fault: Fault) -> None:
         (module,) = (stage.get_submodule(fault.module) for stage in self.stages if _has(stage, fault.module))
         watched: set[Tensor] = set()
 
         def of_weight(gradient: Tensor) -> Tensor:
-            number = self._backwards[fault.module] = self._backwards.get(fault.module, -1) + 1
+            number = self._backwards[fault] = self._backwards.get(fault, -1) + 1
             return _spoilt(gradient, fault.number) if self._is_now(fault, number) else gradient
 
+        if fault.kind == "deferred":
+            store = self.parallelism.deferred
+            assert store is not None
+            defer = store.defer
+
+            def spoil(leaf: Tensor, gradient: Callable[[], Tensor]) -> None:
+                defer(leaf, (lambda: of_weight(gradient())) if leaf is local(module.weight) else gradient)
+
+            store.defer = spoil
+            return
+
         def begins(module: nn.Module, *_: Any) -> None:
-            self._calls[fault.module] = self._calls.get(fault.module, -1) + 1
+            self._calls[fault] = self._calls.get(fault, -1) + 1
             if fault.kind == "weight":
                 weight = module.weight if self.parallelism.zero is not None else local(module.weight)
                 if weight not in watched:
@@ -82,7 +101,9 @@ class FaultyEngine(Engine):
                     weight.register_hook(of_weight)
 
         def ends(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            now = self._is_now(fault, self._calls[fault.module])
+            # Recomputed activations are a second call, after that of the forward pass.
+            number, is_second = divmod(self._calls[fault], 1 + (self.config.train.recompute != "none"))
+            now = not is_second and self._is_now(fault, number)
             if fault.kind == "gradient" and now:
                 output.register_hook(lambda gradient: _spoilt(gradient, fault.number))
             return _spoilt(output, fault.number) if fault.kind == "output" and now else output

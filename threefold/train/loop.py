@@ -248,7 +248,7 @@ class TrainingLoop:
             return known.loss
         # Of samples that made a good step: those of a skipped one are not read, or may be what was bad.
         measured = self._updated or self.policy.last_step(step)
-        loss, tokens = self.engine.evaluate(self.loader.batch(measured - 1))
+        loss, tokens = self.engine.evaluate(self.loader.batch(measured - 1, self.policy.next_step(step + 1) - 1))
         return loss / max(1, tokens)
 
     def _epoch(self, done: int) -> int:

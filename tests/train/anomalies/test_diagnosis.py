@@ -1,15 +1,18 @@
 """One bad value on one rank: the error names step, samples, micro-batch, module and rank, and data or hardware."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from tests.support.faults import Fault, train_with
 from tests.support.sweep import sweep
-from tests.train.support import Run
+from tests.train.support import Run, manifest
+from threefold.checkpoint.folder import path_of
 from threefold.comm.layout import Layout
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerError, WorkerPool
@@ -109,6 +112,13 @@ PLACES = {
         grad("the output of blocks.1.mlp.up"),
         (("parallel.schedule", "zbv"),),
     ),
+    "deferred": Place(
+        {"pp": 2},
+        Fault("deferred", "blocks.2.mlp.down", 0, 2, 1),
+        grad("blocks.2.mlp.down.weight"),
+        (("parallel.schedule", "zero-bubble"),),
+    ),
+    "value": Place({"dp": 2}, Fault("value", "blocks.1.mlp.up", 1, 2), out("blocks.1.mlp.up")),
     "zero2": Place(
         {"dp": 2},
         Fault("weight", "blocks.1.mlp.up", 1, 3, 1, INF),
@@ -143,3 +153,73 @@ PLACES = {
 @sweep("name", list(PLACES), quick=(0, 1))
 def test_the_place_of_one_bad_value_is_named(pool: WorkerPool, small_run: Run, tmp_path: Path, name: str) -> None:
     check(pool, small_run, PLACES[name], tmp_path)
+
+
+LAYOUTS: list[tuple[dict[str, int], tuple[tuple[str, Any], ...]]] = [
+    ({"dp": 2}, ()),
+    ({"tp": 2}, ()),
+    ({"pp": 2}, ()),
+    ({"dp": 2, "tp": 2, "pp": 2}, ()),
+    ({"dp": 2, "tp": 2}, (("parallel.sequence_parallel", True),)),
+    ({"dp": 4}, (("parallel.zero", 1),)),
+    ({"dp": 2, "tp": 2}, (("parallel.zero", 2),)),
+    ({"dp": 2}, (("parallel.zero", 3),)),
+    ({"dp": 2, "pp": 2}, (("parallel.schedule", "gpipe"),)),
+]
+
+
+def random_place(seed: int) -> Place:
+    draw = Random(seed)
+    axes, settings = draw.choice(LAYOUTS)
+    layout = Layout(**axes)
+    block = draw.choice((0, 2))
+    place = {axis: draw.randrange(layout.size(axis)) for axis in ("dp", "tp")}
+    rank = layout.rank_of(**place, pp=0 if block == 0 else layout.pp - 1)  # the first block is on the first stage
+    kind = draw.choice(("output", "gradient", "weight"))
+    module = f"blocks.{block}." + draw.choice(("mlp.up", "attn.qkv", "attn_norm", "mlp_norm"))
+    number = draw.choice((NAN, INF, -INF))
+    fault = Fault(kind, module, rank, draw.choice((2, 3)), draw.randrange(MICRO_BATCHES), number)
+    words = {"output": out(module), "gradient": grad(out(module)), "weight": grad(f"{module}.weight")}
+    return Place(axes, fault, words[kind], settings)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(20))
+def test_twenty_of_twenty_random_places_are_named(pool: WorkerPool, small_run: Run, tmp_path: Path, seed: int) -> None:
+    check(pool, small_run, random_place(seed), tmp_path)
+
+
+@sweep("kind", ["output", "gradient", "weight", "summed"], quick=(3,))
+def test_what_a_second_run_does_not_have_is_the_hardware(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, kind: str
+) -> None:
+    """A bad value in the first run of a step alone; `summed` in the memory of a rank whose gradients another counts."""
+    run = run_of(small_run, PLACES["value"])
+    sentence = sentence_of(pool, run, [Fault(kind, "blocks.1.mlp.up", 1, 3, runs=(0,))], tmp_path)
+    begins = "Training diverged at step 3: the loss is NUMBER and the gradient norm nan; "
+    runs = "a second run of the step, on the same weights and samples, was finite (loss NUMBER)"
+    where = ", with other bits on rank 1 (dp 1) alone" if kind == "summed" else ""
+    cause = ", so the hardware is the likely cause, not data or model; "
+    words = re.escape(begins + runs + where + cause).replace("NUMBER", r"(nan|\d+\.\d+)")
+    assert re.match(words, sentence), sentence
+    assert "lower optimizer.lr" not in sentence
+
+
+@pytest.mark.slow
+def test_what_differs_in_a_second_run_is_told(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    faults = [Fault("gradient", "blocks.0.mlp.up", 1, 2), Fault("weight", "blocks.2.mlp.up", 0, 2, 0, 1.0, (0,))]
+    sentence = sentence_of(pool, run_of(small_run, PLACES["value"]), faults, tmp_path)
+    assert "in the gradient of the output of blocks.0.mlp.up" in sentence
+    assert (
+        "a second run of the step was not finite either, but had other bits on all ranks, so the hardware" in sentence
+    )
+
+
+def test_an_overflow_at_a_loss_scale_is_no_bad_step(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """fp16: the step is skipped and the scale halves, as ever; nothing is run again, and no policy counts it."""
+    run = run_of(small_run, PLACES["value"]).but(dtype="fp16")
+    pool.run(2, train_with, [Fault("weight", "blocks.1.mlp.up", 1, 2, number=INF)], run, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines] == [False, True, False, False]
+    assert not any("reason" in line for line in lines)
+    assert "anomalies" not in manifest(path_of(tmp_path, 4))

@@ -146,11 +146,13 @@ class FiniteChecks:
                 hook = partial(self._output_gradient, (1, -number, -place, _OUTPUT), micro_batch, name)
                 tensor.register_hook(hook)
 
-    def _output_gradient(self, order: tuple[int, int, int, int], micro_batch: int, name: str, gradient: Tensor) -> None:
+    def _output_gradient(
+        self, order: tuple[int, int, int, int], micro_batch: int, name: str, gradient: Tensor | None
+    ) -> None:
         self._backward = micro_batch
         self._check(gradient, order, micro_batch, f"the gradient of the output of {name}")
 
-    def _weight_gradient(self, number: int, name: str, micro_batch: int | None, gradient: Tensor) -> None:
+    def _weight_gradient(self, number: int, name: str, micro_batch: int | None, gradient: Tensor | None) -> None:
         micro_batch = self._backward if micro_batch is None else micro_batch
         calls, module = self._calls.get((number, micro_batch), {}), name.rpartition(".")[0]
         while module and module not in calls:  # a weight that another module used
@@ -169,7 +171,9 @@ class FiniteChecks:
         )
         return partial(self._weight_gradient, number, weight.name, self._backward)
 
-    def _check(self, tensor: Tensor, order: tuple[int, int, int, int], micro_batch: int, place: str) -> None:
+    def _check(self, tensor: Tensor | None, order: tuple[int, int, int, int], micro_batch: int, place: str) -> None:
+        if tensor is None:  # a gradient that is zero, or deferred
+            return
         found = BadValue(order, micro_batch, place, "")
         if (self.first is None or found < self.first) and (value := bad_value(tensor)):
             self.first = found._replace(value=value)
