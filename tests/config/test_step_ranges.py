@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from threefold.config.data import StepRanges
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
-from threefold.config.step_ranges import StepRanges
 from threefold.errors import UserError
 
 LIST = "a list of steps and ranges of steps from 1 on, such as [120, 300-320]"

@@ -3,39 +3,15 @@
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from threefold.checkpoint.manifest import Facts
 from threefold.errors import UserError
 from threefold.train.callbacks.base import EvaluationRecord, StepRecord
 
-if TYPE_CHECKING:
-    from threefold.train.engine import StepResult
-
 
 class DivergenceError(UserError):
     """The loss, the gradient or the weights are not finite, and a smaller loss scale would not help."""
-
-
-class NonFiniteStep(DivergenceError):
-    """The loss or the gradient norm of a step is not finite, so that no update was made.
-
-    Attributes:
-        what: the values, as a clause.
-        advice: what to change, as a clause.
-        result: of the step.
-    """
-
-    what: str
-    advice: str
-    result: "StepResult"
-
-    @classmethod
-    def of(cls, step: int, what: str, advice: str, result: "StepResult") -> "NonFiniteStep":
-        """That of a step, 1 for the first."""
-        error = cls(f"Training diverged at step {step}: {what}; {advice}.")  # one argument, so that it can be pickled
-        error.what, error.advice, error.result = what, advice, result
-        return error
 
 
 class CheckpointStore(Protocol):
@@ -153,6 +129,11 @@ class SafeSaving:
             self._unproved, found = None, moved[1]
         self._tried, self._due, self._healthy = found, False, False
         return found
+
+    def kept(self) -> str:
+        """Where a run that ends for a fault of the hardware resumes from, as a clause: no checkpoint is in doubt."""
+        whole = self._store.whole()
+        return f"--resume starts from {whole[-1]}" if whole else "there is no checkpoint to resume from"
 
     def explained(self, error: DivergenceError) -> DivergenceError:
         """The error with the checkpoint to resume from; one that no good step followed is set aside."""

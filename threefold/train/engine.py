@@ -15,7 +15,7 @@ from threefold.models.loss_terms import LossFunction
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
-from threefold.train.divergence import NonFiniteStep
+from threefold.train.divergence import DivergenceError
 from threefold.train.gradient_norm import local_squared_norm, overflow, uncounted_overflow
 from threefold.train.loss_scale import LossScale
 from threefold.train.optimizer import Optimizer
@@ -50,6 +50,27 @@ class StepResult:
     padding: int = 0
     terms: Mapping[str, float] = field(default_factory=dict)
     refused: str = ""
+
+
+class NonFiniteStep(DivergenceError):
+    """The loss or the gradient norm of a step is not finite, so that no update was made.
+
+    Attributes:
+        what: the values, as a clause.
+        advice: what to change, as a clause.
+        result: of the step.
+    """
+
+    what: str
+    advice: str
+    result: StepResult
+
+    @classmethod
+    def of(cls, step: int, what: str, advice: str, result: StepResult) -> "NonFiniteStep":
+        """That of a step, 1 for the first."""
+        error = cls(f"Training diverged at step {step}: {what}; {advice}.")  # one argument, so that it can be pickled
+        error.what, error.advice, error.result = what, advice, result
+        return error
 
 
 class Engine(GradientStep):

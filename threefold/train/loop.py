@@ -19,8 +19,8 @@ from threefold.train.callbacks.base import (
     StepRecord,
     stop_reason,
 )
-from threefold.train.divergence import CheckpointStore, NonFiniteStep, SafeSaving
-from threefold.train.engine import Engine
+from threefold.train.divergence import CheckpointStore, SafeSaving
+from threefold.train.engine import Engine, NonFiniteStep
 from threefold.train.evaluate import evaluate, several
 from threefold.train.schedule import learning_rate
 from threefold.train.stop import Stopped

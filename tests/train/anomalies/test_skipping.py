@@ -10,7 +10,7 @@ from tests.support.faults import Fault, train_with
 from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, losses_of, manifest, same, steps_of, train_rank
 from threefold.checkpoint.folder import path_of
-from threefold.config.step_ranges import StepRanges
+from threefold.config.data import StepRanges
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.entry_point import open_loader

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from threefold.data.loader import Loader
+from threefold.errors import HardwareFault
 from threefold.train.anomalies.diagnosis import diagnose
 from threefold.train.anomalies.policy import AnomalyPolicy, Kind
-from threefold.train.divergence import CheckpointStore, DivergenceError, NonFiniteStep, SafeSaving
-from threefold.train.engine import Engine
+from threefold.train.divergence import CheckpointStore, DivergenceError, SafeSaving
+from threefold.train.engine import Engine, NonFiniteStep
 
 
 class Response(NamedTuple):
@@ -55,11 +56,14 @@ class BadSteps:
 
         Raises:
             DivergenceError: the run is to end.
+            HardwareFault: the same, where a second run of the step was finite.
         """
         found = diagnose(self._engine, self._loader, batch, done, loss, streams)
         clauses = [error.what, *found.clauses()]
-        advice = [error.advice] if found.is_reproducible else []
-        return self._respond("nan", done + 1, clauses, advice)
+        if not found.is_reproducible and self._policy.action("nan") == "stop":
+            what = "; ".join([f"Training diverged at step {done + 1}: {clauses[0]}", *clauses[1:], self._saving.kept()])
+            raise HardwareFault(f"{what}.", tuple(found.differing), done)
+        return self._respond("nan", done + 1, clauses, [error.advice] if found.is_reproducible else [])
 
     def spike(self, reason: str, done: int) -> Response:
         """Follow `train.on_spike`.

@@ -82,6 +82,11 @@ class Diagnosis:
         """The first bad value of the step in the order of the model; None where no module had one."""
         return min((self.findings[rank].first for rank in self.ranks), default=None)  # type: ignore[type-var]
 
+    @property
+    def differing(self) -> list[int]:
+        """The ranks on which a second run of the step had other bits than the first."""
+        return [rank for rank, found in enumerate(self.findings) if not found.same]
+
     def clauses(self) -> list[str]:
         """The parts of a sentence: where it began, and what a second run gave."""
         if not self.is_reproducible:
@@ -90,7 +95,7 @@ class Diagnosis:
 
     def _of_hardware(self) -> str:
         loss = sum(found.loss for found in self.findings)
-        others = [rank for rank, found in enumerate(self.findings) if not found.same]
+        others = self.differing
         ranks = "" if len(others) in (0, len(self.findings)) else f", with other bits on {self._named(others)} alone"
         return (
             f"a second run of the step, on the same weights and samples, was finite (loss {loss:g}){ranks}, so the "
@@ -98,11 +103,11 @@ class Diagnosis:
         )
 
     def _of_bits(self) -> str:
-        if all(found.same for found in self.findings):
+        if not self.differing:
             return "a second run of the step gave the same bits, so data or model is the cause, not the hardware"
-        others = [rank for rank, found in enumerate(self.findings) if not found.same]
+        where = self._named(self.differing)
         return (
-            f"a second run of the step was not finite either, but had other bits on {self._named(others)}, so the "
+            f"a second run of the step was not finite either, but had other bits on {where}, so the "
             "hardware, or an operation that is not deterministic, may be the cause"
         )
 
@@ -198,7 +203,8 @@ def _digest(engine: Engine, loss: Tensor) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     plain = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
-    return memoryview(plain.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    content: memoryview = plain.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return content
 
 
 def _counted(engine: Engine, term: float) -> float:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.config import Config
-from threefold.config.step_ranges import StepRanges
+from threefold.config.data import StepRanges
 from threefold.train.anomalies.spikes import SpikeDetector
 
 Kind = Literal["nan", "spike"]
