@@ -31,7 +31,6 @@ def test_ranges(given: Any, ranges: tuple[tuple[int, int], ...]) -> None:
     for step in range(1, 330):
         assert (step in found) == (step in skipped)
         assert found.next_outside(step) == next(other for other in range(step, 400) if other not in skipped)
-        assert found.last_outside(step) == max((other for other in range(step + 1) if other not in skipped), default=0)
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,6 @@ class StepRanges:
         found = self.around(step)
         return step if found is None else found[1] + 1
 
-    def last_outside(self, step: int) -> int:
-        """The last step up to `step` that is in no range; 0 where there is none."""
-        found = self.around(step)
-        return step if found is None else found[0] - 1
-
     def with_range(self, first: int, last: int) -> "StepRanges":
         """The same with a further range."""
         return StepRanges.of([*self.ranges, (first, last)])

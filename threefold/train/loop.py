@@ -170,7 +170,7 @@ class TrainingLoop:
                 "update": ended - computed,
             },
             terms=several(result.terms),
-            consumed_samples=None if self.loader.consumed.has_one_size else self.loader.consumed.before(done + 1),
+            consumed_samples=self._consumed_by(done + 1),
             unit="samples" if nested else "tokens",
             reason="" if response is None else response.reason,
         )
@@ -198,6 +198,7 @@ class TrainingLoop:
             skipped=True,
             corpus_epochs=self.loader.corpus_epochs(done),
             unit="samples" if self.loader.is_nested else "tokens",
+            consumed_samples=self._consumed_by(done + 1),
             reason=reason,
         )
         self.saving.after_step(record)
@@ -247,9 +248,14 @@ class TrainingLoop:
         if known is not None and known.step == step and isfinite(known.loss):
             return known.loss
         # Of samples that made a good step: those of a skipped one are not read, or may be what was bad.
-        measured = self._updated or self.policy.last_step(step)
+        measured = self._updated or self.policy.next_step(step + 1)
         loss, tokens = self.engine.evaluate(self.loader.batch(measured - 1, self.policy.next_step(step + 1) - 1))
         return loss / max(1, tokens)
+
+    def _consumed_by(self, done: int) -> int | None:
+        """What a record has as `consumed_samples`."""
+        consumed = self.loader.consumed
+        return None if consumed.has_one_size else consumed.before(done)
 
     def _epoch(self, done: int) -> int:
         return int(self.loader.epoch(done))

@@ -69,7 +69,7 @@ def test_what_is_skipped_and_what_a_checkpoint_keeps() -> None:
     policy.rolled_back(7, 4, "the loss is nan", AnomalyFacts(recent=((1.0, 2.0),)))
     assert policy.skipped_for(5) == "a rollback skips steps 5 to 7"
     assert policy.skipped_for(7) == "a rollback to step 4 skips steps 5 to 7: the loss is nan"
-    assert (policy.next_step(5), policy.last_step(9), policy.next_step(3)) == (10, 4, 4)
+    assert (policy.next_step(5), policy.next_step(3)) == (10, 4)
     facts = policy.facts()
     assert facts == AnomalyFacts(skipped=((5, 7),), rollbacks=1, recent=((1.0, 2.0),))
     other = AnomalyPolicy(config(spike_factor=2.0, spike_window=2))

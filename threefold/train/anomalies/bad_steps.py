@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from threefold.data.loader import Loader
+from threefold.data.samples import ConsumedSamples
 from threefold.errors import HardwareFault
 from threefold.train.anomalies.diagnosis import diagnose
 from threefold.train.anomalies.policy import AnomalyPolicy, Kind
@@ -91,6 +92,8 @@ class BadSteps:
             rule = f"train.on_{kind} is rollback, and there is no good checkpoint to go back to"
             raise self._ended(kind, step, reason, [rule, *advice])
         facts = self._store.load(path)
+        size = self._engine.config.train.global_batch_size
+        self._loader.consumed = ConsumedSamples(size, facts.step, facts.consumed_samples)
         self._policy.rolled_back(step, facts.step, reason, facts.anomalies)
         return Response(reason, facts.step)
 

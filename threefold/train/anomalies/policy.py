@@ -59,10 +59,6 @@ class AnomalyPolicy:
         """The first step from `step` on that is made."""
         return self._all().next_outside(step)
 
-    def last_step(self, step: int) -> int:
-        """The last step up to `step` that was made, or else the first after it."""
-        return self._all().last_outside(step) or self.next_step(step)
-
     def action(self, kind: Kind) -> str:
         """What follows a bad step: `stop`, `skip` or `rollback`."""
         return self._train.on_nan if kind == "nan" else self._train.on_spike
