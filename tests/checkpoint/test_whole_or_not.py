@@ -127,7 +127,7 @@ def saved_twice(folder: Path, at: str) -> None:
     save(2.0)
 
 
-@pytest.mark.parametrize("at", ["step_00000002", "step_00000002.old.partial"])
+@pytest.mark.parametrize("at", ["step_00000002", "step_00000002.partial"])
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_one(tmp_path: Path, at: str) -> None:
     process = get_context("spawn").Process(target=saved_twice, args=(tmp_path, at))
     process.start()
@@ -182,3 +182,21 @@ def test_pruning_keeps_the_newest(two: Path) -> None:
     assert steps(two) == [2, 4]
     prune(two, 1)
     assert steps(two) == [4]
+
+
+def test_one_that_was_being_replaced_counts_until_the_new_one_is_there(
+    pool: WorkerPool, small_run: Run, two: Path
+) -> None:
+    """As a kill leaves it on a file system that cannot exchange two names."""
+    replaced = path_of(two, 4).rename(path_of(two, 4).with_name("step_00000004.replaced"))
+    assert steps(two) == [2, 4]
+    found = newest(two)
+    assert found is not None
+    assert found.path == replaced
+    pool.run(1, train_rank, small_run.but(steps=6, set=(("checkpoint.keep", 0),)), two, True)
+    assert steps(two) == [2, 4, 6]
+    assert replaced.exists()  # it is the only one of its step
+    shutil.copytree(replaced, path_of(two, 4))
+    prune(two, 0)
+    assert steps(two) == [2, 4, 6]
+    assert not replaced.exists()

@@ -27,9 +27,11 @@ _OPTIONAL = (
     "model.file",
     "model.arguments",
     "train.epochs",
+    "train.max_seconds",
     "train.eval_every_epochs",
     "train.callbacks",
     "optimizer.arguments",
+    *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "async_save", "remote")),
     *(f"data.{key}" for key in ("mixture", "tokenizer", "eod", "special_tokens", "chat_template", "cache")),
 )
 

@@ -18,7 +18,7 @@ print("ended in order")
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_a_signal_to_a_process_that_ends_already_changes_nothing(name: str) -> None:
     """Such as the second of two that a launcher and a terminal send."""
     ended = subprocess.run([sys.executable, "-c", TWICE.format(name=name)], text=True, capture_output=True, timeout=300)

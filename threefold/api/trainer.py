@@ -93,8 +93,8 @@ class Trainer:
     ) -> "Stopped | None":
         """Train to the end, or until a callback stops it.
 
-        Ctrl-C (SIGINT) and SIGTERM end the run after the current step, with a checkpoint. A second one ends it at once:
-        a process that is one rank of several ends, in one alone `KeyboardInterrupt` is raised.
+        Ctrl-C (SIGINT), SIGTERM and SIGUSR1 end the run after the current step, with a checkpoint. A second one ends it
+        at once: a process that is one rank of several ends, in one alone `KeyboardInterrupt` is raised.
 
         Collective over the ranks of the layout.
 
@@ -107,8 +107,8 @@ class Trainer:
                 does if there is one.
 
         Returns:
-            None after the last step; else the step after which a callback or a signal stopped the run, and the
-            callback's reason or the signal.
+            None after the last step; else the step after which a callback, a signal or `train.max_seconds` stopped the
+            run, and the callback's reason, the signal or the limit.
 
         Raises:
             UserError: settings that cannot be combined, a layout of other than the ranks that there are, a folder that
@@ -126,8 +126,9 @@ class Trainer:
             run = prepare_training(config, self.run_dir, resume=resume)
             stopped = None if run.finished else run.start_here(self.callbacks, self.source, signals)
         rank = joined_rank() or find_launched_rank()
-        if stopped is not None and stopped.signal and (rank is None or rank.rank == 0):
-            say(explain_stop(self.run_dir, stopped.signal, stopped.step, "trainer.fit()", "trainer.fit(resume=True)"))
+        if stopped is not None and not stopped.reason and (rank is None or rank.rank == 0):
+            by = stopped.limit or stopped.signal
+            say(explain_stop(self.run_dir, by, stopped.step, "trainer.fit()", "trainer.fit(resume=True)"))
         return stopped
 
 

@@ -18,13 +18,13 @@ with a manifest that matches its files is valid whatever happened to the process
 
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.manifest import PARTIAL, Facts, read_manifest
+from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, read_manifest
 from threefold.config import Config, load_config, resolve
 from threefold.config.model import OWN
 from threefold.config.schedules import is_schedule_file
@@ -40,7 +40,7 @@ LOOP: Final = "loop.json"
 DIVERGED: Final = ".diverged"
 """Ending of a checkpoint after which the loss was not finite; kept, and never resumed from."""
 
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED)})?")
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,9 @@ def path_of(run_dir: Path, step: int) -> Path:
 def folders(run_dir: Path) -> list[Path]:
     """All folders of a run that are named like a checkpoint, oldest first, valid or not."""
     parent = run_dir / FOLDER
-    found = (
-        {int(name[1]): path for path in parent.iterdir() if (name := _NAME.fullmatch(path.name))}
-        if (parent.is_dir())
-        else {}
-    )
+    names = [name for path in parent.iterdir() if (name := _NAME.fullmatch(path.name))] if parent.is_dir() else []
+    # One that was being replaced when its process was killed counts where none has its name.
+    found = {int(name[1]): parent / name[0] for name in sorted(names, key=lambda name: name[2] is None)}
     return [found[step] for step in sorted(found)]
 
 
@@ -151,23 +149,48 @@ def newest(run_dir: Path) -> Checkpoint | None:
 
 
 def remove_partial(run_dir: Path) -> None:
-    """Delete the incomplete checkpoints that interrupted saving left."""
+    """Delete the incomplete checkpoints that interrupted saving left, and what complete ones have replaced."""
     for path in (run_dir / FOLDER).glob(f"step_*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in (run_dir / FOLDER).glob(f"step_*{REPLACED}"):
+        if path.with_name(path.name.removesuffix(REPLACED)).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep: int, step: int | None = None, passed: Collection[Path] = ()) -> None:
-    """Delete all but the `keep` newest whole checkpoints (0: none is deleted), and incomplete ones.
+def superfluous(steps: Sequence[int], keep: int, keep_every: int | None = None) -> list[int]:
+    """Of the steps of complete checkpoints, oldest first, those that need not stay.
+
+    Args:
+        steps: of all of them.
+        keep: how many of the newest stay; 0 for all.
+        keep_every: those whose step is a multiple of it stay, too; None for none.
+    """
+    return [step for step in steps[:-keep] if keep_every is None or step % keep_every] if keep else []
+
+
+def prune(
+    run_dir: Path,
+    keep: int,
+    step: int | None = None,
+    passed: Collection[Path] = (),
+    keep_every: int | None = None,
+) -> None:
+    """Delete the whole checkpoints that need not stay, and incomplete ones.
 
     Args:
         run_dir: the run's folder.
-        keep: how many stay.
+        keep, keep_every: which stay, as `superfluous` takes them.
         step: of the checkpoint that was just written. Those after it were passed over when the run was resumed, so they
             are neither deleted nor counted; None counts all.
         passed: folders of others that were passed over then, to be treated likewise.
     """
     remove_partial(run_dir)
-    counted = [each for each in complete(run_dir) if (step is None or each.step <= step) and each.path not in passed]
-    for checkpoint in counted[:-keep] if keep else []:
+    counted = {
+        each.step: each.path
+        for each in complete(run_dir)
+        if (step is None or each.step <= step) and each.path not in passed
+    }
+    for old in superfluous(list(counted), keep, keep_every):
+        path = counted[old]
         # Renamed to a partial one first, so that an interrupted deletion leaves nothing that looks complete.
-        shutil.rmtree(checkpoint.path.rename(checkpoint.path.with_name(checkpoint.path.name + PARTIAL)))
+        shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))

@@ -21,6 +21,8 @@ from threefold.sealed_json import is_intact, seal_text
 MANIFEST: Final = "checkpoint.json"
 PARTIAL: Final = ".partial"
 """Ending of the folder of a checkpoint that is not whole yet."""
+REPLACED: Final = ".replaced"
+"""Ending of a whole checkpoint that another of its step replaces; it counts until that one has its name."""
 FORMAT: Final = "threefold-checkpoint"
 VERSION: Final = 2
 

@@ -36,6 +36,7 @@ _FREE_KEYS = frozenset(
         "train.init_from",  # as on this
         "train.max_steps",
         "train.epochs",  # the steps follow from it
+        "train.max_seconds",
         "train.micro_batch_size",
         "train.gradient_accumulation_steps",
         "train.device",

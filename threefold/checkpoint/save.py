@@ -1,16 +1,17 @@
 """Saving a checkpoint atomically: complete or not at all."""
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from threefold.checkpoint.folder import DIVERGED, complete, path_of, prune, remove_partial
-from threefold.checkpoint.manifest import PARTIAL, Facts, write_manifest
+from threefold.checkpoint.folder import DIVERGED, complete, path_of, remove_partial
+from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, write_manifest
 from threefold.checkpoint.tensors import save_tensors
 from threefold.comm.mesh import Axis
 from threefold.errors import UserError
+from threefold.host import exchange_paths
 from threefold.output.durable import sync, write_durably
 
 
@@ -38,6 +39,13 @@ def save_checkpoint(
     Raises:
         UserError: on every rank, when it cannot be written.
     """
+    return write_checkpoint(run_dir, facts, texts, world, lambda folder: save_tensors(tensors, folder))
+
+
+def write_checkpoint(
+    run_dir: Path, facts: Facts, texts: Mapping[str, str], world: Axis, write: Callable[[Path], None]
+) -> Path:
+    """As `save_checkpoint`, with `write` to write the tensors into the folder that it gets, on every rank."""
     path = path_of(run_dir, facts.step)
     partial = path.with_name(path.name + PARTIAL)
 
@@ -50,17 +58,12 @@ def save_checkpoint(
         for name, text in texts.items():
             write_durably(partial / name, text)
         write_manifest(partial, facts)
-        old = path.with_name(path.name + ".old" + PARTIAL)
-        if path.exists():  # moved aside, not deleted, as it may be the only one, of a loop that always saves one step
-            path.rename(old)
-        partial.rename(path)
-        sync(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        put_in_place(partial, path)
 
     try:
-        _on_first(world, begin)
-        save_tensors(tensors, partial)
-        _on_first(world, finish)
+        on_first(world, begin)
+        write(partial)
+        on_first(world, finish)
     except BaseException as error:
         if world.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -73,20 +76,27 @@ def save_checkpoint(
     return path
 
 
-def prune_checkpoints(run_dir: Path, keep: int, step: int, world: Axis, passed: Collection[Path] = ()) -> None:
-    """Delete all but the `keep` newest whole checkpoints (0: none) up to that of `step`. Collective over the world.
+def put_in_place(partial: Path, path: Path) -> None:
+    """Give a complete checkpoint its name, durably; one that has the name is replaced.
 
-    Damaged ones in `passed` are neither deleted nor counted.
+    At every moment one of the two is complete under a name that `folders` knows. The old one may be the only one, of a
+    loop that always saves one step.
 
     Raises:
-        UserError: on every rank, when one cannot be deleted.
+        OSError: it cannot be renamed.
     """
-    try:
-        _on_first(world, lambda: prune(run_dir, keep, step, passed))
-    except OSError as error:
-        raise UserError(
-            f"An old checkpoint of {run_dir} cannot be deleted ({error}); set checkpoint.keep to 0."
-        ) from error
+    replaced = path.with_name(path.name + REPLACED)
+    if path.exists():
+        if exchange_paths(partial, path):  # now the partial one is the old one
+            replaced = partial
+        else:
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)
+            partial.rename(path)
+    else:
+        partial.rename(path)
+    sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, Path] | None:
@@ -113,7 +123,7 @@ def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, P
     if older is None:
         return None
     try:
-        _on_first(world, rename)
+        on_first(world, rename)
     except OSError as error:
         raise UserError(f"{path}, of a model that diverged, cannot be renamed ({error}); remove it.") from error
     return aside, older
@@ -125,7 +135,7 @@ def _free(path: Path) -> float:
     return shutil.disk_usage(folder).free / 1e9
 
 
-def _on_first(world: Axis, work: Callable[[], None]) -> None:
+def on_first(world: Axis, work: Callable[[], None]) -> None:
     """Do `work` on the first rank; all ranks wait for it, and raise the OSError that it raised."""
     error = None
     if world.is_first:

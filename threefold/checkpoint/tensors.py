@@ -34,7 +34,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """
     try:
         with _quiet():
-            dcp.save(_detached(tensors), storage_writer=Writer(folder))
+            dcp.save(detached(tensors), storage_writer=Writer(folder))
     except CheckpointException as error:
         raise OSError(_reason(error)) from error
 
@@ -100,15 +100,16 @@ def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
 def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool) -> None:
     try:
         with _quiet():
-            dcp.load(_detached(tensors), storage_reader=Reader(folder), no_dist=alone)
+            dcp.load(detached(tensors), storage_reader=Reader(folder), no_dist=alone)
     except CheckpointException as error:
         _let_through(error, KeyboardInterrupt, DamagedCheckpoint)
         raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error
 
 
-def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    detached = {name: tensor.detach() for name, tensor in tensors.items()}
-    return {name: StridedShard.of(tensor) if is_strided(tensor) else tensor for name, tensor in detached.items()}
+def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors outside of autograd, as torch's planners take them."""
+    found = {name: tensor.detach() for name, tensor in tensors.items()}
+    return {name: StridedShard.of(tensor) if is_strided(tensor) else tensor for name, tensor in found.items()}
 
 
 def _let_through(error: CheckpointException, *kinds: type[BaseException]) -> None:

@@ -67,7 +67,7 @@ def train(
 ) -> None:
     """Train the model of CONFIG, on dp · tp · pp · cp local processes, or as ranks of torchrun or srun.
 
-    SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with a checkpoint; a second one ends it at once.
+    SIGINT (Ctrl-C), SIGTERM and SIGUSR1 end the run after the current step, with a checkpoint; a second one at once.
     """
     from threefold.launch.signals import StopRequested, StopSignals
 
@@ -104,11 +104,11 @@ def train(
 
             _say(explain_early_stop(folder, stopped.step, stopped.reason))
         elif stopped:
-            _explain(folder, stopped.signal, stopped.step)
+            _explain(folder, stopped.limit or stopped.signal, stopped.step)
             raise typer.Exit(_status(stopped.signal))
 
 
-def _explain(folder: Path, number: int, step: int | None) -> None:
+def _explain(folder: Path, number: int | str, step: int | None) -> None:
     from threefold.launch.training_run import explain_stop
 
     _say(explain_stop(folder, number, step, _command()))

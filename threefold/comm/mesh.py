@@ -1,6 +1,7 @@
 """The mesh: one object with every axis, group and coordinate of this rank. Nothing else computes ranks."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cached_property
 from socket import gethostname
 
@@ -123,6 +124,16 @@ class Mesh:
             if self.rank in ranks:
                 mine = self._axis(name, tuple(ranks), group)
         return mine
+
+    def background_axis(self) -> Axis:
+        """All ranks once more, with a process group of its own, for collectives of a thread beside the training.
+
+        They are of tensors on the CPU, may be waited for a day, use no processor while they wait, and are not recorded.
+        Collective over the world.
+        """
+        world = self.world
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if world.size > 1 else None
+        return Axis("background", world.ranks, world.index, group, Recorder())
 
     def tp_shares(self, count: int) -> Axis:
         """The `count` neighbouring ranks of the tensor axis that this rank is one of. Collective over the world."""

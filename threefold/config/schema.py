@@ -17,7 +17,17 @@ from threefold.config.data import DataConfig
 from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
 from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schedules import SCHEDULES, Schedule, find_schedule, schedule_name
-from threefold.config.section import MOST_IDS, MOST_RANKS, MOST_SEQUENCES, MOST_STEPS, PathText, Section, derived
+from threefold.config.section import (
+    MOST_IDS,
+    MOST_RANKS,
+    MOST_SECONDS,
+    MOST_SEQUENCES,
+    MOST_STEPS,
+    AddressText,
+    PathText,
+    Section,
+    derived,
+)
 
 
 def _schedule_name(given: Any) -> str:
@@ -103,6 +113,9 @@ class TrainConfig(Section):
     """Passes over the training samples, in place of `max_steps`: as many steps as read each sample so often, the last
     step being filled up with the first samples of the next pass. Default: none, `max_steps` says how long the run
     is."""
+    max_seconds: float = derived(gt=0, le=MOST_SECONDS)
+    """Seconds after which the run ends, from its start: it saves a checkpoint early enough to be done by then, and ends
+    as after SIGTERM. Default: none."""
     global_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
     """Sequences in an optimizer step, over all ranks. Default: follows from the other two, else 32."""
     micro_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
@@ -193,8 +206,21 @@ class CheckpointConfig(Section):
 
     every: int = Field(default=500, ge=0, le=MOST_STEPS)
     """Steps between checkpoints; the last step always has one; 0 for the last alone."""
+    every_seconds: float = derived(gt=0, le=MOST_SECONDS)
+    """Seconds after which a checkpoint is saved, from the beginning of the one before it, beside those of `every`.
+    Default: none, `every` alone says when."""
     keep: int = Field(default=2, ge=0, le=MOST_STEPS)
     """How many of the newest checkpoints are kept; 0 for all."""
+    keep_every: int = derived(ge=1, le=MOST_STEPS)
+    """Steps between checkpoints that are kept for good beside the newest: those of its multiples, of which it must be
+    one of `every`. Default: none."""
+    async_save: bool = derived()
+    """Whether checkpoints are written in the background: a step waits only until each rank has copied its share of the
+    state into host memory, which takes that much more memory. The last checkpoint of a run is waited for. Default:
+    false."""
+    remote: AddressText = derived()
+    """Address that each complete checkpoint is copied to, as `fsspec` has them: `s3://bucket/run`, `gs://bucket/run`,
+    `file:///mnt/run`. A run resumes from there where it has newer ones than RUN/checkpoints. Default: none."""
 
 
 class LogConfig(Section):

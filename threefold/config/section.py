@@ -1,5 +1,6 @@
 """The base class of the sections of a config."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -11,6 +12,7 @@ from threefold.plugins import Registry, one_of
 MOST_RANKS: Final = 10**6
 """Of an axis of the mesh."""
 MOST_STEPS: Final = 10**12
+MOST_SECONDS: Final = 10**9
 MOST_SEQUENCES: Final = 10**9
 """Of a step."""
 MOST_TOKENS: Final = 10**8
@@ -30,6 +32,17 @@ def _require_path(text: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_require_path)]
 """Text that may be the path of a file."""
+
+
+def _require_address(text: str) -> str:
+    if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\0]+", text) is None:
+        rule = "an address with its protocol, such as s3://bucket/run or file:///mnt/run"
+        raise PydanticCustomError("address", "{rule}", {"rule": rule})
+    return text
+
+
+AddressText = Annotated[str, AfterValidator(_require_address)]
+"""Text that may be an address of `fsspec`."""
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _tee(log: Path, prefix: str) -> tuple[int, Callable[[], None]]:
     try:
         os.close(target)
         os.close(teller)
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # it ends with the last writer
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # it ends with the last writer
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         with open(_append(log), "ab", buffering=0) as file:
             _copy(source, told, _Log(log, file), prefix.encode())

@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM to a training run: the first stops it after a checkpoint, a second one at once."""
+"""Signals that end a training run: the first stops it after a checkpoint, a second one at once.
+
+They are SIGINT (Ctrl-C), SIGTERM, and SIGUSR1, which `sbatch --signal=USR1@120` sends two minutes before a Slurm job's
+time is up.
+"""
 
 import os
 import signal
@@ -11,7 +15,7 @@ from typing import Any, Final, Self
 
 from threefold.launch.process import signal_name
 
-NUMBERS: Final = (signal.SIGINT, signal.SIGTERM)
+NUMBERS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ONE_PRESS: Final = 1.0
 """Seconds within which signals count as one: Ctrl-C reaches a rank from the terminal and through its launcher."""
 
@@ -30,7 +34,7 @@ class StopRequested(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Context manager that handles SIGINT and SIGTERM of this process; does nothing outside the main thread.
+    """Context manager that handles the signals `NUMBERS` of this process; does nothing outside the main thread.
 
     Outside of `passed_to` and `noted` a signal raises `StopRequested`.
 
@@ -109,14 +113,15 @@ class StopSignals:
 
 
 class Asked:
-    """SIGTERM handler of a rank of a local run; calling it returns the number of the signal, 0 before.
+    """Handler of a rank of a local run; calling it returns the number of the signal, 0 before.
 
-    The parent handles Ctrl-C and sends SIGTERM to the ranks.
+    The parent handles Ctrl-C and sends SIGTERM to the ranks; Slurm sends SIGUSR1 to all processes of a job step.
     """
 
     def __init__(self) -> None:
         self._number = 0
-        signal.signal(signal.SIGTERM, self._handle)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
 
     def __call__(self) -> int:
         return self._number

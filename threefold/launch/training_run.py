@@ -2,14 +2,16 @@
 
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from threefold.checkpoint.folder import FOLDER, newest
 from threefold.checkpoint.resume import Resume, continues, find_resumption, has_all_steps
+from threefold.checkpoint.saving.remote import look_at_remote
 from threefold.checkpoint.warm_start import find_warm_start
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
@@ -123,12 +125,14 @@ class TrainingRun:
         run_dir: run folder, for the config, logs, metrics and checkpoints.
         resume: whether to resume from the newest checkpoint of `run_dir`; "auto" does if there is one.
         finished: whether all steps are done, so that starting it does nothing (only with "auto").
+        began: when it was prepared, as `time.time` has it; `train.max_seconds` counts from then on.
     """
 
     config: Config
     run_dir: Path
     resume: Resume
     finished: bool = False
+    began: float = field(default_factory=time.time)
 
     def start(
         self,
@@ -145,7 +149,7 @@ class TrainingRun:
             announce: called by one process, after the run folder is locked and before training.
 
         Returns:
-            None after the last step; else the step at which a signal or a callback ended the run.
+            None after the last step; else the step at which a signal, a callback or the time limit ended the run.
 
         Raises:
             UserError: another run uses the folder, the layers cannot be partitioned into the stages, or a rank raised
@@ -161,7 +165,7 @@ class TrainingRun:
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
         ended = run(
             _train,
-            (self.config, self.run_dir, self.resume),
+            (self.config, self.run_dir, self.resume, self.began),
             Layout.of(self.config.parallel).world_size,
             device=device,
             run_dir=self.run_dir,
@@ -189,7 +193,7 @@ class TrainingRun:
             signals: as of `start`.
 
         Returns:
-            None after the last step; else the step at which a signal or a callback ended the run.
+            None after the last step; else the step at which a signal, a callback or the time limit ended the run.
 
         Raises:
             UserError: another run uses the folder, the model does not suit its plan, the layers cannot be partitioned
@@ -202,7 +206,7 @@ class TrainingRun:
         source = source or ConfigSource()
         check_division(self.config, source)
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
-        args = (self.config, self.run_dir, self.resume, tuple(callbacks), source)
+        args = (self.config, self.run_dir, self.resume, self.began, tuple(callbacks), source)
         size = Layout.of(self.config.parallel).world_size
         joined = joined_rank()
         if joined is None and find_launched_rank() is not None:
@@ -241,6 +245,7 @@ def prepare_training(
     Raises:
         UserError: as `resolve_run`; `run_dir` has checkpoints that would be lost, or none to resume from.
     """
+    began = time.time()
     require_folder(run_dir)
     launched = joined_rank() or find_launched_rank()
     if launched is None or launched.rank == 0:  # to the other ranks, rank 0 would look like another run
@@ -249,6 +254,8 @@ def prepare_training(
     if launched is None:
         require_room(Layout.of(config.parallel).world_size)
     checked = _checked(config, progress)
+    if checked.resolved.checkpoint.remote is not None:
+        look_at_remote(checked.resolved.checkpoint.remote, run_dir, bool(resume))
     if resume == "auto" and has_all_steps(run_dir, checked.resolved.train.max_steps):
         return TrainingRun(checked.resolved, run_dir, resume, finished=True)
     if continues(run_dir, resume):
@@ -256,28 +263,30 @@ def prepare_training(
     else:
         _require_no_checkpoints(run_dir)
         find_warm_start(checked.resolved)
-    return TrainingRun(checked.fitted(), run_dir, resume)
+    return TrainingRun(checked.fitted(), run_dir, resume, began=began)
 
 
-def explain_stop(run_dir: Path, signal: int, step: int | None, command: str, resumed: str | None = None) -> str:
-    """The message about a run that a signal ended, with the command that resumes it.
+def explain_stop(run_dir: Path, signal: int | str, step: int | None, command: str, resumed: str | None = None) -> str:
+    """The message about a run that a signal or its time limit ended, with the command that resumes it.
 
     Args:
+        signal: its number; or the time limit, as `Stopped.limit` has it.
         step: updates made; None where a second signal ended it without a checkpoint.
         command: that started it.
         resumed: that resumes it; None for the same with `--resume`.
     """
     saved = newest(run_dir)
+    by = signal if isinstance(signal, str) else signal_name(signal)
     resumed = resumed or (command if "--resume" in command else f"{command} --resume")
     if step is None:
         where = f"the newest checkpoint is {saved.path}" if saved else "there is no checkpoint"
-        begin = f"Ended at once by a second {signal_name(signal)}, without saving; {where}"
+        begin = f"Ended at once by a second {by}, without saving; {where}"
     elif saved is None:
-        begin = f"Stopped by {signal_name(signal)} before the first step, with nothing to save"
+        begin = f"Stopped by {by} before the first step, with nothing to save"
     elif saved.step == step:
-        begin = f"Stopped by {signal_name(signal)} after step {step:,}, which is saved in {saved.path}"
+        begin = f"Stopped by {by} after step {step:,}, which is saved in {saved.path}"
     else:
-        begin = f"Stopped by {signal_name(signal)} after step {step:,}; the newest checkpoint is {saved.path}"
+        begin = f"Stopped by {by} after step {step:,}; the newest checkpoint is {saved.path}"
     return f"{begin}; resume with:\n  {resumed}" if saved else f"{begin}; start again with:\n  {command}"
 
 
@@ -337,6 +346,7 @@ def _train(
     config: Config,
     run_dir: Path,
     resume: Resume,
+    began: float,
     callbacks: "Sequence[Callback]" = (),
     source: "ModelSource | None" = None,
 ) -> "Stopped | None":
@@ -344,4 +354,4 @@ def _train(
     from threefold.train.entry_point import train as train_rank
 
     model = source or ConfigSource()
-    return train_rank(config, run_dir, resume, info.asked, info.local_rank == 0, callbacks, model)
+    return train_rank(config, run_dir, resume, info.asked, info.local_rank == 0, callbacks, model, began)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.saving.background import Written
 from threefold.errors import UserError
 from threefold.train.callbacks.base import EvaluationRecord, StepRecord
 
@@ -17,8 +18,22 @@ class DivergenceError(UserError):
 class CheckpointStore(Protocol):
     """Stores a run's checkpoints. Each method is collective over the world."""
 
-    def save(self, step: int) -> Path:
-        """Save a checkpoint after `step` updates, and return its folder."""
+    @property
+    def is_background(self) -> bool:
+        """Whether `save` returns before a checkpoint is complete, unless it is the last."""
+        ...
+
+    def save(self, step: int, last: bool = False) -> Path | None:
+        """Save a checkpoint after `step` updates, and return its folder; None where it could not be written and is not
+        the last of the run."""
+        ...
+
+    def finish(self) -> Written | None:
+        """Wait for the checkpoint that is being written in the background, and return it once."""
+        ...
+
+    def end(self, seconds: float | None = None) -> None:
+        """End what goes on beside the training, for which it may take so many seconds; None for as many as it takes."""
         ...
 
     def prune(self, step: int) -> None:
@@ -50,7 +65,7 @@ class SafeSaving:
     a bad update shows in the loss after it. So
 
     - a save that is due while steps are skipped, or after a loss that is not finite, waits for the next good step;
-    - older checkpoints are deleted only when the new one is known to be good;
+    - older checkpoints are deleted only when the new one is known to be good, and is complete;
     - when the run diverges, a checkpoint that no good step followed is renamed, and a resumed run starts from the one
       before it.
 
@@ -84,15 +99,34 @@ class SafeSaving:
         return (self._due or due) and self._healthy
 
     def save(self, step: int, due: bool) -> Path | None:
-        """Save after `step` updates if a checkpoint is due, or was, and the last loss was finite; None otherwise.
+        """Save after `step` updates if a checkpoint is due, or was, and the last loss was finite; None otherwise, and
+        where it could not be written: then the next one that is due tries again.
 
         Raises:
             DivergenceError: the weights are not finite.
-            UserError: on every rank, when it cannot be written.
         """
         saves = self.will_save(due)
         self._due = self._due or due
         return self._save(step) if saves else None
+
+    @property
+    def is_background(self) -> bool:
+        """Whether `save` returns before a checkpoint is complete, unless it is the last."""
+        return self._store.is_background
+
+    def finish(self) -> Written | None:
+        """Wait for the checkpoint that is being written in the background; returns it once it is complete, else None.
+        Collective over the world."""
+        written = self._store.finish()
+        if written is None or written.failure is None:
+            return written
+        if self._unproved == written.step:
+            self._unproved = None
+        return None
+
+    def end(self, seconds: float | None = None) -> None:
+        """End what goes on beside the training, for which it may take so many seconds; None for as many as it takes."""
+        self._store.end(seconds)
 
     def save_last(self, step: int, loss: Callable[[], float]) -> Path:
         """Save the checkpoint after the last step of this process, which no later step can show to be good.
@@ -110,7 +144,8 @@ class SafeSaving:
             raise self.explained(
                 DivergenceError(f"Training diverged at step {step}: the loss of the weights after it is {value:g}")
             )
-        path = self._save(step)
+        path = self._save(step, last=True)
+        assert path is not None  # else it raises
         if self._healthy:  # else all that is known is that the weights have not changed since the last good step
             self._prove()
         return path
@@ -118,6 +153,7 @@ class SafeSaving:
     def roll_back(self) -> Path | None:
         """The checkpoint to load after a bad step: the newest, or where no good step followed after it had been loaded
         like that, the one before it, the newest being set aside; None where there is none."""
+        self.finish()
         whole = self._store.whole()
         if not whole:
             return None
@@ -138,6 +174,7 @@ class SafeSaving:
     def explained(self, error: DivergenceError) -> DivergenceError:
         """The error with the checkpoint to resume from; one that no good step followed is set aside."""
         message = str(error).removesuffix(".")
+        self.finish()
         if self._unproved is not None and (moved := self._store.set_aside(self._unproved)):
             aside, older = moved
             return DivergenceError(
@@ -152,13 +189,15 @@ class SafeSaving:
         ways = f"remove it to resume from {whole[-2]}" if len(whole) > 1 else "start a new run in another folder"
         return DivergenceError(f"{message}; no good step followed {whole[-1]}: {ways}.")
 
-    def _save(self, step: int) -> Path:
+    def _save(self, step: int, last: bool = False) -> Path | None:
         if not self._store.is_finite():
             raise self.explained(
                 DivergenceError(f"Training diverged at step {step}: weights or optimizer state are not finite after it")
             )
-        path = self._store.save(step)
-        self._due, self._unproved = False, step
+        self._due = False
+        path = self._store.save(step, last)
+        if path is not None:
+            self._unproved = step
         return path
 
     def _prove(self) -> None:
@@ -169,4 +208,4 @@ class SafeSaving:
 
 def _step_of(path: Path) -> int:
     """The updates of a checkpoint's folder."""
-    return int(path.name.rpartition("_")[2])
+    return int(path.name.partition(".")[0].rpartition("_")[2])

@@ -1,5 +1,6 @@
 """Per-rank training entry point: opens the data, builds the engine, restores the start, runs the loop."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -41,6 +42,7 @@ def train(
     reads: bool = True,
     callbacks: Sequence[Callback] = (),
     source: ModelSource = ConfigSource(),  # noqa: B008
+    began: float | None = None,
 ) -> Stopped | None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
@@ -52,6 +54,7 @@ def train(
         reads: whether this rank checks the token files of its host in the background.
         callbacks: beside those of every run and those of `train.callbacks`, called after them.
         source: of the model.
+        began: when the run was started, as `time.time` has it; None for now.
 
     Returns:
         None after the last step; else the step at which a signal or a callback ended the run, the same on every rank.
@@ -59,6 +62,7 @@ def train(
     Raises:
         UserError: on every rank: bad data, no checkpoint to resume from, divergence, a full disk.
     """
+    began = time.time() if began is None else began
     keep_freed_memory()
     mesh = Mesh(Layout.of(config.parallel), _device(config))
     config = agree_on_micro_batch(config, mesh)
@@ -72,6 +76,8 @@ def train(
         engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
         policy = AnomalyPolicy(config)
         checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents(), policy.facts)
+        clock = checkpoints.run_by(began)
+        stop.clock = clock if mesh.rank == 0 else None
         step, lines = start.load(checkpoints)
         loader.consumed = checkpoints.consumed
         policy.resume(start.resumed.facts.anomalies if start.resumed else None)

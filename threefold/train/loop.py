@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from math import isfinite, nan
-from typing import Any
+from typing import Any, Final
 
 from threefold.config import Config
 from threefold.data.loader import Loader
@@ -24,6 +24,9 @@ from threefold.train.engine import Engine, NonFiniteStep
 from threefold.train.evaluate import evaluate, several
 from threefold.train.schedule import learning_rate
 from threefold.train.stop import Stopped
+
+_PATIENCE: Final = 60.0
+"""Seconds that a run which failed gives what it is writing beside the training."""
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -77,10 +80,13 @@ class TrainingLoop:
         """
         try:
             ended = self._run(start)
-        except BaseException:
+        except BaseException as error:
+            # With another error a rank may be lost, which what is being written would wait for.
+            self.saving.end(_PATIENCE if isinstance(error, UserError) else 0)
             with suppress(UserError):  # the first error is the one to report
                 self._close()
             raise
+        self.saving.end()
         self._close()
         return ended
 
@@ -107,6 +113,8 @@ class TrainingLoop:
                 self._evaluate(step)
             if (ended or evaluates) and not stop.is_due:
                 stop.agree(mesh)
+            if stop.save_ended:
+                self._finish_saving()
             if step == last or stop.is_due:
                 self._save_last(step)
             elif self._save(step):
@@ -227,16 +235,25 @@ class TrainingLoop:
 
     def _save(self, step: int) -> bool:
         """Save if a checkpoint is due; returns whether it was."""
-        due = is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
+        by_clock, self.engine.stop.save_is_due = self.engine.stop.save_is_due, False
+        due = by_clock or is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
         if self.saving.will_save(due):
+            self._finish_saving()
             self._notify("before_checkpoint", step)
         path = self.saving.save(step, due)
         if path is not None:
-            self._notify("after_checkpoint", step, path)
+            self._notify(*(("after_staging", step) if self.saving.is_background else ("after_checkpoint", step, path)))
         return path is not None
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written in the background, and tell the callbacks of it."""
+        self.engine.stop.save_ended = False
+        if (written := self.saving.finish()) is not None:
+            self._notify("after_checkpoint", written.step, written.path)
 
     def _save_last(self, step: int) -> None:
         """Save the checkpoint after the last step of this process."""
+        self._finish_saving()
         self._notify("before_checkpoint", step)
         path = self.saving.save_last(step, lambda: self._loss_after(step))
         self._notify("after_checkpoint", step, path)

@@ -1,5 +1,6 @@
 """An engine's state as named global tensors, and a run's checkpoints made of it."""
 
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -7,10 +8,13 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files, prune
 from threefold.checkpoint.manifest import AnomalyFacts, Facts, read_manifest
 from threefold.checkpoint.resume import consumed_by
-from threefold.checkpoint.save import prune_checkpoints, save_checkpoint, set_aside_checkpoint
+from threefold.checkpoint.save import save_checkpoint, set_aside_checkpoint
+from threefold.checkpoint.saving.background import BackgroundSaver, Written
+from threefold.checkpoint.saving.mirror import Mirror
+from threefold.checkpoint.saving.remote import RemoteCheckpoints
 from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.checkpoint.writer import WRITER, record_of
@@ -26,6 +30,11 @@ from threefold.models.source import file_source
 from threefold.random.rng import STREAMS, stored_as
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.engine import Engine
+from threefold.train.saving.clock import RunClock
+from threefold.train.saving.warning import FailureWarning
+
+_LONG_WAIT = 1.0
+"""Seconds of waiting for the checkpoint before, from which on it is told."""
 
 
 def model_tensors(engine: Engine) -> dict[str, Tensor]:
@@ -72,6 +81,12 @@ class Checkpoints:
         self.contents, self.anomalies = contents, anomalies
         self.consumed = ConsumedSamples(config.train.global_batch_size)
         self._passed: frozenset[Path] = frozenset()
+        self.clock: RunClock | None = None
+        self._background = BackgroundSaver(engine.mesh) if config.checkpoint.async_save else None
+        first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
+        self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
+        self._waiting = FailureWarning(first, "save less often (checkpoint.every) to spare that")
+        self._mirror = self._open_mirror() if first else None
         self._sizes = dataset.sizes()
         self._texts: dict[str, str] = {}
         if engine.mesh.world.is_first:
@@ -85,35 +100,127 @@ class Checkpoints:
             if dataset.template is not None:
                 self._texts |= {PREFIX + name: text for name, text in dataset.template.files().items()}
 
-    def save(self, step: int) -> Path:
-        """Save a checkpoint after `step` updates, and return its folder.
+    def run_by(self, began: float) -> RunClock | None:
+        """Have this rank's clock say what is due, of a run that was started at `began`; None where nothing is."""
+        config = self.config
+        background = self._background
+        if not (config.checkpoint.every_seconds or config.train.max_seconds or background):
+            return None
+        held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(self.engine).values())
+        size = held * self.engine.mesh.pp.size
+        self.clock = RunClock(config, began, size, lambda: background is not None and background.is_done)
+        return self.clock
+
+    @property
+    def is_background(self) -> bool:
+        """Whether `save` returns before a checkpoint is complete, unless it is the last."""
+        return self._background is not None
+
+    def save(self, step: int, last: bool = False) -> Path | None:
+        """Save a checkpoint after `step` updates, in the background where the config says so.
+
+        Args:
+            step: made so far.
+            last: whether the run ends with it, so that it is waited for and has to be written.
+
+        Returns:
+            its folder; None where it could not be written and the run continues.
 
         Raises:
-            UserError: on every rank, when it cannot be written.
+            UserError: on every rank, when the last one cannot be written.
         """
+        begun = time.monotonic()
+        if self.clock is not None:
+            self.clock.saving()
         tensors = engine_tensors(self.engine)
         if self.engine.streams.used:
             tensors |= self.engine.streams.stored(self.engine.mesh.layout.shape)
         texts = self._texts | {WRITER: record_of(self.config.parallel).text}
-        path = save_checkpoint(self.run_dir, self._facts(step), tensors, texts, self.engine.mesh.world)
-        self._passed -= {path}  # it replaced a damaged one
+        if self._background is not None and not last:
+            return self._background.save(self.run_dir, self._facts(step), tensors, texts)
+        try:
+            path = save_checkpoint(self.run_dir, self._facts(step), tensors, texts, self.engine.mesh.world)
+        except UserError as error:
+            if last:
+                raise
+            self._saving.failed(str(error))
+            return None
+        self._complete(step, path, time.monotonic() - begun)
         return path
 
-    def prune(self, step: int) -> None:
-        """Delete all but the newest `checkpoint.keep` up to that of `step`.
+    def finish(self) -> Written | None:
+        """Wait for the checkpoint that is being written in the background; returns it once, and None where there is
+        none. One that could not be written was told."""
+        if self._background is None:
+            return None
+        begun = time.monotonic()
+        written, waited = self._background.wait(), time.monotonic() - begun
+        if written is None:
+            return None
+        if waited > _LONG_WAIT:
+            self._waiting.failed(
+                f"The checkpoint of step {written.step} was still being written {waited:.1f} s after the next was due, "
+                "for which the ranks have waited"
+            )
+        if written.failure is not None:
+            self._saving.failed(str(written.failure))
+        else:
+            self._complete(written.step, written.path, written.seconds)
+        return written
 
-        Raises:
-            UserError: on every rank, when one cannot be deleted.
-        """
-        prune_checkpoints(self.run_dir, self.config.checkpoint.keep, step, self.engine.mesh.world, self._passed)
+    def end(self, seconds: float | None = None) -> None:
+        """End what goes on beside the training, for which it may take so many seconds; None for as many as it takes."""
+        if self._background is not None and self._background.end(seconds):
+            self.finish()
+        if self._mirror is not None:
+            self._mirror.end(seconds)
+
+    def prune(self, step: int) -> None:
+        """Delete those up to that of `step` that `checkpoint.keep` and `keep_every` do not keep, on the first rank."""
+        if not self.engine.mesh.world.is_first:
+            return
+        if self._background is not None:  # after the one of `step`, without which none is superfluous
+            self._background.then(lambda: self._prune(step))
+        else:
+            self._prune(step)
+
+    def _prune(self, step: int) -> None:
+        settings, used = self.config.checkpoint, frozenset() if self._mirror is None else self._mirror.in_use
+        try:
+            prune(self.run_dir, settings.keep, step, self._passed | used, settings.keep_every)
+            self._pruning.worked()
+        except OSError as error:
+            self._pruning.failed(f"An old checkpoint of {self.run_dir} cannot be deleted ({error})")
+
+    def _complete(self, step: int, path: Path, seconds: float) -> None:
+        """A checkpoint is complete."""
+        self._saving.worked()
+        self._passed -= {path}  # it replaced a damaged one
+        if self.clock is not None:
+            self.clock.saved(seconds)
+        if self._mirror is not None:
+            self._mirror.add(step, path)
+
+    def _open_mirror(self) -> Mirror | None:
+        settings = self.config.checkpoint
+        if settings.remote is None:
+            return None
+        told = FailureWarning(True, "training continues, and the next checkpoint is copied there again")
+        remote = RemoteCheckpoints(settings.remote)
+        return Mirror(remote, settings.keep, settings.keep_every, told.failed, told.worked)
 
     def whole(self) -> list[Path]:
         """Folders of the complete checkpoints, oldest first."""
+        self.finish()
         return [checkpoint.path for checkpoint in complete(self.run_dir)]
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
         """As `set_aside_checkpoint`."""
-        return set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
+        self.finish()
+        moved = set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
+        if moved is not None and self._mirror is not None:
+            self._mirror.remove(step)
+        return moved
 
     def is_finite(self) -> bool:
         """Whether weights and optimizer state are finite on every rank."""

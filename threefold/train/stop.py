@@ -1,4 +1,4 @@
-"""Early stop: the ranks of a run agree to end it after the same step.
+"""Early stop: the ranks of a run agree to end it after the same step, or to save a checkpoint after it.
 
 A rank's request is one more element of an all-reduce that each step and each evaluation does anyway, so it needs no
 collective of its own, and every rank receives it at the same point of its program. Only where a callback asked do the
@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -18,25 +19,46 @@ from threefold.errors import UserError
 from threefold.files import shown
 
 # Powers far enough apart that a sum over up to 2^16 ranks shows which of them it contains; exact in fp64. Only one rank
-# watches the folder.
-_INTERRUPT, _TERMINATE, _REASON, _FOLDER_LOST = 1.0, float(1 << 16), float(1 << 32), float(1 << 49)
+# watches the folder and the clock.
+_INTERRUPT, _TERMINATE, _REASON = 1.0, float(1 << 16), float(1 << 32)
+_FOLDER_LOST, _SAVE_DUE, _TIME_UP, _SAVED = (float(1 << bit) for bit in (49, 50, 51, 52))
 _LONGEST_REASON = 1000
 """Characters of a reason that are exchanged."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that a signal or a callback ended before its last step.
+    """A run that a signal, a callback or its time limit ended before its last step.
 
     Attributes:
-        signal: SIGINT or SIGTERM; 0 where a callback ended it.
+        signal: SIGINT or SIGTERM; 0 where something else ended it.
         step: updates made.
-        reason: the callback's; empty where a signal ended it.
+        reason: the callback's; empty where something else ended it.
+        limit: the time limit that ended it, as its setting and value; empty where something else did.
     """
 
     signal: int
     step: int
     reason: str = ""
+    limit: str = ""
+
+
+class Clock(Protocol):
+    """What the first rank's clock asks of the run."""
+
+    limit: str
+
+    def save_is_due(self) -> bool:
+        """Whether a checkpoint is due by the clock."""
+        ...
+
+    def time_is_up(self) -> bool:
+        """Whether the run has to end now, to be done within its time limit."""
+        ...
+
+    def save_ended(self) -> bool:
+        """Whether a checkpoint that was written in the background is complete now."""
+        ...
 
 
 class Stop:
@@ -49,12 +71,17 @@ class Stop:
 
     Attributes:
         signal: what the ranks agreed on: the number of the signal that ends the run, 0 where none does.
-        is_due: whether they agreed to end the run, for a signal or a callback's reason.
+        is_due: whether they agreed to end the run, for a signal, a callback's reason or its time limit.
+        save_is_due: whether they agreed that a checkpoint is due by the clock; to be reset where it is saved.
+        save_ended: whether they agreed that the checkpoint in the background is complete; to be reset likewise.
+        clock: of the first rank, where there is one; the others have None.
     """
 
     def __init__(
         self, asked: Callable[[], int] = lambda: 0, run_dir: Path | None = None, watches: bool = False
     ) -> None:
+        self.clock: Clock | None = None
+        self.save_is_due, self.save_ended, self._limited = False, False, False
         self._asked, self._run_dir = asked, run_dir
         self._watched = run_dir if watches else None
         self._identity = _identity(self._watched) if self._watched else None
@@ -72,7 +99,15 @@ class Stop:
             return _FOLDER_LOST
         reason = 0.0 if self._reason is None else _REASON
         asked = self._asked()
-        return reason + (0.0 if not asked else _INTERRUPT if asked == signal.SIGINT else _TERMINATE)
+        return self._by_clock() + reason + (0.0 if not asked else _INTERRUPT if asked == signal.SIGINT else _TERMINATE)
+
+    def _by_clock(self) -> float:
+        clock = self.clock
+        if clock is None:
+            return 0.0
+        due = _SAVE_DUE if not self.save_is_due and clock.save_is_due() else 0.0
+        up = _TIME_UP if clock.time_is_up() else 0.0
+        return due + up + (_SAVED if not self.save_ended and clock.save_ended() else 0.0)
 
     def receive(self, requests: float) -> None:
         """Set `signal` and `is_due` from the sum of all ranks' requests.
@@ -80,7 +115,7 @@ class Stop:
         Raises:
             UserError: on every rank, when the run's folder is gone.
         """
-        if requests >= _FOLDER_LOST:
+        if _holds(requests, _FOLDER_LOST):
             name = f" {shown(self._run_dir)}" if self._run_dir else ""
             raise UserError(
                 f"The run's folder{name} was deleted or replaced while the run was writing to it, so the run ends "
@@ -89,7 +124,10 @@ class Stop:
         signals = requests % _REASON
         if signals:
             self.signal = signal.SIGTERM if signals >= _TERMINATE else signal.SIGINT
-        self.is_due = self.is_due or requests > 0
+        self._limited = self._limited or _holds(requests, _TIME_UP)
+        self.save_is_due = self.save_is_due or _holds(requests, _SAVE_DUE)
+        self.save_ended = self.save_ended or _holds(requests, _SAVED)
+        self.is_due = self.is_due or self._limited or requests % _FOLDER_LOST > 0
 
     def agree(self, mesh: Mesh) -> bool:
         """All-reduce the requests now, and return `is_due`. Collective over the world."""
@@ -99,11 +137,17 @@ class Stop:
 
     def result(self, mesh: Mesh, step: int) -> Stopped:
         """How the run ended after `step` updates: of the reasons of several ranks that of the lowest rank, and of a
-        signal and a reason the signal. Collective over the world, once `is_due`."""
+        signal, a reason and the time limit the first. Collective over the world, once `is_due`."""
         if self.signal:
             return Stopped(self.signal, step)
-        reasons = mesh.world.gather_objects(self._reason)
-        return Stopped(0, step, next(reason for reason in reasons if reason is not None))
+        told = mesh.world.gather_objects((self._reason, "" if self.clock is None else self.clock.limit))
+        reasons = [reason for reason, _ in told if reason is not None]
+        return Stopped(0, step, reasons[0]) if reasons else Stopped(0, step, limit=told[0][1])
+
+
+def _holds(requests: float, flag: float) -> bool:
+    """Whether a sum of requests has a flag that one rank alone sets."""
+    return requests // flag % 2 == 1
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

@@ -50,8 +50,16 @@ class NoCheckpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def save(self, step: int) -> Path:
+    is_background = False
+
+    def save(self, step: int, last: bool = False) -> Path:
         return self.folder / str(step)
+
+    def finish(self) -> None:
+        return None
+
+    def end(self, seconds: float | None = None) -> None:
+        pass
 
     def prune(self, step: int) -> None:
         pass

@@ -23,6 +23,7 @@ def check(config: Config, vocab_size: int) -> None:
     _check_optimizer(config)
     _check_precision(config)
     _check_recompute(config)
+    _check_checkpoints(config)
     check_together(config)
     if config.precision.dtype == "fp64" and config.train.device == "cuda":
         raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
@@ -115,6 +116,17 @@ def _check_recompute(config: Config) -> None:
         raise problem(config, "train.recompute_every", rule)
     if layers is not None and train.recompute_every > layers:
         raise problem(config, "train.recompute_every", f"model.num_layers is {layers}; use at most {layers}")
+
+
+def _check_checkpoints(config: Config) -> None:
+    every, kept = config.checkpoint.every, config.checkpoint.keep_every
+    if kept is None:
+        return
+    if not every:
+        raise problem(config, "checkpoint.keep_every", "checkpoint.every is 0; leave it out or give every, too")
+    if kept % every:
+        rule = f"must be a multiple of checkpoint.every {every}; use {nearest_multiple(kept, every)}"
+        raise problem(config, "checkpoint.keep_every", rule)
 
 
 def _check_optimizer(config: Config) -> None:

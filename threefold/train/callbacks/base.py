@@ -119,10 +119,11 @@ class Callback:
     """Base class of training callbacks: each method is called at its moment of the run, and does nothing here.
 
     The order in a run is: setup, before_fit; for each step before_epoch (if one begins), before_step, after_step,
-    after_epoch (if one is complete), before_evaluation and after_evaluation (if due), before_checkpoint and
-    after_checkpoint (if due); after_stop, if a callback ended the run; then after_fit, if neither a failure nor a
-    signal did, and close, always. A step that is skipped on purpose (`data.skip_steps`) has no before_step, and one
-    that leads to a rollback has after_rollback in the place of after_step. At each moment callbacks are called in their
+    after_epoch (if one is complete), before_evaluation and after_evaluation (if due), before_checkpoint,
+    after_staging (of an asynchronous save) and after_checkpoint (if due); after_stop, if a callback ended the run; then
+    after_fit, if neither a failure nor a signal did, and close, always. A step that is skipped on purpose
+    (`data.skip_steps`) has no before_step, and one that leads to a rollback has after_rollback in the place of
+    after_step. At each moment callbacks are called in their
     order: the built-in ones in that of their table, then those of `train.callbacks`, then those given to `Trainer`,
     each as listed. An exception ends the run on all ranks, in one sentence that names the callback and its rank.
 
@@ -183,8 +184,12 @@ class Callback:
     def before_checkpoint(self, step: int) -> None:
         """Before a checkpoint is saved, after `step` updates."""
 
+    def after_staging(self, step: int) -> None:
+        """The state after `step` updates has been copied, and the steps go on while a checkpoint is made of it; with
+        `checkpoint.async_save` alone."""
+
     def after_checkpoint(self, step: int, path: Path) -> None:
-        """A complete checkpoint has been saved at `path`."""
+        """A complete checkpoint has been saved at `path`; with `checkpoint.async_save` some steps after `step`."""
 
     def after_stop(self, step: int, reason: str) -> None:
         """A callback's `stop` has ended the run after `step` updates, before its last step."""

@@ -14,7 +14,8 @@ class PhaseTimers(Callback):
 
     The phases of a step are `data` (waiting for the batch), `callbacks` (their `before_step`), `forward_backward` (with
     the gradients' synchronisation) and `update` (with the exchange of loss and gradient norm); beside them are
-    `evaluation` and `checkpoint`. On a GPU the forward and backward passes show in `update`, which waits for them.
+    `evaluation` and `checkpoint`, of an asynchronous save what the steps wait for. On a GPU the forward and backward
+    passes show in `update`, which waits for them.
 
     Args:
         path: of the file; a relative one is in the run's folder.
@@ -27,7 +28,7 @@ class PhaseTimers(Callback):
         self.path = Path(path)
         phases = ("data", "callbacks", "forward_backward", "update", "evaluation", "checkpoint")
         self.seconds = dict.fromkeys(phases, 0.0)
-        self._saving = 0.0
+        self._saving: float | None = None
 
     def setup(self, run: RunContext) -> None:
         self.path = run.run_dir / self.path
@@ -42,8 +43,16 @@ class PhaseTimers(Callback):
     def before_checkpoint(self, step: int) -> None:
         self._saving = time.perf_counter()
 
+    def after_staging(self, step: int) -> None:
+        self._saved()
+
     def after_checkpoint(self, step: int, path: Path) -> None:
-        self.seconds["checkpoint"] += time.perf_counter() - self._saving
+        self._saved()
+
+    def _saved(self) -> None:
+        if self._saving is not None:
+            self.seconds["checkpoint"] += time.perf_counter() - self._saving
+            self._saving = None
 
     def after_fit(self) -> None:
         total = sum(self.seconds.values()) or 1.0

@@ -1,0 +1,225 @@
+"""Copies of a run's checkpoints at an address of `fsspec`, such as `s3://bucket/run`.
+
+ADDRESS/step_00000100/ has the files of RUN/checkpoints/step_00000100. An object store renames nothing, so the manifest,
+checkpoint.json, is what makes a copy complete: it is written when every other file is there with all its bytes, and
+deleted before any of them. It keeps a checksum of itself, so that half of one is none.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from filelock import FileLock
+
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.folder import FOLDER, complete, path_of, superfluous
+from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.output.durable import sync
+from threefold.sealed_json import is_intact
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_SETTING: Final = "checkpoint.remote"
+
+
+class RemoteCheckpoints:
+    """The checkpoints at an address.
+
+    Args:
+        address: with its protocol; credentials and endpoints are those that `fsspec` and the protocol's package find.
+
+    Raises:
+        UserError: the protocol is unknown, or its package is not installed or refuses the address.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        with self._failures("be opened"):
+            from fsspec.core import url_to_fs
+
+            self._files: AbstractFileSystem
+            self._files, self._root = url_to_fs(self.address)
+
+    def steps(self) -> list[int]:
+        """The steps of the complete ones, oldest first.
+
+        Raises:
+            UserError: the address cannot be read.
+        """
+        with self._failures("be read"):
+            return [step for step, name in sorted(self._folders().items()) if self._manifest(name) is not None]
+
+    def upload(self, folder: Path) -> None:
+        """Copy a complete checkpoint, in the place of one of its step.
+
+        Raises:
+            UserError: the address cannot be written; what is there is complete or not listed.
+        """
+        there = f"{self._root}/{folder.name}"
+        with self._failures("be written"):
+            self._remove(there)
+            self._files.makedirs(there, exist_ok=True)
+            sizes = {name: record.bytes for name, record in read_manifest(folder).files.items()}
+            for name in sizes:
+                self._files.put_file(str(folder / name), f"{there}/{name}")
+            self._require_sizes(there, sizes)
+            self._flush(there, sizes)
+            self._files.put_file(str(folder / MANIFEST), f"{there}/{MANIFEST}")
+            self._flush(there, [MANIFEST])
+
+    def prune(self, keep: int, keep_every: int | None, newest: int) -> None:
+        """Delete those up to the step `newest` that need not stay, as `superfluous` says, and incomplete ones.
+
+        Raises:
+            UserError: one cannot be deleted.
+        """
+        whole = [step for step in self.steps() if step <= newest]
+        kept = set(whole) - set(superfluous(whole, keep, keep_every))
+        with self._failures("be written"):
+            for step, name in self._folders().items():
+                if step <= newest and step not in kept:
+                    self._remove(f"{self._root}/{name}")
+
+    def remove(self, step: int) -> None:
+        """Delete the one of `step`, if there is one.
+
+        Raises:
+            UserError: it cannot be deleted.
+        """
+        with self._failures("be written"):
+            self._remove(f"{self._root}/{path_of(Path(), step).name}")
+
+    def download(self, step: int, run_dir: Path) -> Path:
+        """Copy a complete one into a run's folder: complete or not at all.
+
+        Returns:
+            its folder.
+
+        Raises:
+            UserError: it cannot be read, is damaged, or the folder cannot be written.
+        """
+        from threefold.checkpoint.save import put_in_place  # imports torch, as reading an address does not
+
+        path = path_of(run_dir, step)
+        partial, there = path.with_name(path.name + PARTIAL), f"{self._root}/{path.name}"
+        with self._failures("be read"):
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                self._files.get_file(f"{there}/{MANIFEST}", str(partial / MANIFEST))
+                manifest = read_manifest(partial)
+                for name in manifest.files:
+                    self._files.get_file(f"{there}/{name}", str(partial / name))
+                manifest.check_sizes()
+                for name in manifest.files:
+                    manifest.check_content(name)
+                    sync(partial / name)
+                sync(partial / MANIFEST)
+                sync(partial)
+                put_in_place(partial, path)
+            except DamagedCheckpoint as damage:
+                raise UserError(f"{self.address}/{path.name} is damaged: {damage.reason}; remove it.") from None
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return path
+
+    def _folders(self) -> dict[int, str]:
+        """The names of all folders that are named like a checkpoint, by step."""
+        self._files.invalidate_cache()
+        try:
+            names = [entry.rstrip("/").rpartition("/")[2] for entry in self._files.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return {}
+        found = {int(name[5:]): name for name in names if name.startswith("step_") and name[5:].isdigit()}
+        return {step: name for step, name in found.items() if path_of(Path(), step).name == name}
+
+    def _manifest(self, name: str) -> dict[str, Any] | None:
+        """The manifest of a folder; None where it is missing or not as it was written."""
+        try:
+            text = self._files.cat_file(f"{self._root}/{name}/{MANIFEST}").decode("utf-8")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        return dict(json.loads(text)) if is_intact(text) else None
+
+    def _remove(self, there: str) -> None:
+        """Delete a folder, its manifest first, so that it is incomplete from the beginning."""
+        self._files.invalidate_cache()
+        if self._files.exists(f"{there}/{MANIFEST}"):
+            self._files.rm_file(f"{there}/{MANIFEST}")
+        if self._files.exists(there):
+            self._files.rm(there, recursive=True)
+
+    def _require_sizes(self, there: str, sizes: dict[str, int]) -> None:
+        self._files.invalidate_cache()
+        for name, size in sizes.items():
+            if (found := self._files.size(f"{there}/{name}")) != size:
+                raise OSError(f"{name} has {found:,} bytes there instead of {size:,}")
+
+    def _flush(self, there: str, names: Iterable[str]) -> None:
+        """Put files on the disk where the address is one of this machine's; object stores have them at once."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        if isinstance(self._files, LocalFileSystem):
+            for name in names:
+                sync(Path(there, name))
+            sync(Path(there))
+            sync(Path(there).parent)
+
+    @contextmanager
+    def _failures(self, verb: str) -> Iterator[None]:
+        """Failures of the file system, whichever package raises them, as one sentence."""
+        try:
+            yield
+        except UserError:
+            raise
+        except ImportError as error:
+            raise UserError(
+                f"{_SETTING} is {shown(self.address)}, which needs another package ({_reason(error)}); install it, "
+                "such as s3fs for s3://."
+            ) from None
+        except Exception as error:
+            raise UserError(f"{_SETTING} is {shown(self.address)}, which cannot {verb}: {_reason(error)}.") from error
+
+
+def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
+    """Before a run: where it resumes, copy the newest checkpoint at an address into its folder, if that has none as
+    new; of several processes that share the folder one does.
+
+    Args:
+        address: the value of `checkpoint.remote`.
+        run_dir: the run's folder.
+        resumes: whether the run resumes where there is a checkpoint.
+
+    Returns:
+        the folder of what was copied; None where nothing was.
+
+    Raises:
+        UserError: the address cannot be read, the folder cannot be written, or a new run would mix its checkpoints with
+            those that are there.
+    """
+    remote = RemoteCheckpoints(address)
+    there = remote.steps()
+    if not there:
+        return None
+    if not resumes:
+        raise UserError(
+            f"{_SETTING} is {shown(address)}, which already has checkpoints; resume with --resume, or choose another "
+            "address."
+        )
+    try:
+        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+        with FileLock(run_dir / FOLDER / ".remote.lock"):
+            here = [checkpoint.step for checkpoint in complete(run_dir)]
+            return remote.download(there[-1], run_dir) if not here or here[-1] < there[-1] else None
+    except OSError as error:
+        raise UserError(f"{shown(run_dir)} cannot be written ({error.strerror}); choose another --run-dir.") from None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].removesuffix(".") or type(error).__name__
