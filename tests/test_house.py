@@ -89,7 +89,7 @@ ADMITTED = {
         'torch.load(held, map_location="cpu", weights_only=True)': "makes tensors and nothing else",
     },
     "threefold/checkpoint/tensors.py": {
-        "dcp.load(detached(tensors), storage_reader=Reader(folder)": "our reader, whose files hold no pickle",
+        "dcp.load(detached(tensors), storage_reader=Reader(folder, ": "our reader, whose files hold no pickle",
     },
     "threefold/verify/reference.py": {
         "torch.load(folder / FILE, mmap=True, weights_only=True)": "our own file; only tensors"

@@ -48,6 +48,16 @@ def test_assert_async() -> None:
     assert "the label is wrong" in said, "torch._assert_async no longer raises its message for a false scalar on a CPU"
 
 
+def test_nccl_records() -> None:
+    """Without NCCL there are none, and where it is there torch has a name for them."""
+    from threefold.torch_private.distributed import nccl_records
+
+    if not dist.is_nccl_available():
+        assert nccl_records() is None
+    else:
+        assert isinstance(nccl_records(), bytes), "torch._C._distributed_c10d._dump_nccl_trace is no longer there"
+
+
 def test_foreach() -> None:
     from threefold.torch_private.tensors import foreach_copy_, foreach_mul_, foreach_norm
 
@@ -152,6 +162,7 @@ def _meshes() -> list[str]:
         StridedPlacement,
         clear_dtensor_cache,
         concatenate_meshes,
+        copy_group_timeout,
         default_store,
         flatten_mesh,
         process_group_timeout,
@@ -175,6 +186,9 @@ def _meshes() -> list[str]:
         wrong.append("_StridedShard is no longer a placement of its own with the dim that it cuts")
     if process_group_timeout(mesh["tp"].get_group()) <= 0:
         wrong.append("ProcessGroup._get_backend(…).options._timeout is no longer how long collectives wait")
+    copy_group_timeout(mesh["tp"].get_group())
+    if process_group_timeout(mesh["tp"].get_group()) != process_group_timeout(dist.group.WORLD):
+        wrong.append("ProcessGroup._get_backend(…)._set_default_timeout no longer sets how long collectives wait")
     if default_store().compare_set("canary", "", "first").decode() != "first":
         wrong.append("_get_default_store no longer returns the store of the default process group")
     clear_dtensor_cache()

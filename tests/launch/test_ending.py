@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cpu_waits import CpuWaits
+from tests.support.processes import runs
 from tests.support.sweep import sweep
 from threefold.launch.output import log_file
 
@@ -52,14 +53,6 @@ def started(launcher: str, script: Path) -> list[subprocess.Popen[str]]:
         )
         for variables in (ranks if launcher == "slurm" else [{}])
     ]
-
-
-def runs(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 COLLECTIVE, NOTHING = "in a collective", "for nothing"

@@ -40,6 +40,7 @@ _FREE_KEYS = frozenset(
         "train.micro_batch_size",
         "train.gradient_accumulation_steps",
         "train.device",
+        "train.timeout",
         "precision.loss_scale",  # the checkpoint has its current value
         "train.compile",
         "train.recompute",

@@ -39,7 +39,7 @@ def save_checkpoint(
     Raises:
         UserError: on every rank, when it cannot be written.
     """
-    return write_checkpoint(run_dir, facts, texts, world, lambda folder: save_tensors(tensors, folder))
+    return write_checkpoint(run_dir, facts, texts, world, lambda folder: save_tensors(tensors, folder, world))
 
 
 def write_checkpoint(

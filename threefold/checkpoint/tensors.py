@@ -7,7 +7,7 @@ reads any part of it, so neither the layout nor the dtype of the writer matters 
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,23 +18,26 @@ from torch.distributed.checkpoint.api import CheckpointException
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.format.storage import Reader, Writer, stored_index
 from threefold.checkpoint.strided_shard import StridedShard, is_strided
+from threefold.comm.axis import Axis
+from threefold.comm.heartbeat import Heartbeat
 from threefold.errors import UserError
 
 
-def save_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None = None) -> None:
     """Write tensors to `folder`, durably. Collective over the world.
 
     Args:
         tensors: by name; a `DTensor` where sharded, the same plain tensor on every rank where replicated. A rank passes
             those that it holds.
         folder: an empty folder shared by all ranks.
+        world: all ranks, for the heartbeat of this one.
 
     Raises:
         OSError: on every rank, when a rank cannot write.
     """
     try:
-        with _quiet():
-            dcp.save(detached(tensors), storage_writer=Writer(folder))
+        with _quiet(), _waiting(world):
+            dcp.save(detached(tensors), storage_writer=Writer(folder, _heartbeat(world)))
     except CheckpointException as error:
         raise OSError(_reason(error)) from error
 
@@ -53,25 +56,27 @@ def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: dcp.
     """
     try:
         with _quiet():
-            dcp.save(dict(tensors), storage_writer=writer or Writer(folder), no_dist=True)
+            dcp.save(dict(tensors), storage_writer=writer or Writer(folder, Heartbeat()), no_dist=True)
     except CheckpointException as error:
         _let_through(error, UserError, OSError, KeyboardInterrupt)
         raise OSError(_reason(error)) from error
 
 
-def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def load_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None = None) -> None:
     """Fill tensors in place from a checkpoint. Collective over the world.
 
     Args:
         tensors: by name, of any layout and dtype; filled in place.
         folder: a whole checkpoint.
+        world: as of `save_tensors`.
 
     Raises:
         DamagedCheckpoint: on every rank, when what a rank reads is not as it was written; tensors may be filled in
             part then.
         UserError: on every rank, when the checkpoint lacks a name or has another shape.
     """
-    _load(tensors, folder, alone=False)
+    with _waiting(world):
+        _load(tensors, folder, alone=False, heartbeat=_heartbeat(world))
 
 
 def stored_names(folder: Path) -> set[str]:
@@ -94,13 +99,22 @@ def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype
 
 def load_tensors_alone(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """As `load_tensors`, in a process that is in no process group."""
-    _load(tensors, folder, alone=True)
+    _load(tensors, folder, alone=True, heartbeat=Heartbeat())
 
 
-def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool) -> None:
+def _waiting(world: Axis | None) -> AbstractContextManager[None]:
+    """Torch's exchange of plans and results, in which this rank waits for the others unless it writes or reads."""
+    return nullcontext() if world is None or world.size == 1 else world.waiting("gather")
+
+
+def _heartbeat(world: Axis | None) -> Heartbeat:
+    return Heartbeat() if world is None else world.heartbeat
+
+
+def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool, heartbeat: Heartbeat) -> None:
     try:
         with _quiet():
-            dcp.load(detached(tensors), storage_reader=Reader(folder), no_dist=alone)
+            dcp.load(detached(tensors), storage_reader=Reader(folder, heartbeat), no_dist=alone)
     except CheckpointException as error:
         _let_through(error, KeyboardInterrupt, DamagedCheckpoint)
         raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error

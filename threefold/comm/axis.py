@@ -2,18 +2,44 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.shared_memory import SharedMemoryGroup
 from threefold.comm.tensor_pickle import dumps
 from threefold.torch_private.tensors import foreach_copy_
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Method = Callable[Concatenate["Axis", _P], _T]
+
+
+def _waits(operation: str) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
+    """Marks a method in which this rank waits for the others of the axis, for its heartbeat."""
+    first_code = wait_code(operation, 0)
+
+    def of(method: _Method[_P, _T]) -> _Method[_P, _T]:
+        @wraps(method)
+        def waiting(self: "Axis", *args: _P.args, **options: _P.kwargs) -> _T:
+            if len(self.ranks) == 1:
+                return method(self, *args, **options)
+            self.heartbeat.wait(first_code + self.number)
+            try:
+                return method(self, *args, **options)
+            finally:
+                self.heartbeat.resume()
+
+        return waiting
+
+    return of
 
 
 @dataclass(frozen=True)
@@ -64,6 +90,7 @@ class Axis:
         index: this rank's index in `ranks`.
         group: torch's process group of the ranks, for `torch.distributed`; None in a process that is alone.
         device_mesh: the one-dimensional mesh of this axis's `DTensor`s; None for groups that are no axis.
+        heartbeat: where this rank notes that it waits in a collective, the axis by its `number` there.
     """
 
     name: str
@@ -73,6 +100,8 @@ class Axis:
     recorder: Recorder
     device_mesh: DeviceMesh | None = None
     shared: SharedMemoryGroup | None = None
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    number: int = 0
 
     @property
     def size(self) -> int:
@@ -109,6 +138,7 @@ class Axis:
         """Global rank of the rank after this one; of the last rank, that of the first (a ring)."""
         return self.ranks[(self.index + 1) % self.size]
 
+    @_waits("all_reduce")
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over the axis, the same bits on every rank; `tensor` is unchanged."""
         if self.shared is None or self.size == 1:
@@ -116,6 +146,7 @@ class Axis:
         self.recorder.add(self.name, "all_reduce", tensor)
         return self.shared.all_reduce(tensor)
 
+    @_waits("all_reduce")
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the axis, in place; every rank ends with the same bits."""
         if self.size == 1:
@@ -126,6 +157,17 @@ class Axis:
         else:
             self._reduce_contiguous(tensor, dist.ReduceOp.SUM)
         return tensor
+
+    def all_reduce_values(self, tensor: Tensor) -> list[Any]:
+        """Sum a one-dimensional `tensor` over the axis, in place, and return its elements."""
+        summed = self.all_reduce_(tensor)
+        values: list[Any]
+        if tensor.device.type == "cpu":
+            values = summed.tolist()
+        else:  # only this waits for the other ranks
+            with self.waiting("all_reduce"):
+                values = summed.tolist()
+        return values
 
     def all_reduce_together_(self, tensors: Sequence[Tensor]) -> None:
         """Sum `tensors`, of one dtype and in one order on all ranks, over the axis, in place, as one all-reduce."""
@@ -138,6 +180,7 @@ class Axis:
         parts = total.split([tensor.numel() for tensor in tensors])
         foreach_copy_(list(tensors), [part.view_as(to) for part, to in zip(parts, tensors, strict=True)])
 
+    @_waits("all_reduce_max")
     def all_reduce_max_(self, tensor: Tensor) -> Tensor:
         """Maximum of `tensor` over the axis, in place."""
         if self.size == 1:
@@ -156,6 +199,12 @@ class Axis:
         self.recorder.add(self.name, "all_reduce", tensor)
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
+    @_waits("all_reduce")
+    def finish_all_reduce(self, work: dist.Work) -> None:
+        """Wait for what `start_all_reduce_` started."""
+        work.wait()
+
+    @_waits("all_gather")
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Concatenate the ranks' tensors along `dim`; their sizes along `dim` may differ."""
         if self.size == 1:
@@ -170,6 +219,7 @@ class Axis:
         self.recorder.add(self.name, "all_gather", joined)
         return joined
 
+    @_waits("all_gather")
     def all_gather_equal(self, tensor: Tensor, dim: int) -> Tensor:
         """Concatenate the ranks' tensors, all of one shape, along `dim`."""
         if self.size == 1:
@@ -183,6 +233,7 @@ class Axis:
         dim %= tensor.dim()
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
+    @_waits("reduce_scatter")
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Reduce-scatter: this rank's shard of the sum of `tensor` over the axis, of equal shards along `dim`.
 
@@ -202,6 +253,7 @@ class Axis:
         dist.reduce_scatter_single(part.view(-1), parts.view(-1), group=self.group)
         return part
 
+    @_waits("all_to_all")
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """All-to-all: send rows to each rank, and receive rows from each.
 
@@ -235,23 +287,30 @@ class Axis:
         works = dist.batch_isend_irecv(operations)
 
         def finish() -> Tensor:
-            for work in works:
-                work.wait()
+            self._finish_shift(works)
             operations.clear()  # which has kept what is sent until now
             return received
 
         return finish
 
+    @_waits("receive")
+    def _finish_shift(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            work.wait()
+
+    @_waits("send")
     def send(self, tensor: Tensor, to: int) -> None:
         """Send `tensor` to index `to` of the axis, and wait until it may be overwritten."""
         self.recorder.add(self.name, "send", tensor)
         dist.send(tensor.contiguous(), self.ranks[to], group=self.group)
 
+    @_waits("receive")
     def receive_(self, into: Tensor, source: int) -> Tensor:
         """Receive a contiguous tensor from index `source` of the axis."""
         dist.recv(into, self.ranks[source], group=self.group)
         return into
 
+    @_waits("broadcast")
     def broadcast_(self, tensor: Tensor, source: int) -> Tensor:
         """Broadcast a tensor from index `source` of the axis, in place."""
         if self.size > 1:
@@ -262,6 +321,7 @@ class Axis:
                 tensor.copy_(dense)
         return tensor
 
+    @_waits("gather")
     def gather_objects(self, value: Any) -> list[Any]:
         """What each rank of the axis passed, in the order of the axis."""
         if self.size == 1:
@@ -270,10 +330,19 @@ class Axis:
         dist.all_gather_object(found, dumps(value), group=self.group)
         return [pickle.loads(each) for each in found]
 
+    @_waits("barrier")
     def barrier(self) -> None:
         """Barrier: wait until every rank of the axis has called it."""
         if self.size > 1:
             dist.barrier(group=self.group)
+
+    def waiting(self, operation: str) -> AbstractContextManager[None]:
+        """Notes that this rank waits for the others in a block that calls the process group itself.
+
+        Args:
+            operation: one of `threefold.comm.heartbeat.OPERATIONS`.
+        """
+        return self.heartbeat.waiting(wait_code(operation, self.number))
 
     def _reduce_contiguous(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
         # A collective on a non-contiguous view may work on a copy of it and drop the result.

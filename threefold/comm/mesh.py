@@ -10,10 +10,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.comm.axis import Axis, Event, Recorder
+from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.comm.shared_memory import SharedMemoryGroup
 from threefold.errors import naming_arguments
-from threefold.torch_private.distributed import clear_dtensor_cache, flatten_mesh, unflatten_mesh
+from threefold.torch_private.distributed import (
+    clear_dtensor_cache,
+    copy_group_timeout,
+    flatten_mesh,
+    unflatten_mesh,
+)
 
 __all__ = ["Axis", "Event", "Mesh", "Recorder"]
 
@@ -30,8 +36,10 @@ class Mesh:
         device: of this rank.
         shared_memory: whether collectives of CPU tensors between ranks of one host go through memory that they share;
             False for those of the process group alone.
+        heartbeat: where this rank notes what it does; None for one that nobody reads.
 
     Attributes:
+        heartbeat: as given.
         dp, pp, cp, tp: the axes.
         replicas: dp and cp together, over which gradients are summed.
         ep: neighbouring replicas that share the experts; its `device_mesh` has `tp` as well.
@@ -42,7 +50,14 @@ class Mesh:
         UserError: the world's size is not the layout's.
     """
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu", *, shared_memory: bool = True) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        *,
+        shared_memory: bool = True,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
         with naming_arguments():
             layout.require_world(dist.get_world_size())
         self.layout = layout
@@ -51,10 +66,16 @@ class Mesh:
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = layout.coordinates(self.rank)
         self.recorder = Recorder()
+        self.heartbeat = heartbeat or Heartbeat()
+        self.heartbeat.activity(Activity.MESH)
+        everyone = tuple(range(layout.world_size))
+        with self.heartbeat.waiting(wait_code("gather", self.heartbeat.axis("world", everyone))):
+            self._make_axes(everyone)
+
+    def _make_axes(self, everyone: tuple[int, ...]) -> None:
         # DTensor's cache treats equal meshes as one, and would return the destroyed groups of an earlier one.
         clear_dtensor_cache()
-        self.device_mesh = init_device_mesh(self.device.type, layout.shape, mesh_dim_names=AXES)
-        everyone = tuple(range(layout.world_size))
+        self.device_mesh = init_device_mesh(self.device.type, self.layout.shape, mesh_dim_names=AXES)
         self.world = self._axis("world", everyone, dist.group.WORLD)
         self.dp, self.pp, self.cp, self.tp = (self._mesh_axis(name) for name in AXES)
         self.replicas = self._replicas()
@@ -66,7 +87,7 @@ class Mesh:
         """The mesh of a process without a process group: one rank, on which nothing is sharded."""
         mesh = cls.__new__(cls)
         mesh.layout, mesh.rank, mesh.device = Layout(), 0, torch.device(device)
-        mesh.coordinates, mesh.recorder = mesh.layout.coordinates(0), Recorder()
+        mesh.coordinates, mesh.recorder, mesh.heartbeat = mesh.layout.coordinates(0), Recorder(), Heartbeat()
         for name in ("world", *AXES, "ep"):
             setattr(mesh, name, Axis(name, (0,), 0, None, mesh.recorder))
         mesh.replicas = mesh.expert_replicas = mesh.dp
@@ -119,10 +140,12 @@ class Mesh:
         Collective over the world: every rank passes the same groups.
         """
         mine = None
-        for ranks in groups:
-            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-            if self.rank in ranks:
-                mine = self._axis(name, tuple(ranks), group)
+        world = self.heartbeat.axis("world", range(self.layout.world_size))
+        with self.heartbeat.waiting(wait_code("gather", world)):
+            for ranks in groups:
+                group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+                if self.rank in ranks:
+                    mine = self._axis(name, tuple(ranks), group)
         return mine
 
     def background_axis(self) -> Axis:
@@ -229,11 +252,15 @@ class Mesh:
     def _axis(
         self, name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None = None
     ) -> Axis:
+        if group is not None:
+            copy_group_timeout(group)
         shared = None
         if self._shares_memory and len(ranks) > 1 and group is not None:
             # Collectives of gloo cost latency and system time; those in shared memory have little of either.
             shared = SharedMemoryGroup.try_create(group, _SHARED_SLOT_BYTES)
-        return Axis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh, shared)
+        number = self.heartbeat.axis(name, ranks) if len(ranks) > 1 else 0
+        index = ranks.index(self.rank)
+        return Axis(name, ranks, index, group, self.recorder, device_mesh, shared, self.heartbeat, number)
 
     def __repr__(self) -> str:
         return f"Mesh({self.layout}, rank {self.rank} at {self.coordinates._asdict()}, {self.device})"

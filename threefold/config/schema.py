@@ -150,6 +150,11 @@ class TrainConfig(Section):
     compile: bool = False
     """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU and, in bf16, on a CPU; needs
     `parallel.tp` 1. Experts, and attention with `recompute: selective`, run as they are between compiled parts."""
+    timeout: float = Field(default=300.0, ge=0, le=MOST_SECONDS)
+    """Seconds that a rank may make no progress while another one waits for it, before the run ends with a message that
+    names it; 0 for any number. Everything that a rank begins or ends is progress, such as the forward pass of a
+    micro-batch or the writing of a tensor, so that the longest of these decides: compilation of a layer in the first
+    step with `train.compile`, or a callback of your own."""
     callbacks: tuple[CallbackEntry, ...] = derived(strict=False)
     """Training callbacks (docs/training.md), which the run gets beside the built-in ones, in this order: each a name
     (`early_stopping`, `csv_log`, `epoch_metrics`, `phase_timers`, `wandb`, `mlflow`, or one of an installed package) or

@@ -14,6 +14,9 @@ from threefold.errors import UserError
 from threefold.launch.output import log_file
 from threefold.launch.process import signal_name
 
+REPORTS: Final = "failures"
+"""The count in a launcher's store by which its ranks agree on the one that reports a failure."""
+
 
 class RankFailed(RuntimeError):
     """A rank failed and the run was ended; the message names the rank, its first error and its log file."""

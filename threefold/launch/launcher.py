@@ -1,15 +1,18 @@
 """Run a function on all ranks: on processes of this host, or in the ranks that torchrun or Slurm started."""
 
+import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from threefold.comm.heartbeat import Heartbeat, RunSection, wait_code
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank
-from threefold.launch.failure import Failure, RankFailed, from_exception, lost_rank_zero
+from threefold.launch.failure import REPORTS, Failure, RankFailed, from_exception, lost_rank_zero
 from threefold.launch.local import StartMethod, run_local, write_traceback
 from threefold.launch.output import failure_file
 from threefold.launch.process import require_room
@@ -32,6 +35,7 @@ def run(
     console_ranks: tuple[int, ...] = (0,),
     own: Ownership = nullcontext,
     signals: StopSignals | None = None,
+    timeout: float = 0.0,
 ) -> object:
     """Call `worker(rank_info, *args)` on every rank with `torch.distributed` initialised, and wait for the end.
 
@@ -44,6 +48,7 @@ def run(
         console_ranks: ranks whose output is also shown on the console.
         own: such as a lock; a `UserError` that it raises is raised for all ranks.
         signals: for a worker that ends when `rank_info.asked()` is not 0; without, signals end the processes.
+        timeout: seconds that a rank may make no progress while another one waits for it; 0 for any number.
 
     Returns:
         the worker's result on the rank of this process, or on rank 0 where the ranks are started here.
@@ -65,12 +70,14 @@ def run(
             console_ranks=console_ranks,
             own=own,
             signals=signals,
+            timeout=timeout,
         )
     if launched.world_size != world_size:
         raise UserError(
             f"The launcher started {launched.world_size} ranks but the layout needs {world_size}; start {world_size}."
         )
-    return _run_here(Job(worker, args, device, run_dir, console_ranks, signals is not None), launched, own, signals)
+    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, timeout=timeout)
+    return _run_here(job, launched, own, signals)
 
 
 def spawn(
@@ -84,6 +91,7 @@ def spawn(
     start_method: StartMethod | None = None,
     own: Ownership = nullcontext,
     signals: StopSignals | None = None,
+    timeout: float = 0.0,
 ) -> object:
     """As `run`, always on processes of this host.
 
@@ -94,7 +102,7 @@ def spawn(
     require_room(world_size)
     if device == "cuda":
         require_gpus(world_size)
-    job = Job(worker, args, device, run_dir, console_ranks, signals is not None)
+    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, timeout=timeout)
     with own():
         return run_local(job, world_size, start_method or ("spawn" if device == "cuda" else "fork"), signals)
 
@@ -111,7 +119,11 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
     try:
         store = meet(launched)
         with ExitStack() as stack:
-            refusal = _enter(stack, own, launched, store, job.run_dir)
+            if job.timeout and launched.world_size > 1:
+                info = replace(info, heartbeat=stack.enter_context(_watched(job, launched, store)))
+            heartbeat = info.heartbeat or Heartbeat()
+            with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(launched.world_size)))):
+                refusal = _enter(stack, own, launched, store, job.run_dir)
             if not refusal:
                 stack.enter_context(job.output_of(launched.rank))
                 stack.enter_context(signals.noted() if signals else nullcontext())
@@ -123,6 +135,33 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
             raise RankFailed(failure.message(job.run_dir)) from error
         sys.exit(1)
     raise UserError(refusal)
+
+
+@contextmanager
+def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat]:
+    """The heartbeat of this rank, and in the block a watch that ends this process when a rank does not answer."""
+    from threefold.launch.hangs.flight_recorder import keep_records, write_records
+    from threefold.launch.hangs.over_store import StoreWatch
+
+    console, rank = os.dup(2), launched.rank  # the rank's own output goes to its log
+
+    def tell(failure: Failure, alone: bool) -> None:
+        claimed = rank == 1 if job.run_dir is None else _claim(job.run_dir, failure)
+        if alone or claimed:
+            with suppress(OSError):
+                os.write(console, f"Error: {failure.message(job.run_dir)}.\n".encode())
+
+    def write() -> None:
+        if job.device == "cuda":
+            write_records(job.run_dir, rank)
+
+    if job.device == "cuda":
+        keep_records(job.run_dir)
+    watch = StoreWatch(store, rank, launched.world_size, job.timeout, tell, write)
+    watch.heartbeat.section(RunSection.START)
+    with watch.watching():
+        yield watch.heartbeat
+    os.close(console)
 
 
 def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any, run_dir: Path | None) -> str:
@@ -151,7 +190,7 @@ def _to_report(store: Any, failure: Failure, run_dir: Path | None) -> Failure | 
     if store is None:  # the ranks have not met
         return failure
     try:
-        first = int(store.add("failures", 1)) == 1
+        first = int(store.add(REPORTS, 1)) == 1
     except Exception:  # the store is unreachable
         reported = lost_rank_zero(failure)
         reports = failure.rank == 1 or reported is failure if run_dir is None else _claim(run_dir, reported)

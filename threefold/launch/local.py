@@ -21,8 +21,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple
 
+from threefold.comm.heartbeat import Heartbeat, RunSection
 from threefold.errors import UserError
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
+from threefold.launch.hangs.local import INTERVAL, LocalWatch, SharedPages
 from threefold.launch.output import log_file
 from threefold.launch.process import die_with_parent
 from threefold.launch.signals import NUMBERS, Asked, StopRequested, StopSignals, signals_blocked, unblock_signals
@@ -78,25 +80,33 @@ def collect_local(
     """
     import torch.distributed as dist
 
+    pages = SharedPages(multiprocessing.get_context(start_method), world_size) if job.timeout else None
     with socket.create_server((LOOPBACK, 0), backlog=1024) as listener, _ended() as ranks:
         port = listener.getsockname()[1]
         for rank in range(world_size):
             info = RankInfo(rank, world_size, rank, world_size, job.device)
             with signals_blocked():  # or a signal could come between the start of a process and its entry in the list
-                ranks.append(_start(job, info, port, start_method))
+                ranks.append(_start(job, info, port, start_method, pages))
         store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
         with signals.passed_to(partial(_ask, ranks)) if signals else nullcontext():
-            failures, results = _watch(ranks)
+            failures, results = _watch(ranks, _hang_watch(job, ranks, pages))
         del store  # it serves until the ranks are done
     return failures, [results.get(rank) for rank in range(world_size)]
 
 
-def _start(job: Job, info: RankInfo, port: int, start_method: StartMethod) -> _Rank:
+def _hang_watch(job: Job, ranks: list[_Rank], pages: SharedPages | None) -> LocalWatch | None:
+    if pages is None:
+        return None
+    return LocalWatch(pages, [rank.process.pid or 0 for rank in ranks], job.timeout, asks=job.device == "cuda")
+
+
+def _start(job: Job, info: RankInfo, port: int, start_method: StartMethod, pages: SharedPages | None) -> _Rank:
     context: Any = multiprocessing.get_context(start_method)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(job, info, port, sender, os.getpid()), name=f"rank {info.rank}")
+    args = (job, info, port, sender, os.getpid(), pages)
+    process = context.Process(target=_main, args=args, name=f"rank {info.rank}")
     process.start()
     sender.close()
     return _Rank(process, receiver)
@@ -112,20 +122,22 @@ def _ask(ranks: list[_Rank], number: int, again: bool) -> None:
                 os.kill(rank.process.pid or 0, signal.SIGTERM)
 
 
-def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int) -> None:
+def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, pages: SharedPages | None) -> None:
     """A rank's process."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     asked = Asked() if job.stops else never
+    heartbeat = Heartbeat() if pages is None else pages.heartbeat(info.rank)
+    heartbeat.section(RunSection.START)
     unblock_signals()
     try:
-        with job.output_of(info.rank):
+        with job.output_of(info.rank), nullcontext() if pages is None else job.beating(heartbeat, info.rank):
             import torch.distributed as dist
 
             stay_on_loopback()
             store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
-            result = work(job, replace(info, asked=asked), store)
+            result = work(job, replace(info, asked=asked, heartbeat=heartbeat), store)
         report.send(result)
     except BaseException as error:
         report.send(from_exception(info.rank, error))
@@ -147,8 +159,8 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
         traceback.print_exception(error, file=log)
 
 
-def _watch(ranks: list[_Rank]) -> tuple[list[Failure], dict[int, object]]:
-    """Wait until all ranks have ended, or `OTHER_FAILURES` seconds after the first failure.
+def _watch(ranks: list[_Rank], hangs: LocalWatch | None) -> tuple[list[Failure], dict[int, object]]:
+    """Wait until all ranks have ended, one does not answer, or `OTHER_FAILURES` seconds after the first failure.
 
     Returns:
         the failures, and the results by rank.
@@ -162,6 +174,11 @@ def _watch(ranks: list[_Rank]) -> tuple[list[Failure], dict[int, object]]:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
+        if hangs is not None and deadline is None:
+            left = INTERVAL
+            if hung := hangs.look(set(range(len(ranks))) - {*running.values()}):
+                failures[hung.rank] = hung
+                break
         for event in wait([*running, *reports], left):
             if event in reports:
                 number = reports.pop(event)

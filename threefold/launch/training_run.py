@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from threefold.checkpoint.folder import FOLDER, newest
 from threefold.checkpoint.resume import Resume, continues, find_resumption, has_all_steps
@@ -172,6 +172,7 @@ class TrainingRun:
             console_ranks=console_ranks,
             own=lambda: self._folder(announce),
             signals=signals,
+            timeout=self.config.train.timeout,
         )
         stopped = cast("Stopped | None", ended)
         if stopped and stopped.signal and signals and find_launched_rank() is None:
@@ -210,7 +211,8 @@ class TrainingRun:
         size = Layout.of(self.config.parallel).world_size
         joined = joined_rank()
         if joined is None and find_launched_rank() is not None:
-            ended = run(_train, args, size, device=device, run_dir=self.run_dir, own=self._folder, signals=signals)
+            options: dict[str, Any] = {"own": self._folder, "signals": signals, "timeout": self.config.train.timeout}
+            ended = run(_train, args, size, device=device, run_dir=self.run_dir, **options)
         else:
             ended = run_in_process(_train, args, size, device=device, own=self._folder, signals=signals)
         return cast("Stopped | None", ended)
@@ -354,4 +356,5 @@ def _train(
     from threefold.train.entry_point import train as train_rank
 
     model = source or ConfigSource()
-    return train_rank(config, run_dir, resume, info.asked, info.local_rank == 0, callbacks, model, began)
+    reads = info.local_rank == 0
+    return train_rank(config, run_dir, resume, info.asked, reads, callbacks, model, began, info.heartbeat)

@@ -6,9 +6,12 @@ import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, wait_code
 from threefold.host import usable_cores
 from threefold.launch.environment import LaunchedRank
 from threefold.launch.output import log_file, logged, logged_and_shown
@@ -17,6 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Device = Literal["cpu", "cuda"]
+
+_WAITS_FOR_PROGRESS: Final = 4
+"""How many timeouts a collective may wait for a rank that makes progress, such as one that writes a checkpoint."""
+_LONGEST_WAIT: Final = 1_000_000
+"""Seconds; what waits in a collective counts milliseconds in 32 bits."""
 
 
 def never() -> int:
@@ -33,6 +41,7 @@ class RankInfo:
         local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the index of its GPU.
         device: CPU or CUDA.
         asked: returns the number of the signal that stops this rank, 0 for none.
+        heartbeat: where it notes what it does; None where nobody reads it.
     """
 
     rank: int
@@ -41,6 +50,7 @@ class RankInfo:
     local_world_size: int
     device: Device
     asked: Callable[[], int] = never
+    heartbeat: Heartbeat | None = None
 
 
 Worker = Callable[..., object]
@@ -55,6 +65,7 @@ class Job:
         stops: whether the worker stops when `RankInfo.asked` returns a signal; otherwise a signal ends its process.
         prints_traceback: whether a rank without a log prints the traceback of its exception; not where its caller
             raises that.
+        timeout: seconds after which a rank is taken to hang; 0 for none.
     """
 
     worker: Worker
@@ -64,6 +75,17 @@ class Job:
     console_ranks: tuple[int, ...]
     stops: bool = False
     prints_traceback: bool = True
+    timeout: float = 0.0
+
+    def beating(self, heartbeat: Heartbeat, rank: int) -> AbstractContextManager[None]:
+        """Beats for `rank`; on a GPU it writes what NCCL knows when a rank does not answer."""
+        from threefold.launch.hangs.beats import beating
+        from threefold.launch.hangs.flight_recorder import keep_records, write_records
+
+        if self.device != "cuda":
+            return beating(heartbeat)
+        keep_records(self.run_dir)
+        return beating(heartbeat, partial(write_records, self.run_dir, rank))
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
         """Redirects the output of `rank` to its log; without a run folder, does nothing."""
@@ -82,15 +104,22 @@ def work(job: Job, info: RankInfo, store: "Store") -> object:
     """
     import torch.distributed as dist
 
-    join(info, store)
+    join(info, store, job.timeout)
     result = job.worker(info, *job.args)
+    if info.heartbeat is not None:
+        info.heartbeat.section(RunSection.END)
     if dist.is_initialized():  # a user's function may have left it
         dist.destroy_process_group()
     return result
 
 
-def join(info: RankInfo, store: "Store") -> None:
-    """Set up the device and the threads of a rank, and join the process group; returns when all ranks have."""
+def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
+    """Set up the device and the threads of a rank, and join the process group; returns when all ranks have.
+
+    Args:
+        store: of the rendezvous.
+        timeout: as of `Job`.
+    """
     import torch
     import torch.distributed as dist
 
@@ -99,8 +128,18 @@ def join(info: RankInfo, store: "Store") -> None:
     else:
         torch.set_num_threads(threads_per_rank(info.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if info.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
-    wait_for_all()
+    heartbeat = info.heartbeat or Heartbeat()
+    heartbeat.activity(Activity.JOIN)
+    with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(info.world_size)))):
+        longest = _group_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=longest)
+        wait_for_all()
+
+
+def _group_timeout(timeout: float) -> timedelta | None:
+    """How long collectives of a process group wait at most where a rank without progress has `timeout` seconds (0: any
+    number); None for as long as torch lets them."""
+    return timedelta(seconds=min(_WAITS_FOR_PROGRESS * timeout, _LONGEST_WAIT)) if timeout else None
 
 
 def meet(launched: LaunchedRank) -> "Store":

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from threefold.comm.heartbeat import Activity
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.labels import IGNORE_INDEX
@@ -106,7 +107,7 @@ class GradientStep:
     def _make_runner(self, activation: tuple[int, int, int] | None) -> Runner:
         count, pp = self.settings.micro_batches, self.mesh.pp.size
         if pp == 1:
-            return LoopRunner(self.stages[0], count)
+            return LoopRunner(self.stages[0], count, self.mesh.heartbeat)
         schedule = self.settings.pipeline_schedule
         if not schedule.accepts(pp, count):
             raise UserError(
@@ -139,6 +140,7 @@ class GradientStep:
         local, counted, factor = self._samples_of(batch, step, loss, rows, scale)
         self.gradients.begin(self.runner.arrivals)
         term = self.runner.forward_backward(local, factor)
+        self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.gradients.finish()
         self._sum_over_tensor_ranks()
         self.model.tied.sum_({weight.name: self.gradients[weight.leaf] for weight in self.model.weights})
@@ -254,7 +256,7 @@ class GradientStep:
         dp = self.mesh.dp
         sizes = [size if index == dp.index else 0 for index in range(dp.size)]
         summands = [float(unknown), *sizes, *counts.values()]
-        totals = dp.all_reduce_(torch.tensor(summands, dtype=torch.float64, device=self.mesh.device)).tolist()
+        totals = dp.all_reduce_values(torch.tensor(summands, dtype=torch.float64, device=self.mesh.device))
         summed = totals[1 + dp.size :]
         return totals[0] > 0, [int(each) for each in totals[1 : 1 + dp.size]], dict(zip(counts, summed, strict=True))
 
@@ -268,8 +270,7 @@ class GradientStep:
 
     def _sum_over_ranks(self, totals: Tensor) -> list[float]:
         """Numbers, each summed over all ranks."""
-        summed: list[float] = self.mesh.world.all_reduce_(totals).tolist()
-        return summed
+        return self.mesh.world.all_reduce_values(totals)
 
     def _sum_over_tensor_ranks(self) -> None:
         """Complete the gradients of weights that every tensor rank holds whole, but used on its own positions or heads
@@ -289,7 +290,7 @@ class GradientStep:
         """Valid tokens of the global batch, and its padding, from this replica's rows."""
         valid = (batch.labels != IGNORE_INDEX).sum()
         counts = torch.stack([valid, torch.zeros_like(valid) if batch.padding is None else batch.padding.sum()])
-        valid, padding = self.mesh.dp.all_reduce_(counts).tolist()
+        valid, padding = self.mesh.dp.all_reduce_values(counts)
         return valid, padding
 
     def _local_batch(self, batch: TokenBatch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:

@@ -53,6 +53,29 @@ def process_group_timeout(group: dist.ProcessGroup) -> float:
     return seconds
 
 
+def copy_group_timeout(target: dist.ProcessGroup) -> None:
+    """Have the collectives of a group wait as long at most as those of the default group, on each device.
+
+    Why: torch makes the groups of a mesh with a timeout of its own, 10 or 30 minutes, whatever the default group has.
+    A new group inheriting it would replace this.
+    """
+    source = dist.distributed_c10d._get_default_group()
+    for device in target._device_types:
+        if device in source._device_types:
+            timeout = source._get_backend(device).options._timeout
+            target._get_backend(device)._set_default_timeout(timeout)
+
+
+def nccl_records() -> bytes | None:
+    """What NCCL's flight recorder knows, as its tools read it; None in a build of torch without NCCL.
+
+    Why: the rank that does not answer is not the one whose watchdog writes it, and a run that is ended before NCCL's
+    own timeout would have none. A public function would replace it.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return None if dump is None else bytes(dump())
+
+
 def default_store() -> dist.Store:
     """The store over which the ranks of the default process group meet.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threefold.comm.heartbeat import Activity
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
@@ -152,6 +153,7 @@ class Engine(GradientStep):
         Raises:
             NonFiniteStep: loss or norm are not finite, and no smaller loss scale could help.
         """
+        self.mesh.heartbeat.activity(Activity.UPDATE)
         loss, norm = self._loss_and_norm(local_loss)
         lr, scale = learning_rate(step + 1, self.config.optimizer), self.loss_scale
         used = None if scale is None else scale.value

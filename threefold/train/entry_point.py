@@ -9,6 +9,7 @@ import torch
 
 from threefold.checkpoint.folder import model_files
 from threefold.checkpoint.resume import Resume
+from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Axis, Mesh
 from threefold.config import Config
@@ -43,6 +44,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     source: ModelSource = ConfigSource(),  # noqa: B008
     began: float | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> Stopped | None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
@@ -55,6 +57,7 @@ def train(
         callbacks: beside those of every run and those of `train.callbacks`, called after them.
         source: of the model.
         began: when the run was started, as `time.time` has it; None for now.
+        heartbeat: where this rank notes what it does; None where nobody reads it.
 
     Returns:
         None after the last step; else the step at which a signal or a callback ended the run, the same on every rank.
@@ -64,20 +67,24 @@ def train(
     """
     began = time.time() if began is None else began
     keep_freed_memory()
-    mesh = Mesh(Layout.of(config.parallel), _device(config))
+    mesh = Mesh(Layout.of(config.parallel), _device(config), heartbeat=heartbeat)
     config = agree_on_micro_batch(config, mesh)
+    mesh.heartbeat.activity(Activity.RESTORE)
     start = Start(config, run_dir, resume, mesh.world)  # before any rank changes the folder
     if mesh.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
     stop = Stop(asked, run_dir, watches=mesh.rank == 0)
+    mesh.heartbeat.activity(Activity.DATA)
     dataset = open_dataset(config)
     with closing(open_loader(config, dataset, mesh.dp)) as loader:
+        mesh.heartbeat.activity(Activity.MODEL)
         make_model, plan = source.load(config)
         engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
         policy = AnomalyPolicy(config)
         checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents(), policy.facts)
         clock = checkpoints.run_by(began)
         stop.clock = clock if mesh.rank == 0 else None
+        mesh.heartbeat.activity(Activity.RESTORE)
         step, lines = start.load(checkpoints)
         loader.consumed = checkpoints.consumed
         policy.resume(start.resumed.facts.anomalies if start.resumed else None)

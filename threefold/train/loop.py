@@ -6,6 +6,7 @@ from contextlib import suppress
 from math import isfinite, nan
 from typing import Any, Final
 
+from threefold.comm.heartbeat import Activity, RunSection
 from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.errors import UserError
@@ -62,6 +63,7 @@ class TrainingLoop:
         self.engine, self.loader, self.config, self.callbacks, self.run = engine, loader, config, callbacks, run
         self.saving, self.policy = SafeSaving(store), policy or AnomalyPolicy(config)
         self.bad_steps = BadSteps(engine, loader, self.saving, store, self.policy)
+        self.heartbeat = engine.mesh.heartbeat
         self._evaluation: EvaluationRecord | None = None
         self._updated = 0  # the last step of this process that made an update
 
@@ -135,9 +137,11 @@ class TrainingLoop:
     def _step(self, done: int) -> int:
         """Make the step after `done` updates, or skip it; returns how many were made then, fewer after a rollback."""
         started = time.perf_counter()
+        self.heartbeat.section(RunSection.STEP, done + 1)
         if reason := self.policy.skipped_for(done + 1):
             self._pass_over(done, reason, started)
             return done + 1
+        self.heartbeat.activity(Activity.DATA)
         batch = self.loader.batch(done, self.policy.next_step(done + 2) - 1)
         read = time.perf_counter()
         self._notify("before_step", done + 1, batch)
@@ -219,6 +223,7 @@ class TrainingLoop:
         return start
 
     def _evaluate(self, step: int) -> None:
+        self.heartbeat.section(RunSection.EVALUATION, step)
         self._notify("before_evaluation", step)
         record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
         if record is None:  # the run is to end
@@ -238,6 +243,7 @@ class TrainingLoop:
         by_clock, self.engine.stop.save_is_due = self.engine.stop.save_is_due, False
         due = by_clock or is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
         if self.saving.will_save(due):
+            self.heartbeat.section(RunSection.SAVE, step)
             self._finish_saving()
             self._notify("before_checkpoint", step)
         path = self.saving.save(step, due)
@@ -253,6 +259,7 @@ class TrainingLoop:
 
     def _save_last(self, step: int) -> None:
         """Save the checkpoint after the last step of this process."""
+        self.heartbeat.section(RunSection.SAVE, step)
         self._finish_saving()
         self._notify("before_checkpoint", step)
         path = self.saving.save_last(step, lambda: self._loss_after(step))
@@ -287,6 +294,7 @@ class TrainingLoop:
 
     def _notify(self, moment: str, *arguments: Any) -> None:
         for callback in self.callbacks:
+            self.heartbeat.callback(type(callback).__name__)
             call(callback, moment, self.engine.mesh.rank, *arguments)
             if reason := stop_reason(callback):
                 self.engine.stop.ask(reason)

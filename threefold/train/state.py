@@ -244,7 +244,7 @@ class Checkpoints:
             UserError: on every rank, when it cannot be read.
         """
         self._passed = frozenset(passed)
-        load_tensors(engine_tensors(self.engine), checkpoint.path)
+        load_tensors(engine_tensors(self.engine), checkpoint.path, self.engine.mesh.world)
         self.engine.optimizer.restored()
         facts, scale = checkpoint.facts, self.engine.loss_scale
         self.consumed = consumed_by(checkpoint, self.config)
@@ -276,7 +276,7 @@ class Checkpoints:
             DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
             UserError: on every rank, when it cannot be read.
         """
-        load_tensors(model_tensors(self.engine), checkpoint.path)
+        load_tensors(model_tensors(self.engine), checkpoint.path, self.engine.mesh.world)
         self.engine.optimizer.restored()
         self._carry(checkpoint)
 
@@ -294,7 +294,7 @@ class Checkpoints:
         names = stored_names(checkpoint.path)
         if any(name.startswith(stored_as(layout.shape)) for name in names):
             mine = {name: state for name, state in streams.stored(layout.shape).items() if name in names}
-            load_tensors(mine, checkpoint.path)
+            load_tensors(mine, checkpoint.path, self.engine.mesh.world)
             if mine:  # else this rank's stage never drew
                 streams.load_stored(mine, layout.shape)
         elif any(name.startswith(STREAMS) for name in names):

@@ -33,6 +33,7 @@ from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.format.index import DTYPES, INDEX, DataFile, StoredTensor, TensorChunk, index_text, read_index
 from threefold.checkpoint.format.version1 import METADATA, read_version1_chunk, read_version1_index
 from threefold.checksums import ALGORITHM
+from threefold.comm.heartbeat import Heartbeat
 from threefold.host import begin_writing
 
 _BLOCK: Final = 4 << 20
@@ -64,10 +65,11 @@ class Writer(StorageWriter):
 
     Args:
         folder: an empty folder shared by all ranks.
+        heartbeat: which notes each block that is written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
+        self.folder, self.heartbeat = folder, heartbeat
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -94,7 +96,8 @@ class Writer(StorageWriter):
             done.set_result([])
             return done
         try:
-            chunks, file = _write_file(path, items, planner)
+            with self.heartbeat.working():
+                chunks, file = _write_file(path, items, planner, self.heartbeat)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
         results = zip(items, chunks, strict=True)
@@ -114,7 +117,7 @@ class Writer(StorageWriter):
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, dcp.TensorStorageMetadata)
         }
-        with (self.folder / INDEX).open("w", encoding="utf-8") as file:
+        with self.heartbeat.working(), (self.folder / INDEX).open("w", encoding="utf-8") as file:
             file.write(index_text(tensors, files))
             file.flush()
             os.fsync(file.fileno())
@@ -129,10 +132,11 @@ class Reader(StorageReader):
 
     Args:
         folder: a whole checkpoint.
+        heartbeat: which notes each block that is read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
+        self.folder, self.heartbeat = folder, heartbeat
         self._tensors: dict[str, StoredTensor] = {}
         self._damage: DamagedCheckpoint | None = None
 
@@ -172,7 +176,7 @@ class Reader(StorageReader):
             files[chunk.file][chunk].append(item)
         for name, requests in files.items():
             try:
-                with (self.folder / name).open("rb", buffering=0) as file:
+                with self.heartbeat.working(), (self.folder / name).open("rb", buffering=0) as file:
                     for chunk in sorted(requests, key=lambda each: each.position):
                         self._read(file, chunk, requests[chunk], planner)
             except OSError as error:
@@ -182,6 +186,7 @@ class Reader(StorageReader):
         return done
 
     def _read(self, file: io.RawIOBase, chunk: TensorChunk, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        self.heartbeat.progress()
         tensor = self._tensors[items[0].storage_index.fqn]
         targets = [planner.resolve_tensor(item).detach() for item in items]
         if chunk.checksum is not None and len(targets) == 1 and _is_place_for(targets[0], tensor, chunk):
@@ -225,7 +230,9 @@ def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, into: memoryview
         )
 
 
-def _write_file(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[TensorChunk], DataFile]:
+def _write_file(
+    path: Path, items: Sequence[WriteItem], planner: SavePlanner, heartbeat: Heartbeat
+) -> tuple[list[TensorChunk], DataFile]:
     """Write parts one after the other, each freed before the next is read."""
     chunks: list[TensorChunk] = []
     whole, position, begun = xxhash.xxh3_128(), 0, 0
@@ -238,6 +245,7 @@ def _write_file(path: Path, items: Sequence[WriteItem], planner: SavePlanner) ->
                 part.update(block)
                 whole.update(block)
                 file.write(block)
+                heartbeat.progress()
                 if (end := position + start + len(block)) - begun >= _AHEAD:
                     file.flush()
                     begin_writing(file.fileno(), begun, end - begun)

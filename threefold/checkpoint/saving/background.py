@@ -17,11 +17,14 @@ from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import write_checkpoint
 from threefold.checkpoint.saving.share import HostCopy, Sharing, write_share
+from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.mesh import Axis, Mesh
 from threefold.errors import UserError
 
 _NICENESS: Final = 10
 """Of the thread, so that the steps' computation goes first where all cores are busy."""
+_RELAY_INTERVAL: Final = 0.5
+"""Seconds."""
 
 
 class WorkThread:
@@ -147,9 +150,19 @@ class BackgroundSaver:
 
     def wait(self) -> Written | None:
         """Wait for the checkpoint that is being written; returns it once, and None where there is none."""
-        self._thread.wait()
+        if self._world is not None:
+            with self._mesh.world.waiting("gather"):  # for the threads of the other ranks, or for this one's
+                self._relay_progress(self._world.heartbeat)
         written, self._written = self._written, None
         return written
+
+    def _relay_progress(self, writing: Heartbeat) -> None:
+        """Wait for the thread; what it writes meanwhile is progress of this rank."""
+        seen = -1
+        while not self._thread.wait(_RELAY_INTERVAL):
+            if (done := writing.place().progress) != seen:
+                seen = done
+                self._mesh.heartbeat.progress()
 
     def then(self, work: Callable[[], None]) -> None:
         """Do `work`, which raises nothing, on this rank after what is being written."""

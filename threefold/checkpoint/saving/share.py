@@ -135,7 +135,7 @@ def write_share(share: WriteShare, copies: Copies, folder: Path, world: Axis) ->
     Raises:
         OSError: on every rank, when a rank cannot write.
     """
-    writer = Writer(folder)
+    writer = Writer(folder, world.heartbeat)
     written: list[WriteResult] | str
     try:
         written = writer.write_data(share.plan, copies).wait()

@@ -10,6 +10,9 @@ from threefold.config.rules.model_checks import check_division, check_model
 from threefold.config.rules.pipeline_checks import check_pipeline
 from threefold.config.schema import Config
 
+LEAST_TIMEOUT = 2
+"""Seconds: ranks show twice in a second that they run."""
+
 
 def check(config: Config, vocab_size: int) -> None:
     """Check a config whose settings are all filled.
@@ -24,6 +27,8 @@ def check(config: Config, vocab_size: int) -> None:
     _check_precision(config)
     _check_recompute(config)
     _check_checkpoints(config)
+    if 0 < config.train.timeout < LEAST_TIMEOUT:
+        raise problem(config, "train.timeout", f"must be at least {LEAST_TIMEOUT} seconds, or 0; use {LEAST_TIMEOUT}")
     check_together(config)
     if config.precision.dtype == "fp64" and config.train.device == "cuda":
         raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")

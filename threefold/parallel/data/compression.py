@@ -27,12 +27,14 @@ class NarrowSum:
 
     Attributes:
         flat: the bucket, which gets the sum in `finish`.
+        axis: the replicas.
         narrow: its copy.
         exponent: the copy was multiplied by 2 to this; None for 1.
         work: what to wait for.
     """
 
     flat: Tensor
+    axis: Axis
     narrow: Tensor
     exponent: Tensor | None
     work: dist.Work | None = field(default=None)
@@ -40,7 +42,7 @@ class NarrowSum:
     def finish(self) -> None:
         """Wait, and copy the sum into the bucket."""
         if self.work is not None:
-            self.work.wait()
+            self.axis.finish_all_reduce(self.work)
         widen_(self.flat, self.narrow, self.exponent)
 
 
@@ -55,7 +57,7 @@ def start_narrow_sum(flat: Tensor, axis: Axis, dtype: torch.dtype) -> NarrowSum:
         dtype: `torch.float16` or `torch.bfloat16`.
     """
     narrow, exponent = narrowed(flat, axis, dtype)
-    return NarrowSum(flat, narrow, exponent, axis.start_all_reduce_(narrow))
+    return NarrowSum(flat, axis, narrow, exponent, axis.start_all_reduce_(narrow))
 
 
 def narrowed(flat: Tensor, axis: Axis, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -130,7 +130,7 @@ class GradientBuckets(Gradients):
             self._start(bucket)
         for bucket in self._buckets:
             if bucket.work is not None:
-                bucket.work.wait()
+                self._axis.finish_all_reduce(bucket.work)
             if bucket.narrow is not None:
                 bucket.narrow.finish()
                 bucket.narrow = None

@@ -315,9 +315,10 @@ class _AllGather(_OverAxis, AllGather):
     ) -> dist.Work | None:
         axis = self.axis
         axis.recorder.add(axis.name, "all_gather", output_tensor)
-        if axis.shared is None:
-            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        output_tensor.copy_(axis.shared.all_gather(input_tensor).view(-1))
+        with axis.waiting("all_gather"):
+            if axis.shared is None:
+                return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            output_tensor.copy_(axis.shared.all_gather(input_tensor).view(-1))
         return None
 
 
@@ -327,9 +328,10 @@ class _ReduceScatter(_OverAxis, ReduceScatter):
     ) -> dist.Work | None:
         axis = self.axis
         axis.recorder.add(axis.name, "reduce_scatter", input_tensor)
-        if axis.shared is None:
-            return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        output_tensor.copy_(axis.shared.reduce_scatter(input_tensor))
+        with axis.waiting("reduce_scatter"):
+            if axis.shared is None:
+                return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            output_tensor.copy_(axis.shared.reduce_scatter(input_tensor))
         return None
 
 

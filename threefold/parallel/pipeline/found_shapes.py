@@ -74,16 +74,17 @@ def _on_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
-    dist.send_object_list(
-        [[tuple(TensorShape.of(each)) for each in tensors]], mesh.pp.ranks[to], mesh.pp.group, mesh.device
-    )
+    shapes = [tuple(TensorShape.of(each)) for each in tensors]
+    with mesh.pp.waiting("send"):
+        dist.send_object_list([shapes], mesh.pp.ranks[to], mesh.pp.group, mesh.device)
     for tensor in tensors:
         mesh.pp.send(tensor.detach(), to)
 
 
 def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
     arrived: list[Any] = [None]
-    dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)
+    with mesh.pp.waiting("receive"):
+        dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)
     received = []
     for shape in arrived[0]:
         described = TensorShape(*shape)

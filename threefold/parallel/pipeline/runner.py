@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.config.schedule_actions import Action
 from threefold.config.schedules import Schedule
 from threefold.parallel.parallelism import Parallelism
@@ -65,12 +66,14 @@ class LoopRunner(Runner):
     Args:
         stage: the whole model (or this tensor rank's part of it).
         micro_batches: how many the samples are split into.
+        heartbeat: of this rank.
     """
 
     has_loss = True
 
-    def __init__(self, stage: Stage, micro_batches: int) -> None:
+    def __init__(self, stage: Stage, micro_batches: int, heartbeat: Heartbeat) -> None:
         self.stage, self.micro_batches, self.arrivals = stage, micro_batches, micro_batches
+        self._heartbeat = heartbeat
 
     def knows(self, shapes: Hashable) -> bool:
         return True
@@ -80,15 +83,20 @@ class LoopRunner(Runner):
 
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         losses = []
-        for micro in batch.split(self.micro_batches):
+        for number, micro in enumerate(batch.split(self.micro_batches)):
+            self._heartbeat.activity(Activity.FORWARD, 0, number)
             loss = micro.through(self.stage) * scale
+            self._heartbeat.activity(Activity.BACKWARD, 0, number)
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     @torch.no_grad()
     def evaluate(self, batch: StepSamples) -> Tensor:
-        losses = [micro.through(self.stage) for micro in batch.split(self.micro_batches)]
+        losses = []
+        for number, micro in enumerate(batch.split(self.micro_batches)):
+            self._heartbeat.activity(Activity.FORWARD, 0, number)
+            losses.append(micro.through(self.stage))
         return torch.stack(losses).sum()
 
 
@@ -215,17 +223,20 @@ class PipelineRunner(Runner):
         if not self._declared:
             self._use(self._found[batch.shapes])
         self._micro_batches[:] = batch.split(len(self._numbers))
+        mesh = self._parallelism.mesh
+        mesh.heartbeat.activity(Activity.PIPELINE)
         losses: list[Tensor] = []
         is_first = any(stage.is_first for stage in self.scheduled_stages)
         try:
-            run(
-                *([self._numbers] if is_first else []),
-                target=self._numbers if self.has_loss else None,
-                losses=losses,
-                return_outputs=False,
-                loss_kwargs={"scale": scale},
-                number=self._numbers,
-            )
+            with mesh.pp.waiting("send"):  # but while one of its actions runs
+                run(
+                    *([self._numbers] if is_first else []),
+                    target=self._numbers if self.has_loss else None,
+                    losses=losses,
+                    return_outputs=False,
+                    loss_kwargs={"scale": scale},
+                    number=self._numbers,
+                )
         finally:
             self._micro_batches.clear()
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_loss else self._zero

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from threefold.comm.heartbeat import Activity, wait_code
 from threefold.comm.mesh import Mesh
 from threefold.config.schedule_actions import Action
 from threefold.errors import UserError
@@ -16,6 +17,13 @@ from threefold.parallel.pipeline.micro_batches import StepSamples
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage import Stage
 from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
+
+_ACTIVITIES = {
+    "F": Activity.FORWARD,
+    "B": Activity.BACKWARD,
+    "I": Activity.BACKWARD,
+    "W": Activity.WEIGHT_GRADIENTS,
+}
 
 DeferredWeights = Callable[[], Callable[[], None]]
 
@@ -96,6 +104,7 @@ class ScheduledStage(BufferedPipelineStage):
         )
         self.log: list[TimedAction] | None = None
         self._recorder, self._declared = mesh.recorder, shapes
+        self._heartbeat, self._exchange = mesh.heartbeat, wait_code("send", mesh.pp.number)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._timed("F", fwd_chunk_id):
@@ -206,12 +215,14 @@ class ScheduledStage(BufferedPipelineStage):
 
     @contextmanager
     def _timed(self, kind: str, micro_batch: int) -> Iterator[None]:
-        if self.log is None:
-            yield
-            return
-        start = self._now()
+        self._heartbeat.activity(_ACTIVITIES[kind], self.stage_index, micro_batch)
+        start = 0.0 if self.log is None else self._now()
         yield
-        self.log.append(TimedAction(Action(self.stage_index, kind, micro_batch), start, self._now()))
+        if self.log is not None:
+            self.log.append(TimedAction(Action(self.stage_index, kind, micro_batch), start, self._now()))
+        # Until the next action, torch's schedule sends and receives.
+        self._heartbeat.activity(Activity.PIPELINE)
+        self._heartbeat.wait(self._exchange)
 
     def _now(self) -> float:
         if torch.device(self.device).type == "cuda":

@@ -19,6 +19,7 @@ _ALWAYS: Final = {
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",
     "step_log": "threefold.train.callbacks.step_log:StepLog",
+    "stragglers": "threefold.train.stragglers.report:StragglerReport",
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
     "summary": "threefold.train.callbacks.summary:Summary",
 }

@@ -1,0 +1,107 @@
+"""A callback that stops its rank's process, or hangs or slows it, at one place of a run; named by import path."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from threefold.comm.heartbeat import Activity, Heartbeat, RunSection
+from threefold.train.callbacks.base import Callback, RunContext
+
+
+class StopAt(Callback):
+    """Stops the process of a rank with SIGSTOP, exactly in one section and activity, from a step on.
+
+    Another thread sends the signal, which alone runs Python from its look to the signal.
+
+    Args:
+        rank: whose process is stopped.
+        section, activity: names of `RunSection` and `Activity`.
+        step: the section's, at least.
+    """
+
+    ranks = "all"
+
+    def __init__(self, rank: int, section: str, activity: str = "", step: int = 1) -> None:
+        self.rank, self.section, self.step = rank, RunSection[section], step
+        self.activity = Activity[activity] if activity else None
+
+    def setup(self, run: RunContext) -> None:
+        (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
+        if run.mesh.rank != self.rank:
+            return
+        if self.section is RunSection.START:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            threading.Thread(target=self._watch, args=(run.mesh.heartbeat,), daemon=True).start()
+
+    def _watch(self, heartbeat: Heartbeat) -> None:
+        sys.setswitchinterval(100.0)
+        while True:
+            time.sleep(0)
+            place = heartbeat.place()
+            here = place.section is self.section and place.step >= self.step
+            if here and self.activity in (None, place.activity):
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return
+
+
+class HangAt(Callback):
+    """Hangs one rank in Python before a step."""
+
+    ranks = "all"
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def setup(self, run: RunContext) -> None:
+        self.here = run.mesh.rank == self.rank
+        (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
+
+    def before_step(self, step: int, batch: Any) -> None:
+        if self.here and step == self.step:
+            threading.Event().wait()
+
+
+class Slow(Callback):
+    """Takes time on one rank before each step."""
+
+    ranks = "all"
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.rank, self.seconds = rank, seconds
+
+    def setup(self, run: RunContext) -> None:
+        self.here = run.mesh.rank == self.rank
+
+    def before_step(self, step: int, batch: Any) -> None:
+        if self.here:
+            time.sleep(self.seconds)
+
+
+class Limit(Callback):
+    """Sets a resource limit of one rank's process before a step: memory or open files, beside what it has."""
+
+    ranks = "all"
+
+    def __init__(self, rank: int, what: str, step: int = 2) -> None:
+        self.rank, self.what, self.step = rank, what, step
+
+    def setup(self, run: RunContext) -> None:
+        self.here = run.mesh.rank == self.rank
+        (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
+
+    def before_step(self, step: int, batch: Any) -> None:
+        if not self.here or step != self.step:
+            return
+        import resource
+
+        if self.what == "memory":
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+        else:
+            used = max(map(int, os.listdir("/proc/self/fd")))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1,) * 2)

@@ -1,0 +1,355 @@
+"""Heartbeats: what a rank is doing, in a page of memory that other processes read while it is doing it.
+
+A rank writes a few integers into its page as it goes: a count that grows with every bit of progress, where it is (step,
+micro-batch, stage), and the collective that it waits in. A write takes a fraction of a microsecond and no system call.
+A thread of the rank adds to another count, so that a process that is stopped can be told from one that waits.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+PAGE_BYTES: Final = 4096
+_HEADER_BYTES: Final = 128
+_BEATS, _PROGRESS, _SECTION, _STEP, _ACTIVITY, _WAIT, _WAITED, _TEXT_BYTES, _ASKED, _ANSWERED = range(10)
+_STAGE_BITS, _MICRO_BATCH_BITS = 8, 24
+_MOST_LISTED_RANKS = 64
+
+OPERATIONS: Final = (
+    "all_reduce",
+    "all_reduce_max",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "send",
+    "receive",
+    "broadcast",
+    "gather",
+    "barrier",
+)
+"""Collectives that a rank waits in."""
+_AXES_PER_OPERATION = 256
+
+
+class RunSection(IntEnum):
+    """The part of a run that a rank is in."""
+
+    NOTHING = 0
+    START = 1
+    STEP = 2
+    EVALUATION = 3
+    SAVE = 4
+    END = 5
+
+
+class Activity(IntEnum):
+    """What a rank does in a section."""
+
+    NOTHING = 0
+    JOIN = 1
+    MESH = 2
+    DATA = 3
+    MODEL = 4
+    RESTORE = 5
+    CALLBACK = 6
+    FORWARD = 7
+    BACKWARD = 8
+    WEIGHT_GRADIENTS = 9
+    PIPELINE = 10
+    GRADIENT_SUM = 11
+    UPDATE = 12
+
+
+_SECTIONS: Final = {
+    RunSection.NOTHING: "before its start-up",
+    RunSection.START: "in start-up",
+    RunSection.STEP: "in step {step}",
+    RunSection.EVALUATION: "in the evaluation after step {step}",
+    RunSection.SAVE: "in the save after step {step}",
+    RunSection.END: "after its last step",
+}
+_ACTIVITIES: Final = {
+    Activity.JOIN: "joining the process group",
+    Activity.MESH: "making the mesh",
+    Activity.DATA: "reading data",
+    Activity.MODEL: "making the model",
+    Activity.RESTORE: "loading its starting point",
+    Activity.CALLBACK: "in the callback {name}",
+    Activity.FORWARD: "in the forward pass of micro-batch {micro_batch} in stage {stage}",
+    Activity.BACKWARD: "in the backward pass of micro-batch {micro_batch} in stage {stage}",
+    Activity.WEIGHT_GRADIENTS: "in the weight gradients of micro-batch {micro_batch} in stage {stage}",
+    Activity.PIPELINE: "between two actions of the pipeline",
+    Activity.GRADIENT_SUM: "in the gradient sum",
+    Activity.UPDATE: "in the update",
+}
+
+
+class Wait(NamedTuple):
+    """A collective that a rank waits in.
+
+    Attributes:
+        operation: one of `OPERATIONS`.
+        axis: its name.
+        ranks: of the axis, all of which it waits for; None where they are not known.
+    """
+
+    operation: str
+    axis: str
+    ranks: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        return f"{self.operation} over {self.axis}"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where a rank is.
+
+    Attributes:
+        beats: of the rank's thread; does not grow while its process is stopped.
+        progress: grows with everything that the rank begins or ends.
+        section, step, activity, stage, micro_batch: of what it does; counted from 0 but for the step.
+        wait: the collective that it waits in.
+        waited: seconds that it has waited in collectives, but for this one.
+        name: of the callback that it is in.
+        process: what identifies its process, where the rank has told.
+        answered: whether it has done what it was asked by `ask`.
+    """
+
+    beats: int = 0
+    progress: int = 0
+    section: RunSection = RunSection.NOTHING
+    step: int = 0
+    activity: Activity = Activity.NOTHING
+    stage: int = 0
+    micro_batch: int = 0
+    wait: Wait | None = None
+    waited: float = 0.0
+    name: str = ""
+    process: str = ""
+    answered: bool = False
+
+    def __str__(self) -> str:
+        """Such as `in the forward pass of micro-batch 3 in stage 1 in step 7`."""
+        values = {"step": self.step, "stage": self.stage, "micro_batch": self.micro_batch, "name": self.name}
+        parts = [_ACTIVITIES.get(self.activity, ""), _SECTIONS[self.section]]
+        return " ".join(part.format(**values) for part in parts if part)
+
+
+Page = memoryview
+"""`PAGE_BYTES` writable bytes."""
+
+
+class Heartbeat:
+    """Writes what this rank is doing into its page.
+
+    For the thread that trains, but for `beat` and `answer`, which are for the one that beats.
+
+    Args:
+        page: memory that others read; None for memory of this process's own, which nobody reads.
+        everyone: reads the pages of all ranks by rank; None where a rank's is not known. By default this rank's alone.
+    """
+
+    def __init__(
+        self, page: Page | None = None, everyone: Callable[[], Sequence[RankState | None]] | None = None
+    ) -> None:
+        self._page = memoryview(bytearray(PAGE_BYTES)) if page is None else page
+        self._numbers = self._page[:_HEADER_BYTES].cast("q")
+        self._everyone = everyone
+        self._axes: list[tuple[str, str]] = []
+        self._names: list[str] = []
+        self._process = ""
+        self._since = 0
+
+    # -- what the rank does --------------------------------------------------------------------------------------------
+
+    def section(self, section: RunSection, step: int = 0) -> None:
+        """A part of the run begins; `step` is 1 for the first."""
+        numbers = self._numbers
+        if numbers[_WAIT]:
+            self.resume()
+        numbers[_SECTION], numbers[_STEP], numbers[_ACTIVITY] = section, step, Activity.NOTHING
+        numbers[_PROGRESS] += 1
+
+    def activity(self, activity: Activity, stage: int = 0, micro_batch: int = 0) -> None:
+        """Something else begins within the section; ends a wait."""
+        numbers = self._numbers
+        if numbers[_WAIT]:
+            self.resume()
+        numbers[_ACTIVITY] = activity | stage << _STAGE_BITS | micro_batch << _MICRO_BATCH_BITS
+        numbers[_PROGRESS] += 1
+
+    def callback(self, name: str) -> None:
+        """A method of a callback begins."""
+        if name not in self._names:
+            self._names.append(name)
+            self._write_text()
+        self.activity(Activity.CALLBACK, self._names.index(name))
+
+    def progress(self) -> None:
+        """A part of what this rank does is done, such as another tensor of a checkpoint."""
+        self._numbers[_PROGRESS] += 1
+
+    def axis(self, name: str, ranks: Sequence[int]) -> int:
+        """Add an axis whose collectives this rank will wait in; returns its number for `wait_code`."""
+        entry = (name, _written(ranks))
+        if entry not in self._axes:
+            self._axes.append(entry)
+            self._write_text()
+        return min(self._axes.index(entry), _AXES_PER_OPERATION - 2)
+
+    def wait(self, code: int) -> None:
+        """A collective begins; `code` is of `wait_code`."""
+        numbers = self._numbers
+        numbers[_WAIT] = code
+        numbers[_PROGRESS] += 1
+        self._since = time.monotonic_ns()
+
+    def resume(self) -> None:
+        """The collective has ended; nothing, where there was none."""
+        numbers = self._numbers
+        if not numbers[_WAIT]:
+            return
+        numbers[_WAITED] += time.monotonic_ns() - self._since
+        numbers[_WAIT] = 0
+        numbers[_PROGRESS] += 1
+
+    @contextmanager
+    def waiting(self, code: int) -> Iterator[None]:
+        """Note that this rank waits in a block; afterwards a wait around it is noted again."""
+        before = self._numbers[_WAIT]
+        self.wait(code)
+        try:
+            yield
+        finally:
+            self.resume()
+            if before:
+                self.wait(before)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Note that this rank works in a block within a wait, such as what a collective of another library calls."""
+        code = self._numbers[_WAIT]
+        self.resume()
+        try:
+            yield
+        finally:
+            if code:
+                self.wait(code)
+
+    # -- of its process ------------------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """The process runs."""
+        self._numbers[_BEATS] += 1
+
+    def identify(self, process: str) -> None:
+        """Tell which process this is."""
+        self._process = process
+        self._write_text()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a reader of the page has asked for something that the thread that beats does, and has not done."""
+        return bool(self._numbers[_ASKED] and not self._numbers[_ANSWERED])
+
+    def answer(self) -> None:
+        """It is done."""
+        self._numbers[_ANSWERED] = 1
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    def place(self) -> RankState:
+        """What is on the page now."""
+        return read(self._page)
+
+    def content(self) -> bytes:
+        """The page as bytes, without what is unused."""
+        return bytes(self._page[: _HEADER_BYTES + self._numbers[_TEXT_BYTES]])
+
+    def everyone(self) -> Sequence[RankState | None]:
+        """What each rank is doing, by rank; None where it is not known."""
+        return [self.place()] if self._everyone is None else self._everyone()
+
+    def _write_text(self) -> None:
+        """Write the names; axes that there is no room for stay without one."""
+        axes = list(self._axes)
+        while True:
+            known = {"process": self._process, "names": self._names, "axes": axes}
+            text = json.dumps(known, separators=(",", ":"), ensure_ascii=True).encode()
+            if len(text) <= len(self._page) - _HEADER_BYTES or not axes:
+                break
+            axes.pop()
+        text = text[: len(self._page) - _HEADER_BYTES]
+        self._numbers[_TEXT_BYTES] = 0  # a reader finds no half of it
+        self._page[_HEADER_BYTES : _HEADER_BYTES + len(text)] = text
+        self._numbers[_TEXT_BYTES] = len(text)
+
+
+def wait_code(operation: str, axis: int) -> int:
+    """What `Heartbeat.wait` takes.
+
+    Args:
+        operation: one of `OPERATIONS`.
+        axis: of `Heartbeat.axis`.
+    """
+    return 1 + axis + _AXES_PER_OPERATION * OPERATIONS.index(operation)
+
+
+def ask(page: Page) -> None:
+    """Ask the rank of a page that other process's thread to `answer`."""
+    page[:_HEADER_BYTES].cast("q")[_ASKED] = 1
+
+
+def read(page: Page | bytes) -> RankState:
+    """What is on a page."""
+    numbers = memoryview(page)[:_HEADER_BYTES].cast("q")
+    activity, wait = numbers[_ACTIVITY], numbers[_WAIT]
+    text = bytes(page[_HEADER_BYTES : _HEADER_BYTES + numbers[_TEXT_BYTES]])
+    try:
+        known = json.loads(text)
+    except ValueError:  # nothing yet, or it is being written
+        known = {"process": "", "names": [], "axes": []}
+    stage, kind = activity >> _STAGE_BITS & 0xFFFF, Activity(activity & 0xFF)
+    names = known["names"]
+    return RankState(
+        beats=numbers[_BEATS],
+        progress=numbers[_PROGRESS],
+        section=RunSection(numbers[_SECTION]),
+        step=numbers[_STEP],
+        activity=kind,
+        stage=stage,
+        micro_batch=activity >> _MICRO_BATCH_BITS,
+        wait=_wait(wait, known["axes"]) if wait else None,
+        waited=numbers[_WAITED] / 1e9,
+        name=names[stage] if kind is Activity.CALLBACK and stage < len(names) else "",
+        process=known["process"],
+        answered=bool(numbers[_ANSWERED]),
+    )
+
+
+def _wait(code: int, axes: Sequence[tuple[str, str]]) -> Wait:
+    operation, axis = divmod(code - 1, _AXES_PER_OPERATION)
+    if axis >= len(axes):
+        return Wait(OPERATIONS[operation], "an axis", None)
+    name, ranks = axes[axis]
+    return Wait(OPERATIONS[operation], name, _ranks(ranks))
+
+
+def _written(ranks: Sequence[int]) -> str:
+    """Ranks as text: evenly spaced ones as `first:end:distance`, a few others one by one, else nothing."""
+    distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    spaced = range(ranks[0], ranks[0] + distance * len(ranks), distance or 1)
+    if list(spaced) == list(ranks):
+        return f"{spaced.start}:{spaced.stop}:{spaced.step}"
+    return ",".join(map(str, ranks)) if len(ranks) <= _MOST_LISTED_RANKS else ""
+
+
+def _ranks(text: str) -> tuple[int, ...] | None:
+    if ":" in text:
+        return tuple(range(*map(int, text.split(":"))))
+    return tuple(map(int, text.split(","))) if text else None

@@ -1,0 +1,62 @@
+"""Which ranks are slower than the others, from how long each has waited in collectives.
+
+Between two looks all ranks pass the same time. What a rank has not waited of it, it was busy, and a slow rank is busy
+longest: it comes last into each collective, and the others wait for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Final
+
+FACTOR: Final = 1.3
+"""Times the median from which on a rank is slow: that at which NVIDIA's Resiliency Extension reports one, 1 / 0.75."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slower than the median of those with the same work.
+
+    Attributes:
+        rank: its number.
+        factor: how many times as long as the median it was busy.
+        waited: part of the time in which it waited.
+        others_waited: that of the rank of the median.
+    """
+
+    rank: int
+    factor: float
+    waited: float
+    others_waited: float
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} computes {self.factor:.1f} times as long as the median of the ranks with the same work, "
+            f"and waits {self.waited:.0%} of the time, the median one {self.others_waited:.0%}"
+        )
+
+
+def find_stragglers(
+    waited: Sequence[float], seconds: float, groups: Sequence[Sequence[int]], least: float = 0.0
+) -> list[Straggler]:
+    """The ranks that were busy `FACTOR` times as long as the median of their group, the slowest first.
+
+    Args:
+        waited: seconds that each rank waited, by rank.
+        seconds: that passed.
+        groups: ranks with the same work, such as those of a pipeline stage; where each rank is alone in its own, all
+            ranks are compared.
+        least: seconds that a slow rank is busy longer than the median at least.
+    """
+    if seconds <= 0:
+        return []
+    busy = [max(seconds - each, 0.0) for each in waited]
+    compared = [group for group in groups if len(group) > 1] or [range(len(busy))]
+    found = []
+    for group in compared:
+        # Of an even number the lower one, so that of two ranks the faster one is the measure.
+        median = median_low(busy[rank] for rank in group)
+        slow = [rank for rank in group if median > 0 and busy[rank] >= max(FACTOR * median, median + least)]
+        share = 1 - median / seconds
+        found += [Straggler(rank, busy[rank] / median, 1 - busy[rank] / seconds, share) for rank in slow]
+    return sorted(found, key=lambda each: -each.factor)
