@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from threefold.checkpoint.format.storage import Writer
 from threefold.checkpoint.save import on_first
 from threefold.checkpoint.tensors import detached
+from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.mesh import Axis
 from threefold.errors import UserError
 from threefold.torch_private.tensors import foreach_copy_
@@ -64,7 +65,7 @@ class Sharing:
         planner = _planner_of(detached(tensors), self._world.is_first)
         # Each rank computes the same whole plan, which spares sending every rank its part of it.
         plans, metadata = planner.create_global_plan(self._world.gather_objects(planner.create_local_plan()))
-        mine = Writer(Path()).prepare_global_plan(plans)[self._world.index]
+        mine = Writer(Path(), Heartbeat()).prepare_global_plan(plans)[self._world.index]
         return WriteShare(mine, metadata)
 
 
