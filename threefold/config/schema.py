@@ -138,6 +138,12 @@ class TrainConfig(Section):
     after the last step. Default: none, `eval_every` counts steps."""
     eval_batches: int = Field(default=10, ge=1, le=MOST_STEPS)
     """Global batches in an evaluation."""
+    watch_every: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """Silent corruption watch: steps between comparisons of hashes of weights and optimizer state, with those of the
+    ranks that hold copies and with what the rank held after the update before (docs/training.md); 0 for none."""
+    watch: Literal["weights", "gradients"] = "weights"
+    """With `watch_every`, what is compared: `weights`, which includes optimizer state; or with `gradients` these too,
+    with those that another replica computes of the same samples, on a CPU."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing (recompute): the backward pass computes activations again, with `selective` those of the
     attention core, with `full` those of whole blocks, of which only the inputs are kept."""

@@ -7,7 +7,8 @@ follow from the step, so resuming needs no state of its own.
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,12 @@ class Loader:
                 return f"{index} of {part.name}"
             index -= len(part.samples)
         return str(index)
+
+    def of_replica(self, index: int) -> "Loader":
+        """A loader of the same batches that gives the rows of another replica; closed with this one."""
+        other = copy(self)
+        other.share, other._ahead = replace(self.share, dp_index=index), {}
+        return other
 
     def epoch(self, step: int) -> float:
         """Passes over the training samples that are complete when `step` starts."""

@@ -73,13 +73,16 @@ class SafeSaving:
 
     Args:
         store: where the checkpoints go.
+        is_proved: whether nothing else has to be known of a checkpoint, given its step, before older ones are deleted.
     """
 
-    def __init__(self, store: CheckpointStore) -> None:
-        self._store = store
+    def __init__(self, store: CheckpointStore, is_proved: Callable[[int], bool] | None = None) -> None:
+        self._store, self._is_proved = store, is_proved or (lambda step: True)
         self._due, self._healthy = False, True
         self._unproved: int | None = None
         self._tried: Path | None = None
+        self._newest: int | None = None
+        """Of a checkpoint that a good step followed, while older ones are kept."""
         self._steps = 0
 
     def after_step(self, record: StepRecord) -> None:
@@ -202,8 +205,10 @@ class SafeSaving:
 
     def _prove(self) -> None:
         if self._unproved is not None:
-            self._store.prune(self._unproved)
-            self._unproved = None
+            self._newest, self._unproved = self._unproved, None
+        if self._newest is not None and self._is_proved(self._newest):
+            self._store.prune(self._newest)
+            self._newest = None
 
 
 def _step_of(path: Path) -> int:

@@ -26,6 +26,7 @@ from threefold.train.anomalies.policy import AnomalyPolicy
 from threefold.train.callbacks.base import Callback, RunContext
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.registry import make_callbacks
+from threefold.train.corruption.watch import check_device, make_watch
 from threefold.train.data_check import DataCheck, agree_on_micro_batch
 from threefold.train.engine import Engine
 from threefold.train.loop import TrainingLoop
@@ -99,7 +100,8 @@ def train(
             check,
             *make_callbacks(run, callbacks),
         ]
-        return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run, policy).fit(step)
+        watch = make_watch(engine, loader, checkpoints.newest)
+        return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run, policy, watch).fit(step)
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> None:  # noqa: B008
@@ -113,6 +115,7 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> None
         check_source(source, config)
         if config.model.file:
             model_files(file_source(config.model).path)
+    check_device(config)
     check_layout(source, config)
 
 

@@ -20,6 +20,7 @@ from threefold.train.callbacks.base import (
     StepRecord,
     stop_reason,
 )
+from threefold.train.corruption.watch import CorruptionWatch
 from threefold.train.divergence import CheckpointStore, SafeSaving
 from threefold.train.engine import Engine, NonFiniteStep
 from threefold.train.evaluate import evaluate, several
@@ -48,6 +49,7 @@ class TrainingLoop:
         store: saves the checkpoints.
         run: what the callbacks' `setup` gets; None where they have been set up.
         policy: which steps are skipped, and what follows a bad one; None for that of the config.
+        watch: for silent corruption; None for none.
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class TrainingLoop:
         store: CheckpointStore,
         run: RunContext | None = None,
         policy: AnomalyPolicy | None = None,
+        watch: CorruptionWatch | None = None,
     ) -> None:
         self.engine, self.loader, self.config, self.callbacks, self.run = engine, loader, config, callbacks, run
-        self.saving, self.policy = SafeSaving(store), policy or AnomalyPolicy(config)
+        self.saving, self.watch = SafeSaving(store, None if watch is None else watch.is_proved), watch
+        self.policy = policy or AnomalyPolicy(config)
         self.bad_steps = BadSteps(engine, loader, self.saving, store, self.policy)
         self.heartbeat = engine.mesh.heartbeat
         self._evaluation: EvaluationRecord | None = None
@@ -97,6 +101,8 @@ class TrainingLoop:
         if self.run is not None:
             self._notify("setup", self.run)
         self._notify("before_fit", start)
+        if self.watch is not None:
+            self.watch.begin(start)
         if stop.agree(mesh):
             return self._stopped(start)
         done = start
@@ -146,18 +152,26 @@ class TrainingLoop:
         read = time.perf_counter()
         self._notify("before_step", done + 1, batch)
         begun = time.perf_counter()
+        if self.watch is not None:
+            self.watch.before_forward(done + 1)
         streams, response = self.engine.streams.state_dict(), None
         loss, tokens = self.engine.compute_gradients(batch, done)
         computed = time.perf_counter()
+        if self.watch is not None:
+            self.watch.before_update(done + 1)
         try:
             result = self.engine.update(loss, tokens, done, self.policy.spikes.reason)
         except NonFiniteStep as error:
+            if self.watch is not None:
+                self.watch.after_divergence(done)
             result, response = error.result, self.bad_steps.not_finite(error, batch, done, loss, streams)
         if result.refused:
             response = self.bad_steps.spike(result.refused, done)
-        ended = time.perf_counter()
         if response is not None and response.start is not None:
             return self._rolled_back(done + 1, response, response.start)
+        if self.watch is not None:
+            self.watch.after_update(done + 1)
+        ended = time.perf_counter()
         epoch, nested = self._epoch(done), self.loader.is_nested
         read_samples = self.config.train.global_batch_size
         record = StepRecord(
@@ -219,6 +233,8 @@ class TrainingLoop:
     def _rolled_back(self, step: int, response: Response, start: int) -> int:
         """Go on from the checkpoint that was loaded after a bad step."""
         self._evaluation, self._updated = None, 0
+        if self.watch is not None:
+            self.watch.begin(start)
         self._notify("after_rollback", step, start, response.reason)
         return start
 
@@ -245,7 +261,7 @@ class TrainingLoop:
         if self.saving.will_save(due):
             self.heartbeat.section(RunSection.SAVE, step)
             self._finish_saving()
-            self._notify("before_checkpoint", step)
+            self._before_save(step)
         path = self.saving.save(step, due)
         if path is not None:
             self._notify(*(("after_staging", step) if self.saving.is_background else ("after_checkpoint", step, path)))
@@ -261,9 +277,14 @@ class TrainingLoop:
         """Save the checkpoint after the last step of this process."""
         self.heartbeat.section(RunSection.SAVE, step)
         self._finish_saving()
-        self._notify("before_checkpoint", step)
+        self._before_save(step)
         path = self.saving.save_last(step, lambda: self._loss_after(step))
         self._notify("after_checkpoint", step, path)
+
+    def _before_save(self, step: int) -> None:
+        if self.watch is not None:
+            self.watch.before_save(step)
+        self._notify("before_checkpoint", step)
 
     def _loss_after(self, step: int) -> float:
         """A loss of the weights after `step` updates: from the evaluation at this step, or of the last batch that made

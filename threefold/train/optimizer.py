@@ -26,6 +26,11 @@ class Optimizer:
         plan: the model's layers; the weights between the first and the last are hidden.
         axes: those that may cut a parameter.
 
+    Attributes:
+        entries: the weights.
+        rule: the update of each.
+        restorations: how often `restored` was called.
+
     Raises:
         UserError: the optimizer is another package's or the user's and cannot be imported or made.
     """
@@ -45,6 +50,7 @@ class Optimizer:
             whole, hidden = ShardedMatrix(parameter, axes), is_hidden_matrix(weight.name, parameter.dim(), plan)
             self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, whole, hidden))
         self.rule: UpdateRule = update_rule(config)(self.entries, config)
+        self.restorations = 0
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -61,6 +67,7 @@ class Optimizer:
         """Take over masters, and tensors of `states`, that have been filled from a checkpoint."""
         self.rule.restored()
         self.publish()
+        self.restorations += 1
 
     def stored_states(self) -> Iterator[tuple[str, str, Tensor]]:
         """As `states`, as global tensors for a checkpoint: sharded as the parameter is, or replicated."""

@@ -214,6 +214,10 @@ class Checkpoints:
         self.finish()
         return [checkpoint.path for checkpoint in complete(self.run_dir)]
 
+    def newest(self) -> Path | None:
+        """Folder of the newest complete checkpoint; None where there is none."""
+        return next(reversed(self.whole()), None)
+
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
         """As `set_aside_checkpoint`."""
         self.finish()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.data.grad_buckets import Gradients
+from threefold.parallel.data.grad_buckets import Gradients, Observer
 from threefold.parallel.weights import make_weights
 from threefold.train.optimizer import Optimizer
 
@@ -194,6 +194,8 @@ class _WholeGradients(Gradients):
     def weights_changed(self) -> None: ...
 
     def scale_(self, factor: float) -> None: ...
+
+    def observe(self, observer: Observer | None) -> None: ...
 
 
 class _Added(ReferenceOptimizer):

@@ -19,6 +19,7 @@ from threefold.comm.axis import Axis
 from threefold.parallel.data.compression import NarrowSum, start_narrow_sum
 
 Item = TypeVar("Item")
+Observer = Callable[[Tensor], None]
 
 BUCKET_BYTES = 25 << 20
 
@@ -73,6 +74,11 @@ class Gradients(ABC):
     def scale_(self, factor: float) -> None:
         """Multiply every gradient."""
 
+    @abstractmethod
+    def observe(self, observer: Observer | None) -> None:
+        """Have `observer` see each buffer of this rank's own gradients before it is summed over the replicas; None for
+        no observer."""
+
 
 class GradientBuckets(Gradients):
     """Gradients that every replica holds, summed over an axis.
@@ -102,6 +108,7 @@ class GradientBuckets(Gradients):
         parts = in_buckets(list(leaves), lambda leaf: leaf.numel() * dtype.itemsize, bucket_bytes)
         self._buckets = [_Bucket(part, dtype) for part in parts]
         self._started = 0
+        self._observer: Observer | None = None
         self._views: dict[Tensor, Tensor] = {}
         for bucket in self._buckets:
             for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
@@ -145,6 +152,9 @@ class GradientBuckets(Gradients):
         for bucket in self._buckets:
             bucket.flat.mul_(factor)
 
+    def observe(self, observer: Observer | None) -> None:
+        self._observer = observer
+
     def _arrived(self, bucket: _Bucket, leaf: Tensor) -> None:
         view = self._views[leaf]
         if leaf.grad is not None and leaf.grad is not view:  # narrower: add it up in the wide buffer and drop it
@@ -156,6 +166,8 @@ class GradientBuckets(Gradients):
 
     def _start(self, bucket: _Bucket) -> None:
         self._started += 1
+        if self._observer is not None:
+            self._observer(bucket.flat)
         if self._wire is None:
             bucket.work = self._axis.start_all_reduce_(bucket.flat)
         else:
@@ -194,6 +206,10 @@ class JoinedGradients(Gradients):
     def scale_(self, factor: float) -> None:
         for part in self._parts:
             part.scale_(factor)
+
+    def observe(self, observer: Observer | None) -> None:
+        for part in self._parts:
+            part.observe(observer)
 
 
 def buckets_by_dtype(leaves: Iterable[Tensor], axis: Axis, wire: torch.dtype | None = None) -> Gradients:

@@ -28,7 +28,7 @@ from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.models.sharding import OverExperts
 from threefold.parallel.data.compression import narrowed, widen_
-from threefold.parallel.data.grad_buckets import Gradients
+from threefold.parallel.data.grad_buckets import Gradients, Observer
 from threefold.parallel.expert.experts import ParallelExperts
 from threefold.parallel.parameter import is_of_experts, keep_stored, like, local, replace_parameters, stored
 from threefold.parallel.pipeline.stage import Stage
@@ -247,6 +247,7 @@ class ShardedGradients(Gradients):
         self._parameters = {local(stored(parameter)): parameter for parameter in trained}
         self._experts = {leaf for leaf, parameter in self._parameters.items() if is_of_experts(stored(parameter))}
         self._gradients: dict[Tensor, Tensor] = {}
+        self._observer: Observer | None = None
 
     def __getitem__(self, leaf: Tensor) -> Tensor:
         return self._gradients[leaf]
@@ -281,18 +282,33 @@ class ShardedGradients(Gradients):
     def scale_(self, factor: float) -> None:
         foreach_mul_(list(self._gradients.values()), factor)
 
+    def observe(self, observer: Observer | None) -> None:
+        self._observer = observer
+        for module in self._modules():
+            module.set_custom_reduce_scatter(_ReduceScatter(self._axis(module), observer))
+
     def weights_changed(self) -> None:
         for module in self._modules():
             module.reshard()
 
     def _sum_over_replicas(self) -> None:
         for experts in (False, True):
+            axis = self._zero.expert_shards if experts else self._zero.shards
+            if axis.size == 1 and self._observer is not None:  # no reduce-scatter has shown them
+                for grad in (grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts):
+                    self._observer(grad)
             gradients = [grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts]
             self._replicas(experts).all_reduce_together_(gradients)
 
     def _replicas(self, experts: bool) -> Axis:
         """The ranks that have the same shards, of experts or of other weights."""
         return self._zero.expert_replicas if experts else self._zero.replicas
+
+    def _axis(self, module: FSDPModule) -> Axis:
+        """The ranks over which a module's gradients are reduce-scattered."""
+        assert isinstance(module, nn.Module)
+        experts = all(is_of_experts(stored(parameter)) for parameter in module.parameters())
+        return self._zero.expert_shards if experts else self._zero.shards
 
     def _modules(self) -> Iterator[FSDPModule]:
         for root in self._roots:
@@ -323,10 +339,16 @@ class _AllGather(_OverAxis, AllGather):
 
 
 class _ReduceScatter(_OverAxis, ReduceScatter):
+    def __init__(self, axis: Axis, observer: Observer | None = None) -> None:
+        super().__init__(axis)
+        self._observer = observer
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         axis = self.axis
+        if self._observer is not None:
+            self._observer(input_tensor)
         axis.recorder.add(axis.name, "reduce_scatter", input_tensor)
         with axis.waiting("reduce_scatter"):
             if axis.shared is None:

@@ -77,6 +77,7 @@ class OwnOptimizer(UpdateRule):
         """By parameter, the state that a checkpoint is to fill."""
 
     def step(self, lr: float) -> None:
+        self._awaited = {}  # no checkpoint has filled it
         if self._torch is None:
             return
         for group in self._torch.param_groups:

@@ -1,0 +1,102 @@
+"""What a rank holds between two steps, and which of it other ranks hold too."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from threefold.parallel.parallelize import TrainableModel
+from threefold.parallel.parameter import axes_of, is_split, offset
+from threefold.train.optimizer import Optimizer
+from threefold.train.optimizers.base import Entry
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A tensor that is to stay as the last update left it.
+
+    Attributes:
+        label: what it is, for a message.
+        identity: what it is a copy of: ranks whose identities are equal hold the same bits.
+        sharing: equal for tensors of this rank that the same ranks have copies of.
+        tensor: on this rank.
+    """
+
+    label: str
+    identity: str
+    sharing: tuple[str, ...]
+    tensor: Tensor
+
+
+def watched_tensors(model: TrainableModel, optimizer: Optimizer, sums_alike: bool = True) -> list[Watched]:
+    """The weights of this rank, those that it computes with and their masters, and the optimizer state; the same order
+    on ranks that hold the same.
+
+    Args:
+        model: of this rank.
+        optimizer: its.
+        sums_alike: as `sums_alike` says; else what tensor ranks hold whole is no copy of one another.
+    """
+    return [found for entry in optimizer.entries for found in _of_entry(entry, model, optimizer, sums_alike)]
+
+
+def sums_alike(model: TrainableModel) -> bool:
+    """Whether tensor ranks add up the gradients of weights that they hold whole in the same order.
+
+    An all-reduce over three replicas or more adds in an order that follows from the place in the buffer. Buffers differ
+    where a weight does not divide equally over tp, such as a vocabulary: then the sums may differ by a rounding.
+    Collective over the world.
+    """
+    mesh = model.parallelism.mesh
+    alike = True
+    if model.parallelism.zero is None and mesh.replicas.size > 2:
+        sizes = mesh.tp.gather_objects([weight.leaf.numel() for weight in model.weights])
+        alike = all(each == sizes[0] for each in sizes)
+    return not int(mesh.world.all_reduce_max_(torch.tensor([int(not alike)], device=mesh.device)))
+
+
+def most_groups(model: TrainableModel, optimizer: Optimizer) -> int:
+    """How many values `sharing` has at most on this rank."""
+    return 2 * len({_sharing(entry, model) for entry in optimizer.entries})
+
+
+def _of_entry(entry: Entry, model: TrainableModel, optimizer: Optimizer, alike: bool) -> Iterator[Watched]:
+    column = "" if alike or is_split(entry.parameter) else f" of tensor rank {model.parallelism.mesh.tp.index}"
+    place = f"{entry.name}{column} {offset(entry.parameter)}"
+    sharing = _sharing(entry, model)
+    yield _watched(entry.name, f"{place} master", sharing, entry.master)
+    if entry.master is not entry.leaf:
+        yield _watched(f"{entry.name}, as computed with,", f"{place} leaf", sharing, entry.leaf)
+    for state, value in optimizer.rule.state(entry).items():
+        label = f"{state} of {entry.name}"
+        if optimizer.rule.is_replicated(entry, state, value):
+            # Cut along no dim of a matrix; of a batch of matrices (experts) a rank has its own.
+            batch = offset(entry.parameter)[:-2]
+            yield _watched(label, f"{entry.name}{column} {batch} {state}", ("replicated", *sharing), value)
+        else:
+            yield _watched(label, f"{place} {state}", sharing, value)
+
+
+def _watched(label: str, identity: str, sharing: tuple[str, ...], tensor: Tensor) -> Watched:
+    return Watched(label, f"{identity} {tuple(tensor.shape)} {tensor.dtype}", sharing, tensor)
+
+
+def _sharing(entry: Entry, model: TrainableModel) -> tuple[str, ...]:
+    tied = (entry.name,) if entry.name in model.tied else ()
+    return (*sorted(axes_of(entry.parameter)), *tied)
+
+
+def grouped(watched: Sequence[Watched]) -> Mapping[tuple[str, ...], list[int]]:
+    """The places in `watched` by `sharing`."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for place, each in enumerate(watched):
+        groups.setdefault(each.sharing, []).append(place)
+    return groups
+
+
+def identity_of(watched: Sequence[Watched]) -> int:
+    """A positive 63-bit number that is equal for equal identities in equal order."""
+    digest = hashlib.blake2b("\n".join(each.identity for each in watched).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1 or 1
