@@ -62,9 +62,7 @@ def main() -> None:
     assert isinstance(found, dict)
     console = Console()
     size = found.pop("bytes")
-    console.print(
-        f"hidden {arguments.hidden}, {size / 1e6:,.0f} MB, {RANKS} ranks\n{hardware_line()}", highlight=False
-    )
+    console.print(f"hidden {arguments.hidden}, {size / 1e6:,.0f} MB, {RANKS} ranks\n{hardware_line()}", highlight=False)
     console.print(table(found, size))
 
 

@@ -81,15 +81,34 @@ def test_signal_saves_and_the_run_continues_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_signal_to_every_process_of_the_run(config_file: Path, tmp_path: Path) -> None:
-    """As some schedulers send it: to the parent and to each rank."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_to_every_process_of_the_run(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """As some schedulers send it: to the parent and to each rank. `sbatch --signal=USR1@120` does."""
     run = tmp_path / "run"
     process = start(command(config_file, run, *LONG, "--set", "parallel.pp=2"))
     read_until(process, "step 2,")
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     code, output, error = end_of(process)
     assert (code, error) == (0, "")
-    saved_step(output, "SIGTERM", run)
+    saved_step(output, number.name, run)
+
+
+@pytest.mark.slow
+def test_time_limit_saves_and_the_run_continues_on_an_empty_disk(config_file: Path, tmp_path: Path) -> None:
+    """With a copy of its checkpoints at an address, where the command that it prints finds the last one."""
+    run, there = tmp_path / "run", tmp_path / "there"
+    remote = ("--set", f"checkpoint.remote=file://{there}", "--set", "checkpoint.async_save=true")
+    limit = ("--set", "train.max_seconds=12", "--set", "parallel.dp=2")
+    process = start(command(config_file, run, *LONG, *remote, *limit))
+    code, output, error = end_of(process)
+    assert (code, error) == (0, "")
+    step = saved_step(output, "train.max_seconds 12", run)
+    shutil.rmtree(run / "checkpoints")
+    more = ("--set", f"train.max_steps={step + 2}", "--set", "train.max_seconds=null")
+    resumed = subprocess.run(continued(output, *more), text=True, capture_output=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [number for number, _ in losses(run)] == list(range(1, step + 3))
+    assert sorted(path.name for path in there.iterdir()) == [f"step_{step:08d}", f"step_{step + 2:08d}"]
 
 
 @pytest.mark.slow

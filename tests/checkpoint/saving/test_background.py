@@ -34,8 +34,6 @@ def files_of(run_dir: Path) -> dict[str, bytes]:
     ("layout", "settings"),
     [
         ({"dp": 2, "tp": 2}, (("parallel.zero", 1),)),
-        ({}, ()),
-        ({"dp": 2}, ()),
         ({"dp": 2, "tp": 2}, (("parallel.zero", 3),)),
         ({"dp": 2, "pp": 2}, (("precision.dtype", "bf16"),)),
     ],
