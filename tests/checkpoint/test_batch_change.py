@@ -93,6 +93,20 @@ def test_the_next_sample_is_exact(small_run: Run) -> None:
     assert np.array_equal(np.concatenate(found), rows(4, ConsumedSamples(4), 0, total // 4))
 
 
+def test_the_losses_are_those_of_the_next_samples(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """With weights that hardly move, the loss of a step of 16 samples is that of the tokens of the next two of 8."""
+    run = small_run.but(dtype="fp64", dropout=0.0, set=(("optimizer.lr", 1e-30),))
+    pool.run(1, train_rank, run.but(steps=7), tmp_path / "of 8")
+    small, tokens = losses_of(tmp_path / "of 8"), [line["tokens"] for line in steps_of(tmp_path / "of 8").values()]
+    pool.run(1, train_rank, run.but(steps=BEFORE), tmp_path / "of 16")
+    larger = batch(run, 16, dp=2)
+    pool.run(2, train_rank, larger.but(steps=5), tmp_path / "of 16", True)
+    sums = [loss * count for loss, count in zip(small, tokens, strict=True)]
+    means = [sum(sums[step : step + 2]) / sum(tokens[step : step + 2]) for step in (3, 5)]
+    assert losses_of(tmp_path / "of 16") == pytest.approx(small[:3] + means, rel=1e-12)
+    assert max(small) > 1.001 * min(small)  # a sample is told from another
+
+
 class Alone:
     """The dp axis of one replica."""
 

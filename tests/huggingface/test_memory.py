@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support.hf_models import LLAMA, Silent, write_llama
+from tests.support.process_memory import forget_peak, read_bytes, status
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.host import keep_freed_memory
@@ -28,21 +29,6 @@ BILLION = LLAMA | {
 }
 MB = 10**6
 BESIDE = 300 * MB
-
-
-def _status(key: str) -> int:
-    """Bytes of one entry of this process's status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
-def _read_bytes() -> int:
-    """What this process has read from files so far, from the disk or its cache."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _random(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -90,10 +76,10 @@ def write_billion(folder: Path) -> int:
 def import_rank(source: Path, out: Path) -> int:
     """Import in this process, and return by how much its memory grew at most."""
     import_model(Import(write_llama(out / "small"), out / "of small"), Silent())  # for what is made only once
-    before = _status("VmRSS")
-    _forget_peak()
+    before = status("VmRSS")
+    forget_peak()
     import_model(Import(source, out / "run"), Silent())
-    return _status("VmHWM") - before
+    return status("VmHWM") - before
 
 
 def load_rank(run: Path, layout: Layout) -> tuple[int, int, int]:
@@ -105,10 +91,10 @@ def load_rank(run: Path, layout: Layout) -> tuple[int, int, int]:
     keep_freed_memory()
     mesh = Mesh(layout, torch.device("cpu"))
     trained = Trained.find(run)
-    before, read = _status("VmRSS"), _read_bytes()
-    _forget_peak()
+    before, read = status("VmRSS"), read_bytes()
+    forget_peak()
     model = trained.load(mesh)
-    grown, read = _status("VmHWM") - before, _read_bytes() - read
+    grown, read = status("VmHWM") - before, read_bytes() - read
     shard = sum(local(parameter).numel() * 4 for parameter in model.stage.parameters())
     return shard, grown, read
 

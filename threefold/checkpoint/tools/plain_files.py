@@ -1,7 +1,7 @@
 """Tensors of a checkpoint as files of other libraries: safetensors, `torch.save`, and `torch.distributed.checkpoint`.
 
-Whole tensors under the names that they have in the unsplit model. A file of `torch.save` is written from tensors in
-memory; here they are mapped from a scratch file, so that memory need not hold them all.
+Whole tensors under the names that they have in the unsplit model. The latter two write a file from tensors that are all
+in memory; here they are mapped from a scratch file, so that memory need not hold them.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
 from threefold.checkpoint.format.safetensors_files import CODES, Planned, Shards
-from threefold.checkpoint.streamed_tensor import StreamedTensor, TensorPiece
 from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import save_tensors_alone
 from threefold.checkpoint.tools.tensor_source import TensorSource
@@ -77,18 +76,11 @@ def write_torch(source: TensorSource, folder: Path) -> list[str]:
 
 def write_dcp(source: TensorSource, folder: Path) -> list[str]:
     """A checkpoint of `torch.distributed.checkpoint`, with the names of ours; returns the names of its files."""
-    tensors = {name: _streamed(name, source) for name in source.planned}
-    before = set(folder.iterdir())
+    before, scratch = set(folder.iterdir()), folder / "scratch"
+    tensors = dict(_mapped(source, source.planned, scratch))
     save_tensors_alone(tensors, folder, FileSystemWriter(folder))
+    scratch.unlink()
     return sorted(path.name for path in set(folder.iterdir()) - before)
-
-
-def _streamed(name: str, source: TensorSource) -> Tensor:
-    planned = source.planned[name]
-    start = (0,) * len(planned.shape)
-    return StreamedTensor.of(
-        planned.shape, planned.dtype, [TensorPiece(start, planned.shape, lambda: source.read(name))]
-    )
 
 
 def _mapped(source: TensorSource, names: Iterable[str], scratch: Path) -> list[tuple[str, Tensor]]:
