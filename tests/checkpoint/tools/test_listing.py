@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.command import Command
 from threefold.checkpoint.folder import DIVERGED
-from threefold.checkpoint.manifest import PARTIAL
+from threefold.checkpoint.manifest import PARTIAL, REPLACED
 from threefold.checkpoint.writer import read_writer
 
 ARCHIVES = Path(__file__).parents[1] / "data"
@@ -151,3 +151,13 @@ def test_older_checkpoints_have_the_layout_of_their_config(threefold: Command, t
     folder = tmp_path / "gpt" / "checkpoints" / "step_00000002"
     (folder / "config.yaml").unlink()
     assert str(read_writer(folder)) == "unknown"
+
+
+def test_one_that_was_being_replaced_counts(threefold: Command, run: Path) -> None:
+    """As a kill leaves it between the two renames of a save that replaces a checkpoint of its step."""
+    newest = run / "checkpoints" / "step_00000004"
+    newest.rename(newest.with_name(newest.name + REPLACED))
+    found = json.loads(threefold("checkpoint", "list", run, "--json").output)
+    assert [(one["step"], one["state"]) for one in found] == [(2, "complete"), (4, "complete")]
+    assert json.loads(threefold("checkpoint", "show", run, "--json").output)["step"] == 4
+    assert threefold("checkpoint", "verify", run).status == 0

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from threefold.checkpoint.folder import DIVERGED, FOLDER
+from threefold.checkpoint.folder import DIVERGED, FOLDER, folders
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL
 from threefold.errors import UserError
 from threefold.files import shown
@@ -60,8 +60,11 @@ def locate(path: Path) -> Named:
 def checkpoint_folders(run: Path) -> list[Path]:
     """All folders of a run that are or were to become a checkpoint, by step: complete or not, diverged or not."""
     parent = run / FOLDER
+    if not parent.is_dir():
+        return []
     try:
-        found = [path for path in parent.iterdir() if is_checkpoint_name(path.name)] if parent.is_dir() else []
+        complete = folders(run)  # one that was being replaced is among them where nothing else has its name
+        found = [path for path in parent.iterdir() if is_checkpoint_name(path.name) or path in complete]
     except OSError as error:
         raise UserError(f"{shown(parent)} cannot be read ({error.strerror}); give a folder that can.") from None
     return sorted(found, key=lambda path: (step_of(path), path.name))
