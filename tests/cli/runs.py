@@ -9,6 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from threefold.checkpoint.folder import complete
+from threefold.checkpoint.selection import check_whole
+from threefold.train.callbacks.metrics import read_metrics_file
+
 LONGEST = 300.0
 """Seconds after which a run that ought to have ended is taken for one that hangs."""
 
@@ -60,3 +64,33 @@ def losses(run: Path) -> list[tuple[int, float]]:
     found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert len(dict(found)) == len(found), "a step appears twice"
     return found
+
+
+def settings(*given: str) -> list[str]:
+    """Options of the command line."""
+    return [word for setting in given for word in ("--set", setting)]
+
+
+def record(run: Path) -> list[dict[str, object]]:
+    """All steps and evaluations of a run's metrics but their speed; a line that appears twice is an error."""
+    found = read_metrics_file(run / "metrics.jsonl")
+    assert (found.damaged, found.repeated) == ((), ())
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in found.lines]
+
+
+def undisturbed(config_file: Path, run: Path, *options: str) -> list[dict[str, object]]:
+    ended = subprocess.run(command(config_file, run, *options), text=True, capture_output=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return record(run)
+
+
+def restarts(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("Restart ")]
+
+
+def check_checkpoints(run: Path) -> None:
+    """No checkpoint is damaged, and none is half there."""
+    found = complete(run)
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {each.path.name for each in found}
+    for each in found:
+        check_whole(each)

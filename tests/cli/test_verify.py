@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from threefold.comm.layout_spec import parse
 from threefold.config import load_config
 from threefold.data.vocabulary import vocabulary
 from threefold.plan.model_size import ModelSize
-from threefold.verify.layout_spec import parse
 from threefold.verify.shrunk_config import compose, prepare
 
 VERIFY = [sys.executable, "-m", "threefold", "verify"]

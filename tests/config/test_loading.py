@@ -26,13 +26,19 @@ _OPTIONAL = (
     "model.preset",
     "model.file",
     "model.arguments",
+    "parallel.fallbacks",
     "train.epochs",
     "train.max_seconds",
+    "train.spike_factor",
+    "train.rollback_steps",
     "train.eval_every_epochs",
     "train.callbacks",
     "optimizer.arguments",
     *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "async_save", "remote")),
-    *(f"data.{key}" for key in ("mixture", "tokenizer", "eod", "special_tokens", "chat_template", "cache")),
+    *(
+        f"data.{key}"
+        for key in ("mixture", "tokenizer", "eod", "special_tokens", "chat_template", "cache", "skip_steps")
+    ),
 )
 
 

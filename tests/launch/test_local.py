@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cpu_waits import CpuWaits
+from tests.support.kills import assert_gone
 from tests.support.sweep import sweep
 from threefold.errors import UserError
 from threefold.launch.failure import RankFailed
@@ -56,13 +57,6 @@ def spawned(folder: Path, worker: str, args: str, ranks: int, options: str = "")
 
 def log_of(folder: Path, rank: int) -> str:
     return log_file(folder / "run", rank).read_text()
-
-
-def assert_gone(pids: list[int]) -> None:
-    """No process of these ids runs (one may still be a zombie that nobody has waited for)."""
-    for pid in pids:
-        state = Path(f"/proc/{pid}/stat")
-        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def pids_of(folder: Path) -> list[int]:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.mistakes import Patch, patched
+from threefold.comm.layout_spec import LayoutSpec, parse
 from threefold.config import Config
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.verify.batches import RandomBatches
-from threefold.verify.layout_spec import LayoutSpec, parse
 from threefold.verify.report import LayoutResult
 from threefold.verify.shrunk_config import prepare, shrink
 from threefold.verify.verifier import Verification, Verifier

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from threefold.api.own_parts import AnyConfig, own_run
+from threefold.comm.layout_spec import parse_layouts
 from threefold.data.vocabulary import vocabulary
 from threefold.errors import UserError
 from threefold.files import shown
@@ -15,7 +16,6 @@ from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ModelSource
 from threefold.parallel.source_check import layout_check
 from threefold.verify.layout_selection import asked_for, covering, possible
-from threefold.verify.layout_spec import parse_layouts
 from threefold.verify.report import EQUAL, LayoutResult
 from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
 from threefold.verify.verifier import Verification, choose_batches, verifier

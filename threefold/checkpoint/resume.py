@@ -41,6 +41,7 @@ _FREE_KEYS = frozenset(
         "train.gradient_accumulation_steps",
         "train.device",
         "train.timeout",
+        "train.max_restarts",
         "precision.loss_scale",  # the checkpoint has its current value
         "train.compile",
         "train.recompute",

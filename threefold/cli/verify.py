@@ -7,9 +7,9 @@ import typer
 from threefold.cli.options import ConfigFile, Overrides, with_model
 
 if TYPE_CHECKING:
+    from threefold.comm.layout_spec import LayoutSpec
     from threefold.config import Config
     from threefold.verify.layout_selection import Check, Selection
-    from threefold.verify.layout_spec import LayoutSpec
 
 
 def verify(
@@ -53,6 +53,7 @@ def verify(
     Exit status: 0 if every layout is equal; 1 if one differs, fails, or shards nothing over one of its axes; 2 if
     verification cannot start.
     """
+    from threefold.comm.layout_spec import parse_layouts
     from threefold.config import load_config
     from threefold.config.model import OWN
     from threefold.config.model_file import is_made_from_section, split_model_file
@@ -60,7 +61,6 @@ def verify(
     from threefold.data.vocabulary import vocabulary
     from threefold.launch.process import require_room
     from threefold.verify.layout_selection import possible
-    from threefold.verify.layout_spec import parse_layouts
     from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
 
     from_section = model is not None and is_made_from_section(*split_model_file(model))

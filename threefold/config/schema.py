@@ -94,6 +94,12 @@ class ParallelConfig(Section):
     """What gradients are rounded to while they are summed over the data- and context-parallel ranks: half the bytes,
     for sums that are off by as many roundings as there are ranks. Before that they are added up in fp32."""
 
+    fallbacks: tuple[str, ...] = derived(strict=False)
+    """Layouts with which a run that has lost ranks goes on, such as `[dp2·tp2, dp2]`: the first that fits, under
+    torchrun one of as many ranks as the world has, otherwise one of fewer than before. Each is written as for
+    `threefold verify --layout`; what it does not name of `schedule`, `stage_chunks`, `zero`, `zero_shards`,
+    `sequence_parallel` and `cp_method` has its default. The global batch stays. Default: none."""
+
     @cached_property
     def pipeline_schedule(self) -> Schedule:
         """The schedule that `schedule` names; a file is read once, when it is first used.
@@ -161,6 +167,9 @@ class TrainConfig(Section):
     names it; 0 for any number. Everything that a rank begins or ends is progress, such as the forward pass of a
     micro-batch or the writing of a tensor, so that the longest of these decides: compilation of a layer in the first
     step with `train.compile`, or a callback of your own."""
+    max_restarts: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """How often a run on local processes starts all its ranks again after one was killed or crashed: from the newest
+    checkpoint, or the newer state of `checkpoint.memory_every`. Under torchrun its `--max-restarts` counts instead."""
     callbacks: tuple[CallbackEntry, ...] = derived(strict=False)
     """Training callbacks (docs/training.md), which the run gets beside the built-in ones, in this order: each a name
     (`early_stopping`, `csv_log`, `epoch_metrics`, `phase_timers`, `wandb`, `mlflow`, or one of an installed package) or
@@ -232,6 +241,9 @@ class CheckpointConfig(Section):
     remote: AddressText = derived()
     """Address that each complete checkpoint is copied to, as `fsspec` has them: `s3://bucket/run`, `gs://bucket/run`,
     `file:///mnt/run`. A run resumes from there where it has newer ones than RUN/checkpoints. Default: none."""
+    memory_every: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """Steps between copies of the state in this machine's memory, from which `train.max_restarts` goes on where they
+    are newer than the newest checkpoint; 0 for none. They take twice the memory of weights and optimizer state."""
 
 
 class LogConfig(Section):

@@ -23,6 +23,7 @@ class LaunchedRank:
         local_rank: 0 to `local_world_size` - 1 on this host.
         rendezvous: URL of the rendezvous, for `torch.distributed`.
         attempt: how often the launcher has restarted the ranks.
+        restarts: how often it may.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class LaunchedRank:
     local_world_size: int
     rendezvous: str
     attempt: int = 0
+    restarts: int = 0
 
 
 def find_launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
@@ -68,6 +70,7 @@ def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
         int(environment.get("LOCAL_WORLD_SIZE", world_size)),
         "env://",
         int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)),
     )
 
 

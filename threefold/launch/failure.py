@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from threefold.errors import UserError
+from threefold.errors import HardwareFault, UserError
 from threefold.launch.output import log_file
 from threefold.launch.process import signal_name
 
@@ -42,6 +42,7 @@ class Failure:
         when: `time.monotonic` of the failure, comparable between processes of a host.
         silent: whether its process ended without reporting an exception, and not by SIGABRT.
         user_error: whether `error` is the message of a `UserError`.
+        hardware: whether it is that of a `HardwareFault`, after which the state in memory is not trusted.
         raised: the exception, pickled; None where there is none that can be.
         traceback: of the exception, as text.
     """
@@ -51,6 +52,7 @@ class Failure:
     when: float
     silent: bool = False
     user_error: bool = False
+    hardware: bool = False
     raised: bytes | None = None
     traceback: str = ""
 
@@ -60,6 +62,11 @@ class Failure:
             return self.error
         log = f" (log: {log_file(run_dir, self.rank)})" if run_dir else ""
         return f"rank {self.rank} failed: {self.error}{log}"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the same would happen again: a mistake of the user."""
+        return self.user_error and not self.hardware
 
     def exception(self, run_dir: Path | None) -> Exception:
         """The exception for the caller of the run."""
@@ -81,7 +88,8 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     """The failure of a rank that raised `error`."""
     now, raised, text = time.monotonic(), pickled(error), "".join(traceback.format_exception(error))
     if isinstance(error, UserError):
-        return Failure(rank, str(error), now, user_error=True, raised=raised, traceback=text)
+        hardware = isinstance(error, HardwareFault)
+        return Failure(rank, str(error), now, user_error=True, hardware=hardware, raised=raised, traceback=text)
     while error.__cause__ is not None:  # the first exception of the chain
         error = error.__cause__
     lines = traceback.format_exception_only(error)[-1].split("\n")

@@ -13,7 +13,7 @@ from threefold.errors import UserError
 from threefold.launch.device import require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import REPORTS, Failure, RankFailed, from_exception, lost_rank_zero
-from threefold.launch.local import StartMethod, run_local, write_traceback
+from threefold.launch.local import Again, StartMethod, run_local, write_traceback
 from threefold.launch.output import failure_file
 from threefold.launch.process import require_room
 from threefold.launch.signals import StopSignals
@@ -36,6 +36,7 @@ def run(
     own: Ownership = nullcontext,
     signals: StopSignals | None = None,
     timeout: float = 0.0,
+    again: Again | None = None,
 ) -> object:
     """Call `worker(rank_info, *args)` on every rank with `torch.distributed` initialised, and wait for the end.
 
@@ -49,6 +50,7 @@ def run(
         own: such as a lock; a `UserError` that it raises is raised for all ranks.
         signals: for a worker that ends when `rank_info.asked()` is not 0; without, signals end the processes.
         timeout: seconds that a rank may make no progress while another one waits for it; 0 for any number.
+        again: as of `run_local`, for ranks that are started here.
 
     Returns:
         the worker's result on the rank of this process, or on rank 0 where the ranks are started here.
@@ -71,6 +73,7 @@ def run(
             own=own,
             signals=signals,
             timeout=timeout,
+            again=again,
         )
     if launched.world_size != world_size:
         raise UserError(
@@ -92,6 +95,7 @@ def spawn(
     own: Ownership = nullcontext,
     signals: StopSignals | None = None,
     timeout: float = 0.0,
+    again: Again | None = None,
 ) -> object:
     """As `run`, always on processes of this host.
 
@@ -104,7 +108,7 @@ def spawn(
         require_gpus(world_size)
     job = Job(worker, args, device, run_dir, console_ranks, signals is not None, timeout=timeout)
     with own():
-        return run_local(job, world_size, start_method or ("spawn" if device == "cuda" else "fork"), signals)
+        return run_local(job, world_size, start_method or ("spawn" if device == "cuda" else "fork"), signals, again)
 
 
 def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSignals | None) -> object:

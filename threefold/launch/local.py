@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from threefold.launch.hangs.local import INTERVAL, LocalWatch, SharedPages
 from threefold.launch.output import log_file
 from threefold.launch.process import die_with_parent
 from threefold.launch.signals import NUMBERS, Asked, StopRequested, StopSignals, signals_blocked, unblock_signals
-from threefold.launch.worker import Job, RankInfo, never, stay_on_loopback, work
+from threefold.launch.worker import Job, NextAttempt, RankInfo, never, stay_on_loopback, work
 from threefold.train.callbacks.base import CallbackFailed
 
 StartMethod = Literal["fork", "spawn"]
@@ -49,25 +49,51 @@ class _Rank(NamedTuple):
     report: Connection
 
 
-def run_local(job: Job, world_size: int, start_method: StartMethod, signals: StopSignals | None = None) -> object:
+Again = Callable[[Failure], NextAttempt | None]
+"""Called with the cause of a failure, when all ranks have ended: what they run next; None to end as if they had not
+failed. Raises what ends the run."""
+
+
+def run_local(
+    job: Job,
+    world_size: int,
+    start_method: StartMethod,
+    signals: StopSignals | None = None,
+    again: Again | None = None,
+) -> object:
     """Run the job on `world_size` processes of this host and return when all have ended.
 
     Args:
         start_method: "fork" is quick and for a parent that ran no parallel operation yet; CUDA needs "spawn".
         signals: forwarded to the ranks of a job that handles them (`Job.stops`).
+        again: decides after a failure whether the ranks are started again.
 
     Returns:
-        what the worker of rank 0 returned.
+        what the worker of rank 0 returned; None where `again` says that nothing is left to do.
 
     Raises:
         UserError: a rank raised it.
         RankFailed: a rank failed otherwise; all have been ended.
         StopRequested: a second signal came; all ranks have been killed.
     """
-    failures, results = collect_local(job, world_size, start_method, signals)
-    if failures:
-        raise cause(failures).exception(job.run_dir)
-    return results[0]
+    # A signal between two attempts reaches the ranks of the next one.
+    with signals.passed_to(_raise_second) if signals and again else nullcontext():
+        while True:
+            failures, results = collect_local(job, world_size, start_method, signals)
+            if not failures:
+                return results[0]
+            failure = cause(failures)
+            if again is None:
+                raise failure.exception(job.run_dir)
+            following = again(failure)
+            if following is None:
+                return None
+            job, world_size = replace(job, args=following.args), following.world_size
+
+
+def _raise_second(number: int, again: bool) -> None:
+    if again:
+        raise StopRequested(number, again)
 
 
 def collect_local(
@@ -114,8 +140,7 @@ def _start(job: Job, info: RankInfo, port: int, start_method: StartMethod, pages
 
 def _ask(ranks: list[_Rank], number: int, again: bool) -> None:
     """Forward a signal to the ranks; raise on a second one."""
-    if again:
-        raise StopRequested(number, again)
+    _raise_second(number, again)
     for rank in ranks:
         if rank.process.is_alive():
             with suppress(ProcessLookupError):
@@ -160,7 +185,8 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
 
 
 def _watch(ranks: list[_Rank], hangs: LocalWatch | None) -> tuple[list[Failure], dict[int, object]]:
-    """Wait until all ranks have ended, one does not answer, or `OTHER_FAILURES` seconds after the first failure.
+    """Wait until all ranks have ended, one does not answer, a process has ended without a report, or for
+    `OTHER_FAILURES` seconds after the first failure.
 
     Returns:
         the failures, and the results by rank.
@@ -192,6 +218,8 @@ def _watch(ranks: list[_Rank], hangs: LocalWatch | None) -> tuple[list[Failure],
                     failures[number] = from_exit_code(number, code)
         if failures and deadline is None:
             deadline = time.monotonic() + OTHER_FAILURES
+        if any(failure.silent for failure in failures.values()):
+            break  # which is the cause, whatever the others say
     return list(failures.values()), results
 
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -118,6 +119,26 @@ def require_free(run_dir: Path) -> None:
     except (OSError, NotImplementedError):
         return
     lock.release()
+
+
+def require_folder(run_dir: Path) -> None:
+    """Check that `run_dir` is a folder, or can be created."""
+    name = f"--run-dir is {shown(run_dir)}"
+    try:
+        found = os.stat(run_dir)
+    except FileNotFoundError:
+        if run_dir.is_symlink():
+            raise UserError(f"{name}, a link to something that does not exist; name a folder.") from None
+        return
+    except NotADirectoryError:
+        return  # reported when it is created
+    except OSError as error:
+        raise UserError(f"{name}, which cannot be a folder: {error.strerror}.") from None
+    except ValueError:
+        raise UserError(f"{name}, which holds a NUL character; name a folder.") from None
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "a file" if stat.S_ISREG(found.st_mode) else "a pipe, socket or device"
+        raise UserError(f"{name}, which is {kind}; name a folder.")
 
 
 def cannot_write(run_dir: Path, error: OSError) -> UserError:

@@ -68,14 +68,15 @@ class StopSignals:
 
     @contextmanager
     def passed_to(self, take: Callable[[int, bool], None]) -> Iterator[None]:
-        """Call `take(number, again)` for each signal instead of raising, first for one that came already."""
-        self._take = take
+        """Call `take(number, again)` for each signal instead of raising, first for one that came already; after it what
+        was called before it."""
+        before, self._take = self._take, take
         try:
             if self.received:
                 take(self.received, False)
             yield
         finally:
-            self._take = None
+            self._take = before
 
     @contextmanager
     def noted(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Launching a training run: checks, the resolved config and the run folder, then the ranks."""
 
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from threefold.config import Config, resolve
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings, with_epochs
-from threefold.data.dataset import open_dataset
+from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
 from threefold.files import shown
@@ -28,11 +27,15 @@ from threefold.launch.in_process import joined_rank, run_in_process
 from threefold.launch.launcher import run
 from threefold.launch.output import log_file
 from threefold.launch.process import require_room, signal_name
+from threefold.launch.restarts.fallbacks import Fallback, fallbacks_of, in_world, naming_fallback
+from threefold.launch.restarts.policy import Restarts, launched_attempt
 from threefold.launch.run_lock import FILE as LOCK_FILE
-from threefold.launch.run_lock import cannot_write, require_free, run_lock
+from threefold.launch.run_lock import cannot_write, require_folder, require_free, run_lock
 from threefold.launch.signals import StopSignals
 from threefold.launch.worker import Device, RankInfo
 from threefold.output.durable import write_durably
+from threefold.train.callbacks.tensorboard import import_writer
+from threefold.train.recovery.attempt import Attempt
 
 if TYPE_CHECKING:
     from threefold.models.source import ModelSource
@@ -64,12 +67,16 @@ class _Checked:
         resolved: with the default micro-batch size of a CPU.
         vocab_size: number of token ids of the data.
         local_world_size: ranks of this host.
+        layout: of the config, where it is one of the fallbacks; else empty.
+        fallbacks: with which the run can go on, and each of them checked.
     """
 
     given: Config
     resolved: Config
     vocab_size: int
     local_world_size: int
+    layout: str = ""
+    fallbacks: "tuple[tuple[Fallback, _Checked], ...]" = ()
 
     def fitted(self) -> Config:
         """With the largest micro-batch size that fits into a rank's memory, unless the given settings determine it."""
@@ -93,10 +100,11 @@ def _checked(config: Config, progress: Progress) -> _Checked:
         from threefold.train.optimizers.own import check_optimizer  # imports torch, as the optimizer does
 
         check_optimizer(config.optimizer)
-    layout, launched = Layout.of(config.parallel), joined_rank() or find_launched_rank()
+    launched, named, fallbacks = joined_rank() or find_launched_rank(), "", fallbacks_of(config)
     if launched:
-        layout.require_world(launched.world_size)
-    local_world_size = launched.local_world_size if launched else layout.world_size
+        config, named = in_world(config, fallbacks, launched.world_size)
+        fallbacks = ()  # the launcher starts the ranks
+    local_world_size = launched.local_world_size if launched else Layout.of(config.parallel).world_size
     if config.train.device == "cuda":
         require_gpus(local_world_size)
     dataset = open_dataset(config)
@@ -105,11 +113,23 @@ def _checked(config: Config, progress: Progress) -> _Checked:
     samples = dataset.samples("train", resolved.data, progress)
     if resolved.train.evaluates:
         dataset.samples("valid", resolved.data, progress)
-    if config.train.epochs is not None:
-        config = with_epochs(config, len(samples), resolved.train.global_batch_size)
-        resolved = resolve(config, dataset.vocab_size)
+    config, resolved = _counted(config, dataset, len(samples))
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size)
-    return _Checked(config, _on(device, resolved), dataset.vocab_size, local_world_size)
+    others = []
+    for each in fallbacks:
+        with naming_fallback(config, str(each)):
+            given, settled = _counted(dataset.complete(each.config), dataset, len(samples))
+        others.append((each, _Checked(given, _on(device, settled), dataset.vocab_size, each.world_size)))
+    return _Checked(config, _on(device, resolved), dataset.vocab_size, local_world_size, named, tuple(others))
+
+
+def _counted(config: Config, dataset: Dataset, samples: int) -> tuple[Config, Config]:
+    """The config as given, its steps counted where it says epochs, and resolved."""
+    resolved = resolve(config, dataset.vocab_size)
+    if config.train.epochs is not None:
+        config = with_epochs(config, samples, resolved.train.global_batch_size)
+        resolved = resolve(config, dataset.vocab_size)
+    return config, resolved
 
 
 def _on(device: Device, config: Config) -> Config:
@@ -125,6 +145,8 @@ class TrainingRun:
         run_dir: run folder, for the config, logs, metrics and checkpoints.
         resume: whether to resume from the newest checkpoint of `run_dir`; "auto" does if there is one.
         finished: whether all steps are done, so that starting it does nothing (only with "auto").
+        layout: of the config, where it is one of the fallbacks; else empty.
+        fallbacks: with which ranks that are started here can go on; their configs resolved.
         began: when it was prepared, as `time.time` has it; `train.max_seconds` counts from then on.
     """
 
@@ -132,6 +154,8 @@ class TrainingRun:
     run_dir: Path
     resume: Resume
     finished: bool = False
+    layout: str = ""
+    fallbacks: tuple[Fallback, ...] = ()
     began: float = field(default_factory=time.time)
 
     def start(
@@ -162,10 +186,17 @@ class TrainingRun:
         from threefold.train.entry_point import check_division  # imported here once, instead of by every forked rank
 
         check_division(self.config)
+        if self.config.train.max_restarts:
+            import_writer()
+        for each in self.fallbacks:
+            with naming_fallback(self.config, str(each)):
+                check_division(each.config)
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
+        here = find_launched_rank() is None
+        restarts = Restarts(self.config, self.run_dir, self.fallbacks, self.began, self._args) if here else None
         ended = run(
             _train,
-            (self.config, self.run_dir, self.resume, self.began),
+            restarts.first() if restarts else self._args(self.config),
             Layout.of(self.config.parallel).world_size,
             device=device,
             run_dir=self.run_dir,
@@ -173,6 +204,7 @@ class TrainingRun:
             own=lambda: self._folder(announce),
             signals=signals,
             timeout=self.config.train.timeout,
+            again=restarts,
         )
         stopped = cast("Stopped | None", ended)
         if stopped and stopped.signal and signals and find_launched_rank() is None:
@@ -207,7 +239,7 @@ class TrainingRun:
         source = source or ConfigSource()
         check_division(self.config, source)
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
-        args = (self.config, self.run_dir, self.resume, self.began, tuple(callbacks), source)
+        args = (*self._args(self.config), tuple(callbacks), source)
         size = Layout.of(self.config.parallel).world_size
         joined = joined_rank()
         if joined is None and find_launched_rank() is not None:
@@ -216,6 +248,12 @@ class TrainingRun:
         else:
             ended = run_in_process(_train, args, size, device=device, own=self._folder, signals=signals)
         return cast("Stopped | None", ended)
+
+    def _args(self, config: Config, attempt: Attempt | None = None) -> tuple[Any, ...]:
+        """The arguments of the ranks of an attempt, by default of that of the launcher that started this process."""
+        attempt = attempt or launched_attempt(self.run_dir, self.began, self.layout)
+        resume = (self.resume or "auto") if attempt.number else self.resume
+        return config, self.run_dir, resume, self.began, attempt
 
     @contextmanager
     def _folder(self, announce: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -250,6 +288,8 @@ def prepare_training(
     began = time.time()
     require_folder(run_dir)
     launched = joined_rank() or find_launched_rank()
+    if launched is not None and launched.attempt:
+        resume = resume or "auto"
     if launched is None or launched.rank == 0:  # to the other ranks, rank 0 would look like another run
         _require_no_foreign(run_dir)
         require_free(run_dir)
@@ -265,7 +305,8 @@ def prepare_training(
     else:
         _require_no_checkpoints(run_dir)
         find_warm_start(checked.resolved)
-    return TrainingRun(checked.fitted(), run_dir, resume, began=began)
+    fallbacks = tuple(replace(each, config=other.fitted()) for each, other in checked.fallbacks)
+    return TrainingRun(checked.fitted(), run_dir, resume, False, checked.layout, fallbacks, began)
 
 
 def explain_stop(run_dir: Path, signal: int | str, step: int | None, command: str, resumed: str | None = None) -> str:
@@ -304,26 +345,6 @@ def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
     return f"Stopped by a callback after step {step:,}{where}: {reason}."
 
 
-def require_folder(run_dir: Path) -> None:
-    """Check that `run_dir` is a folder, or can be created."""
-    name = f"--run-dir is {shown(run_dir)}"
-    try:
-        found = os.stat(run_dir)
-    except FileNotFoundError:
-        if run_dir.is_symlink():
-            raise UserError(f"{name}, a link to something that does not exist; name a folder.") from None
-        return
-    except NotADirectoryError:
-        return  # reported when it is created
-    except OSError as error:
-        raise UserError(f"{name}, which cannot be a folder: {error.strerror}.") from None
-    except ValueError:
-        raise UserError(f"{name}, which holds a NUL character; name a folder.") from None
-    if not stat.S_ISDIR(found.st_mode):
-        kind = "a file" if stat.S_ISREG(found.st_mode) else "a pipe, socket or device"
-        raise UserError(f"{name}, which is {kind}; name a folder.")
-
-
 def _require_no_foreign(run_dir: Path) -> None:
     """Check that a folder which no run has used has no files that the run would overwrite."""
     from threefold.train.callbacks import loss_curve, metrics, step_log
@@ -349,6 +370,7 @@ def _train(
     run_dir: Path,
     resume: Resume,
     began: float,
+    attempt: Attempt,
     callbacks: "Sequence[Callback]" = (),
     source: "ModelSource | None" = None,
 ) -> "Stopped | None":
@@ -357,4 +379,4 @@ def _train(
 
     model = source or ConfigSource()
     reads = info.local_rank == 0
-    return train_rank(config, run_dir, resume, info.asked, reads, callbacks, model, began, info.heartbeat)
+    return train_rank(config, run_dir, resume, info.asked, reads, callbacks, model, began, info.heartbeat, attempt)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, wait_code
 from threefold.host import usable_cores
@@ -95,6 +95,13 @@ class Job:
         if rank not in self.console_ranks:
             return logged(log)
         return logged_and_shown(log, f"[rank {rank}] " if len(self.console_ranks) > 1 else "")
+
+
+class NextAttempt(NamedTuple):
+    """The arguments of the worker in an attempt that follows a failed one, and the number of ranks."""
+
+    args: tuple[Any, ...]
+    world_size: int
 
 
 def work(job: Job, info: RankInfo, store: "Store") -> object:

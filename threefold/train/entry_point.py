@@ -30,6 +30,8 @@ from threefold.train.corruption.watch import check_device, make_watch
 from threefold.train.data_check import DataCheck, agree_on_micro_batch
 from threefold.train.engine import Engine
 from threefold.train.loop import TrainingLoop
+from threefold.train.recovery.attempt import Attempt
+from threefold.train.recovery.kept_states import KeptStates
 from threefold.train.start import Start
 from threefold.train.state import Checkpoints
 from threefold.train.stop import Stop, Stopped
@@ -46,6 +48,7 @@ def train(
     source: ModelSource = ConfigSource(),  # noqa: B008
     began: float | None = None,
     heartbeat: Heartbeat | None = None,
+    attempt: Attempt | None = None,
 ) -> Stopped | None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
@@ -59,6 +62,7 @@ def train(
         source: of the model.
         began: when the run was started, as `time.time` has it; None for now.
         heartbeat: where this rank notes what it does; None where nobody reads it.
+        attempt: which of the run this is; None for the first.
 
     Returns:
         None after the last step; else the step at which a signal or a callback ended the run, the same on every rank.
@@ -71,7 +75,9 @@ def train(
     mesh = Mesh(Layout.of(config.parallel), _device(config), heartbeat=heartbeat)
     config = agree_on_micro_batch(config, mesh)
     mesh.heartbeat.activity(Activity.RESTORE)
-    start = Start(config, run_dir, resume, mesh.world)  # before any rank changes the folder
+    attempt = attempt or Attempt()
+    kept = KeptStates(attempt.memory[mesh.rank] if attempt.memory else (), config, mesh)
+    start = Start(config, run_dir, resume, mesh.world, kept, attempt)  # before any rank changes the folder
     if mesh.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
     stop = Stop(asked, run_dir, watches=mesh.rank == 0)
@@ -86,16 +92,19 @@ def train(
         clock = checkpoints.run_by(began)
         stop.clock = clock if mesh.rank == 0 else None
         mesh.heartbeat.activity(Activity.RESTORE)
+        kept.keep_of(checkpoints)
         step, lines = start.load(checkpoints)
         loader.consumed = checkpoints.consumed
-        policy.resume(start.resumed.facts.anomalies if start.resumed else None)
+        policy.resume(start.anomalies)
         check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
         if mesh.rank == 0:
-            _announce(config, mesh, loader, make_model, plan)
+            if not attempt.number or attempt.layout:
+                _announce(config, mesh, loader, make_model, plan)
             for line in lines:
                 say(line)
-        run = RunContext(config, run_dir, mesh)
+        run = RunContext(config, run_dir, mesh, attempt)
         all_callbacks = [
+            kept,
             DataCheck(mesh, config.log.every, loader.share.rows.tolist()),
             check,
             *make_callbacks(run, callbacks),

@@ -1,14 +1,18 @@
-"""Starting point of a run: initial weights, its own newest good checkpoint (resume), or another run's (warm start)."""
+"""Starting point of a run: initial weights, its own newest good checkpoint (resume), another run's (warm start), or, of
+a restart, the state that the ranks have in memory."""
 
 from pathlib import Path
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import Checkpoint
+from threefold.checkpoint.folder import Checkpoint, newest
+from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.checkpoint.resume import Resume, Resumption, continues, find_resumption
 from threefold.checkpoint.selection import from_first
 from threefold.checkpoint.warm_start import WarmStart, find_warm_start
 from threefold.comm.mesh import Axis
 from threefold.config import Config
+from threefold.train.recovery.attempt import Attempt
+from threefold.train.recovery.kept_states import KeptStates
 from threefold.train.state import Checkpoints
 
 
@@ -20,20 +24,39 @@ class Start:
         run_dir: the run's folder.
         resume: whether to resume from its own checkpoint; "auto" does if there is one.
         world: all ranks.
+        kept: the states in memory of this rank, which are taken where no checkpoint is newer.
+        attempt: which of the run this is.
 
     Raises:
         UserError: on every rank, when no checkpoint fits the config.
     """
 
-    def __init__(self, config: Config, run_dir: Path, resume: Resume, world: Axis) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        resume: Resume,
+        world: Axis,
+        kept: KeptStates | None = None,
+        attempt: Attempt | None = None,
+    ) -> None:
         self._config, self._run_dir, self._resume, self._world = config, run_dir, resume, world
+        self._kept, self._attempt = kept, attempt or Attempt()
         self._damaged: dict[Path, str] = {}
-        self._found = self._find()
+        self._step_kept = self._newer_in_memory()
+        self._found = self._find() if self._step_kept is None else None
 
     @property
     def resumed(self) -> Checkpoint | None:
         """The run's own checkpoint that it is resumed from, after `load`; None otherwise."""
         return self._found.checkpoint if isinstance(self._found, Resumption) else None
+
+    @property
+    def anomalies(self) -> AnomalyFacts | None:
+        """What the run had done about bad steps, after `load`."""
+        if self._kept is not None and self._step_kept is not None:
+            return self._kept.anomalies
+        return self.resumed.facts.anomalies if self.resumed else None
 
     def load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
         """Load the starting point into the engine; all ranks skip a checkpoint that any rank finds damaged.
@@ -44,12 +67,27 @@ class Start:
         Raises:
             UserError: on every rank, when no checkpoint can be read.
         """
+        if self._kept is not None and self._step_kept is not None:
+            self._kept.restore(self._step_kept, checkpoints)
+            return self._step_kept, self._attempt.lines(f"Resuming from memory after step {self._step_kept:,}")
         while True:
             try:
                 return self._load(checkpoints)
             except DamagedCheckpoint as damage:
                 self._damaged[damage.path] = damage.reason
                 self._found = self._find()
+
+    def _newer_in_memory(self) -> int | None:
+        """The step of the state in memory, if every rank has it and no checkpoint is newer."""
+        step = None if self._kept is None else self._kept.newest(self._world)
+        if step is None:
+            return None
+
+        def is_newer() -> bool:
+            saved = newest(self._run_dir)
+            return saved is None or saved.step <= step
+
+        return step if from_first(self._world, is_newer) else None
 
     def _find(self) -> Resumption | WarmStart | None:
         def find() -> Resumption | WarmStart | None:
@@ -62,10 +100,11 @@ class Start:
     def _load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
         found = self._found
         if found is None:
-            return 0, []
+            return 0, self._attempt.lines("")
         if isinstance(found, Resumption):
-            step, how = checkpoints.restore(found.checkpoint, found.passed), "Resuming"
+            step = checkpoints.restore(found.checkpoint, found.passed)
+            where = f"Resuming from {found.checkpoint.path}" + (f" after step {step:,}" if self._attempt.number else "")
         else:
             checkpoints.start_from(found.checkpoint)
-            step, how = 0, "Starting"
-        return step, [f"{how} from {found.checkpoint.path}.", *found.warnings]
+            step, where = 0, f"Starting from {found.checkpoint.path}"
+        return step, [*self._attempt.lines(where), *found.warnings]

@@ -66,6 +66,7 @@ class Checkpoints:
 
     Attributes:
         consumed: the training samples consumed before each step, from where the run starts on.
+        passed: folders of damaged checkpoints that were passed over when the run was resumed.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Checkpoints:
         self.run_dir, self.engine, self.config, self.dataset = run_dir, engine, config, dataset
         self.contents, self.anomalies = contents, anomalies
         self.consumed = ConsumedSamples(config.train.global_batch_size)
-        self._passed: frozenset[Path] = frozenset()
+        self.passed: frozenset[Path] = frozenset()
         self.clock: RunClock | None = None
         self._background = BackgroundSaver(engine.mesh) if config.checkpoint.async_save else None
         first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
@@ -187,7 +188,7 @@ class Checkpoints:
     def _prune(self, step: int) -> None:
         settings, used = self.config.checkpoint, frozenset() if self._mirror is None else self._mirror.in_use
         try:
-            prune(self.run_dir, settings.keep, step, self._passed | used, settings.keep_every)
+            prune(self.run_dir, settings.keep, step, self.passed | used, settings.keep_every)
             self._pruning.worked()
         except OSError as error:
             self._pruning.failed(f"An old checkpoint of {self.run_dir} cannot be deleted ({error})")
@@ -195,7 +196,7 @@ class Checkpoints:
     def _complete(self, step: int, path: Path, seconds: float) -> None:
         """A checkpoint is complete."""
         self._saving.worked()
-        self._passed -= {path}  # it replaced a damaged one
+        self.passed -= {path}  # it replaced a damaged one
         if self.clock is not None:
             self.clock.saved(seconds)
         if self._mirror is not None:
@@ -247,7 +248,7 @@ class Checkpoints:
             DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
             UserError: on every rank, when it cannot be read.
         """
-        self._passed = frozenset(passed)
+        self.passed = frozenset(passed)
         load_tensors(engine_tensors(self.engine), checkpoint.path, self.engine.mesh.world)
         self.engine.optimizer.restored()
         facts, scale = checkpoint.facts, self.engine.loss_scale
@@ -255,7 +256,7 @@ class Checkpoints:
         if scale is not None and facts.loss_scale is not None:
             scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
         self._restore_streams(checkpoint)
-        self._carry(checkpoint)
+        self.carry(checkpoint)
         return checkpoint.step
 
     def load(self, path: Path) -> Facts:
@@ -266,7 +267,7 @@ class Checkpoints:
         """
         try:
             checkpoint = Checkpoint(path, read_manifest(path).facts)
-            self.restore(checkpoint, self._passed)
+            self.restore(checkpoint, self.passed)
         except DamagedCheckpoint as damage:
             raise UserError(
                 f"The run cannot go back to {path}, which is damaged ({damage.reason}); remove it and use --resume."
@@ -282,9 +283,9 @@ class Checkpoints:
         """
         load_tensors(model_tensors(self.engine), checkpoint.path, self.engine.mesh.world)
         self.engine.optimizer.restored()
-        self._carry(checkpoint)
+        self.carry(checkpoint)
 
-    def _carry(self, checkpoint: Checkpoint) -> None:
+    def carry(self, checkpoint: Checkpoint) -> None:
         """Copy the sidecar files of a checkpoint into the following ones."""
         if self.engine.mesh.world.is_first:
             carried = carried_by(checkpoint.path)

@@ -6,9 +6,9 @@ from itertools import combinations, product
 from typing import Any
 
 from threefold.comm.layout import Layout
+from threefold.comm.layout_spec import SCHEDULES, LayoutSpec
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.verify.layout_spec import SCHEDULES, LayoutSpec
 from threefold.verify.shrunk_config import compose
 
 Check = Callable[[Config], None]

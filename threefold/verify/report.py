@@ -5,8 +5,8 @@ from math import prod
 from typing import Any, Final, Literal
 
 from threefold.comm.layout import Layout
+from threefold.comm.layout_spec import LayoutSpec
 from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Error, Held
-from threefold.verify.layout_spec import LayoutSpec
 from threefold.verify.rank_worker import RankReport
 
 EQUAL: Final = "equal"

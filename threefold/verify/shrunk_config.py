@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 from typing import Any
 
+from threefold.comm.layout_spec import LayoutSpec
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.model import ModelConfig
@@ -11,7 +12,6 @@ from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules.batch import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.data.formats.own_data import is_own_data
-from threefold.verify.layout_spec import LayoutSpec
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """Target sizes of shrinking, unless a layout needs more."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from threefold.comm.layout_spec import LayoutSpec
 from threefold.config import Config
 from threefold.data.dataset import names_data, open_dataset
 from threefold.errors import UserError
@@ -18,7 +19,6 @@ from threefold.parallel.source_check import check_source
 from threefold.verify.batches import BatchSource, NestedBatches, RandomBatches, TokenFileBatches
 from threefold.verify.compare import TOLERANCE, coverage
 from threefold.verify.layout_selection import Selection
-from threefold.verify.layout_spec import LayoutSpec
 from threefold.verify.own_batches import OwnBatches
 from threefold.verify.rank_worker import run_rank
 from threefold.verify.reference import Trace, write_trace

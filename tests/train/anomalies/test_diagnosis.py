@@ -1,6 +1,5 @@
 """One bad value on one rank: the error names step, samples, micro-batch, module and rank, and data or hardware."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from threefold.comm.layout import Layout
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.random.permutation import samples_at
+from threefold.train.callbacks.metrics import read_metrics
 
 NAN, INF = float("nan"), float("inf")
 MICRO_BATCHES = 2
@@ -219,7 +219,7 @@ def test_an_overflow_at_a_loss_scale_is_no_bad_step(pool: WorkerPool, small_run:
     """fp16: the step is skipped and the scale halves, as ever; nothing is run again, and no policy counts it."""
     run = run_of(small_run, PLACES["value"]).but(dtype="fp16")
     pool.run(2, train_with, [Fault("weight", "blocks.1.mlp.up", 1, 2, number=INF)], run, tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert [line["skipped"] for line in lines] == [False, True, False, False]
     assert not any("reason" in line for line in lines)
     assert "anomalies" not in manifest(path_of(tmp_path, 4))

@@ -1,6 +1,5 @@
 """Steps that are skipped on purpose, after a bad value, or by a rollback: bit-equal to a run that never made them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from threefold.checkpoint.folder import path_of
 from threefold.config.data import StepRanges
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.entry_point import open_loader
 
 STEPS = 8
@@ -210,4 +210,4 @@ def test_the_last_steps_may_be_skipped(pool: WorkerPool, small_run: Run, tmp_pat
     pool.run(1, train_rank, with_settings(run, data__skip_steps=[4]), tmp_path / "purpose")
     assert tensors(tmp_path / "bad", 4) == tensors(tmp_path / "purpose", 4)
     assert losses_of(tmp_path / "purpose")[-1] is None
-    assert json.loads((tmp_path / "purpose" / "metrics.jsonl").read_text().splitlines()[-1])["reason"]
+    assert list(read_metrics(tmp_path / "purpose" / "metrics.jsonl"))[-1]["reason"]

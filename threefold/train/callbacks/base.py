@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from threefold.config import Config
 from threefold.errors import UserError
+from threefold.train.recovery.attempt import Attempt
 
 if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
@@ -104,11 +105,13 @@ class RunContext:
         config: resolved.
         run_dir: the run's folder, which exists.
         mesh: this rank's place in the layout, with the process groups of its axes.
+        attempt: which attempt of the run this is, as its launcher may start the ranks again.
     """
 
     config: Config
     run_dir: Path
     mesh: "Mesh"
+    attempt: Attempt = field(default_factory=Attempt)
 
 
 class CallbackFailed(UserError):

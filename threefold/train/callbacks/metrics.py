@@ -1,4 +1,5 @@
-"""RUN/metrics.jsonl: the metrics of every step and evaluation, one JSON object per line."""
+"""RUN/metrics.jsonl: the metrics of every step and evaluation, and with every checkpoint the goodput of the run so far,
+one JSON object per line."""
 
 import json
 import os
@@ -12,9 +13,12 @@ from threefold.output.durable import sync
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import LineFile
+from threefold.train.recovery import goodput
 
 FILE = "metrics.jsonl"
 _BEGINNING = b'{"step": '
+_KINDS = ("loss", "valid_loss", "goodput")
+"""What lines of each kind have; of one step they come in this order."""
 _NAMED_LINES = 5
 """Largest number of damaged lines that a warning lists."""
 
@@ -27,14 +31,15 @@ class MetricsFile(Callback):
     Args:
         path: of the file.
         say: prints the warnings.
+        ledger: the file with the goodput; None where there is none.
     """
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        return cls(run.run_dir / FILE, say)
+        return cls(run.run_dir / FILE, say, run.run_dir / goodput.FILE)
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self.path, self.say = path, say
+    def __init__(self, path: Path, say: Callable[[str], None], ledger: Path | None = None) -> None:
+        self.path, self.say, self.ledger = path, say, ledger
         self._file = LineFile(path, say)
 
     def before_fit(self, start: int) -> None:
@@ -89,6 +94,12 @@ class MetricsFile(Callback):
             values["valid_terms"] = {name: _number(mean) for name, mean in record.terms.items()}
         self._file.write(json.dumps(values))
 
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        found = goodput.Goodput.read(self.ledger) if self.ledger is not None else None
+        if found is not None:
+            values = {"step": step, "goodput": round(found.share, 6), "seconds": found.seconds()}
+            self._file.write(json.dumps({**values, "restarts": found.restarts}))
+
     def close(self) -> None:
         self._file.close()
 
@@ -100,7 +111,8 @@ class MetricsFile(Callback):
         fresh = self.path.with_name(self.path.name + ".tmp")
         try:
             with fresh.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in found.lines if line["step"] <= last)
+                lines = sorted((*found.lines, *found.goodput), key=lambda line: int(line["step"]))
+                file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= last)
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(self.path)
@@ -121,6 +133,7 @@ class Metrics:
 
     Attributes:
         lines: the objects by step, a step before its evaluation; of several for the same step the last.
+        goodput: those of the goodput, by step.
         damaged: numbers, from 1, of lines that are invalid; a last line that was cut short is not counted.
         repeated: numbers of lines for which there is a later one of the same step.
     """
@@ -128,6 +141,7 @@ class Metrics:
     lines: tuple[dict[str, Any], ...]
     damaged: tuple[int, ...] = ()
     repeated: tuple[int, ...] = ()
+    goodput: tuple[dict[str, Any], ...] = ()
 
     def warning(self, path: Path) -> str | None:
         """One sentence about the removed lines; None if there are none."""
@@ -149,7 +163,7 @@ def read_metrics_file(path: Path) -> Metrics:
     """All valid lines of a metrics file; none where the file does not exist."""
     if not path.is_file():
         return Metrics(())
-    found: dict[tuple[int, bool], tuple[int, dict[str, Any]]] = {}
+    found: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
     damaged, repeated = [], []
     with path.open("rb") as file:
         for number, content in enumerate(file, 1):
@@ -159,11 +173,18 @@ def read_metrics_file(path: Path) -> Metrics:
                 line = _object(content[max(0, content.rfind(_BEGINNING)) :])  # a complete one after half of another
             if line is None:
                 continue
-            key = (line["step"], "loss" not in line)
+            key = (line["step"], next(kind for kind, name in enumerate(_KINDS) if name in line))
             if key in found:
                 repeated.append(found[key][0])
             found[key] = number, line
-    return Metrics(tuple(found[key][1] for key in sorted(found)), tuple(damaged), tuple(repeated))
+    lines = [(key[1], found[key][1]) for key in sorted(found)]
+    ledger = _KINDS.index("goodput")
+    return Metrics(
+        tuple(line for kind, line in lines if kind != ledger),
+        tuple(damaged),
+        tuple(repeated),
+        tuple(line for kind, line in lines if kind == ledger),
+    )
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -172,7 +193,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    """The object of a line, if it is a valid step or evaluation; else None."""
+    """The object of a line, if it is a valid step, evaluation or goodput; else None."""
     try:
         # older versions wrote a loss that was not finite as NaN
         line = json.loads(content.decode("utf-8"), parse_constant=lambda _: None)
@@ -182,6 +203,8 @@ def _object(content: bytes) -> dict[str, Any] | None:
         return None
     if "loss" in line:
         return line if _is_number(line["loss"]) and type(line.get("tokens")) is int else None
+    if "goodput" in line:
+        return line if _is_number(line["goodput"]) and isinstance(line.get("seconds"), dict) else None
     return line if "valid_loss" in line and _is_number(line["valid_loss"]) else None
 
 

@@ -15,6 +15,7 @@ from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
 
 _ALWAYS: Final = {
+    "goodput": "threefold.train.recovery.goodput:GoodputLedger",
     "live_line": "threefold.train.callbacks.live_line:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",

@@ -6,6 +6,7 @@ from pathlib import Path
 from threefold.train.callbacks import loss_curve, metrics, tensorboard
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import clock, say
+from threefold.train.recovery import goodput
 
 
 class Summary(Callback):
@@ -13,15 +14,16 @@ class Summary(Callback):
 
     Args:
         places: label → file or folder, shown if it exists.
+        ledger: the file with the run's goodput; None where there is none.
     """
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
         files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": tensorboard.FOLDER}
-        return cls({name: run.run_dir / file for name, file in files.items()})
+        return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / goodput.FILE)
 
-    def __init__(self, places: dict[str, Path]) -> None:
-        self.places = places
+    def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:
+        self.places, self.ledger = places, ledger
         self._last: StepRecord | None = None
         self._valid: EvaluationRecord | None = None
         self._steps, self._counted, self._read, self._padding = 0, 0, 0, 0
@@ -69,9 +71,26 @@ class Summary(Callback):
             ("time", f"{clock(time.perf_counter() - self._started)}, of which {clock(self._seconds)} in steps"),
             ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read" + self._padded_speed()),
         ]
+        if self.ledger is not None and (found := goodput.Goodput.read(self.ledger)):
+            rows.append(("goodput", _goodput(found)))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
 
     def _padded_speed(self) -> str:
         if not self._padding:
             return ""
         return f", {(self._read + self._padding) / self._seconds:,.0f} with padding"
+
+
+def _goodput(found: goodput.Goodput) -> str:
+    """The goodput of the run, over all its attempts, and where the rest of the time went."""
+    parts = {
+        "steps": found.steps,
+        "repeated steps": found.repeated,
+        "evaluations": found.evaluating,
+        "saving": found.saving,
+        "starting": found.starting,
+        "lost to restarts": found.lost,
+    }
+    listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
+    restarts = f", {found.restarts:,} restarts" if found.restarts else ""
+    return f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"

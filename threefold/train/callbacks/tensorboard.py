@@ -17,6 +17,12 @@ FOLDER = "tensorboard"
 SECONDS_BETWEEN_FLUSHES = 10
 
 
+def import_writer() -> None:
+    """Import what writes event files, of several hundred modules: once in a launcher whose ranks may start again."""
+    import tensorboard.compat.proto.event_pb2
+    import tensorboard.summary.writer.record_writer  # noqa: F401
+
+
 class TensorBoard(Callback):
     """Writes event files; repeated steps of a resumed run replace the earlier ones in TensorBoard.
 
