@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, newest
+from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.saving.background import BackgroundSaver
+from threefold.checkpoint.tensors import load_tensors_alone
+from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.base import Callback
 from threefold.train.entry_point import train
@@ -130,3 +135,26 @@ def test_callbacks_hear_of_complete_checkpoints_alike_on_all_ranks(
         assert moments == sorted(moments)
     assert first[-2:] == [("before", 5, True), ("complete", 5, True)]  # the last is waited for
     assert len(first) == 8
+
+
+def test_what_is_written_is_the_state_at_the_save(tmp_path: Path) -> None:
+    """Although nothing is written before the state has changed, and the memory of the copy is used twice."""
+    tensors = {"model.table": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(5, dtype=torch.bfloat16)}
+    saver, begins = BackgroundSaver(Mesh.alone()), threading.Event()
+    for step in (1, 2):
+        begins.clear()
+        saver.then(lambda: begins.wait(60) and None)
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
+        path = saver.save(tmp_path, Facts(step, 0, 0, None, None, 0, 0), tensors, {})
+        for tensor in tensors.values():
+            tensor += 100
+        assert not saver.is_done
+        begins.set()
+        written = saver.wait()
+        assert written is not None
+        assert (written.step, written.path, written.failure) == (step, path, None)
+        assert saver.wait() is None  # it is returned once
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_tensors_alone(found, path)
+        assert all(torch.equal(found[name], expected[name]) for name in tensors)
+    assert saver.end(0)
