@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.train.support import Run
 from threefold.parallel.parameter import local
 from threefold.train import entry_point
-from threefold.train.engine import Engine
+from threefold.train.engine import Engine, StepResult
 from threefold.train.optimizers.base import Entry
 
 
@@ -25,7 +25,7 @@ class Fault:
     Attributes:
         kind: where it is: in the `output` of a module, the `gradient` of one, a gradient of its `weight`, one that is
             `deferred`, one that is `summed` over micro-batches and ranks, or the `value` of its weight, which is bad
-            from the step on.
+            from the step on, or is `updated` in the step to a bad one.
         module: its name in the whole model.
         rank: the rank that gets it.
         step: 1 for the first.
@@ -63,18 +63,32 @@ class FaultyEngine(Engine):
         self._backwards.clear()
         for fault in self.faults:
             if fault.kind == "value" and (fault.rank, fault.step) == (self.mesh.rank, self._now):
-                self._entry(fault).leaf.detach().flatten()[0] = fault.number
+                self._spoil_weight(fault)
         found = super().compute_gradients(batch, step, *args, **options)
         for fault in self.faults:
             if fault.kind == "summed" and fault.rank == self.mesh.rank and self._is_now(fault, fault.micro_batch):
                 self._entry(fault).gradient.flatten()[0] = fault.number
         return found
 
+    def update(self, *args: Any, **options: Any) -> StepResult:
+        result = super().update(*args, **options)
+        for fault in self.faults:
+            if fault.kind == "updated" and (fault.rank, fault.step) == (self.mesh.rank, self._now):
+                self._spoil_weight(fault)
+        return result
+
+    def _spoil_weight(self, fault: Fault) -> None:
+        entry = self._entry(fault)
+        for tensor in {entry.leaf, entry.master}:
+            tensor.detach().flatten()[0] = fault.number
+
     def _entry(self, fault: Fault) -> Entry:
         return next(each for each in self.optimizer.entries if each.name == f"{fault.module}.weight")
 
     def _register_fault(self, fault: Fault) -> None:
         (module,) = (stage.get_submodule(fault.module) for stage in self.stages if _has(stage, fault.module))
+        if fault.kind in ("value", "summed", "updated"):
+            return
         watched: set[Tensor] = set()
 
         def of_weight(gradient: Tensor) -> Tensor:

@@ -123,6 +123,9 @@ class TrainingLoop:
                 stop.agree(mesh)
             if stop.save_ended:
                 self._finish_saving()
+            if (back := self._back_from(step)) is not None:
+                done = start = back
+                continue
             if step == last or stop.is_due:
                 self._save_last(step)
             elif self._save(step):
@@ -164,8 +167,10 @@ class TrainingLoop:
         except NonFiniteStep as error:
             if self.watch is not None:
                 self.watch.after_divergence(done)
+            self._finish_saving()
             result, response = error.result, self.bad_steps.not_finite(error, batch, done, loss, streams)
         if result.refused:
+            self._finish_saving()
             response = self.bad_steps.spike(result.refused, done)
         if response is not None and response.start is not None:
             return self._rolled_back(done + 1, response, response.start)
@@ -254,10 +259,24 @@ class TrainingLoop:
             return is_due(step, train.eval_every, train.max_steps)
         return self._epochs_ended(step, train.eval_every_epochs) or step == train.max_steps
 
+    def _back_from(self, step: int) -> int | None:
+        """Roll back where a checkpoint would be saved of a state that is not finite, if bad steps lead to a rollback;
+        returns the updates made then, or None where the run goes on."""
+        ends = step == self.config.train.max_steps or self.engine.stop.is_due
+        if not self.policy.rolls_back or not (ends or self.saving.will_save(self._is_due(step))):
+            return None
+        response = self.bad_steps.state_not_finite(step)
+        if response is None or response.start is None:
+            return None
+        return self._rolled_back(step, response, response.start)
+
+    def _is_due(self, step: int) -> bool:
+        by_clock = self.engine.stop.save_is_due
+        return by_clock or is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
+
     def _save(self, step: int) -> bool:
         """Save if a checkpoint is due; returns whether it was."""
-        by_clock, self.engine.stop.save_is_due = self.engine.stop.save_is_due, False
-        due = by_clock or is_due(step, self.config.checkpoint.every, self.config.train.max_steps)
+        due, self.engine.stop.save_is_due = self._is_due(step), False
         if self.saving.will_save(due):
             self.heartbeat.section(RunSection.SAVE, step)
             self._finish_saving()

@@ -184,6 +184,12 @@ def random_place(seed: int) -> Place:
 
 
 @pytest.mark.sweep
+def test_compiled_layers_are_checked_as_they_are_written(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    fault = Fault("value", "blocks.1.mlp.up", 0, 2)
+    check(pool, small_run, Place({}, fault, out("blocks.1.mlp.up"), (("train.compile", True),)), tmp_path)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(20))
 def test_twenty_of_twenty_random_places_are_named(pool: WorkerPool, small_run: Run, tmp_path: Path, seed: int) -> None:
     check(pool, small_run, random_place(seed), tmp_path)
@@ -203,6 +209,23 @@ def test_what_a_second_run_does_not_have_is_the_hardware(
     words = re.escape(begins + runs + where + cause).replace("NUMBER", r"(nan|\d+\.\d+)")
     assert re.match(words, sentence), sentence
     assert "lower optimizer.lr" not in sentence
+
+
+@sweep("number", [1e30, 1e18], quick=(0,))
+def test_a_gradient_that_is_too_large_for_its_norm(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, number: float
+) -> None:
+    """Finite, but its square is not."""
+    run = run_of(small_run, PLACES["value"])
+    faults = [Fault("weight", "blocks.1.mlp.up", 1, 2, number=number)]
+    if number < 1e19:  # whose square is
+        pool.run(2, train_with, faults, run, tmp_path)
+        return
+    sentence = sentence_of(pool, run, faults, tmp_path)
+    assert (
+        "; loss and gradients are finite, and the gradient of blocks.1.mlp.up.weight, with values up to 1e+30, "
+        "overflows the norm; a second run of the step gave the same bits, so data or model is the cause" in sentence
+    )
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def with_settings(run: Run, **settings: Any) -> Run:
     return run.but(set=(*run.set, *((key.replace("__", "."), value) for key, value in settings.items())))
 
 
-@sweep("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}], ids=str, quick=(0,))
+@sweep("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str, quick=(0,))
 def test_skipped_on_purpose(pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int]) -> None:
     """The other steps have the losses of a loop without them, in one layout to the bit, also when it is resumed within
     a range; their samples are read by nobody."""
@@ -159,6 +159,21 @@ def test_a_checkpoint_that_is_bad_itself_gives_way_to_the_one_before(
     assert made(tmp_path / "bad") == made(tmp_path / "purpose")
     assert tensors(tmp_path / "bad", 10) == tensors(tmp_path / "purpose", 10)
     assert (tmp_path / "bad" / "checkpoints" / "step_00000006.diverged").is_dir()
+
+
+@pytest.mark.slow
+def test_weights_that_are_bad_when_a_save_is_due_lead_to_a_rollback(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    """The update of step 6 is bad: its checkpoint is not saved, and the run goes back to that of step 3."""
+    settings = {"train__on_nan": "rollback", "checkpoint__every": 3}
+    run = with_settings(small_run.but(steps=STEPS, dp=2), **settings)
+    pool.run(2, train_with, [Fault("updated", "blocks.1.mlp.up", 1, 6)], run, tmp_path / "bad")
+    pool.run(2, train_rank, with_settings(run, data__skip_steps=["4-6"]), tmp_path / "purpose")
+    assert tensors(tmp_path / "bad") == tensors(tmp_path / "purpose")
+    assert reasons(tmp_path / "bad")[6] == (
+        "a rollback to step 3 skips steps 4 to 6: weights or optimizer state are not finite after it"
+    )
 
 
 def test_limits_end_the_run(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

@@ -66,6 +66,16 @@ class BadSteps:
             raise HardwareFault(f"{what}.", tuple(found.differing), done)
         return self._respond("nan", done + 1, clauses, [error.advice] if found.is_reproducible else [])
 
+    def state_not_finite(self, step: int) -> Response | None:
+        """Roll back where weights or optimizer state are not finite after `step`; None where they are finite.
+
+        Raises:
+            DivergenceError: the run is to end.
+        """
+        if self._store.is_finite():
+            return None
+        return self._respond("nan", step, ["weights or optimizer state are not finite after it"], [])
+
     def spike(self, reason: str, done: int) -> Response:
         """Follow `train.on_spike`.
 

@@ -6,7 +6,7 @@ rerun state machine asks the same question (`--rerun-mode validate_results`). A 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -19,6 +19,8 @@ from threefold.data.loader import Loader
 from threefold.models.own_batch import map_tensors
 from threefold.train.anomalies.finite_checks import BadValue, FiniteChecks, bad_value
 from threefold.train.engine import Engine
+from threefold.train.gradient_norm import squared_norm
+from threefold.train.optimizers.base import Entry
 
 _NAMED = 8
 """Samples and ranks that a sentence lists at most."""
@@ -35,6 +37,7 @@ class RankFindings:
         first: the first bad value with checks on; None where there was none.
         weight: the first weight that was not finite before the step; None where all are.
         summed: the first weight whose gradient was not finite after all sums; None where all are.
+        large: the first weight whose gradient was finite but too large for its norm, and its largest value, in words.
         bad_loss: whether its term of the loss was not finite.
         samples: of the micro-batch of `first`.
         bad_data: whether numbers of its part of the batch were not finite.
@@ -46,6 +49,7 @@ class RankFindings:
     first: BadValue | None = None
     weight: str | None = None
     summed: str | None = None
+    large: str | None = None
     bad_loss: bool = False
     samples: tuple[str, ...] = ()
     bad_data: bool = False
@@ -65,8 +69,8 @@ class Diagnosis:
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether a second run of the step was bad too."""
-        return not all(found.finite for found in self.findings)
+        """Whether a second run of the step was bad too, or the same."""
+        return not all(found.finite for found in self.findings) or not self.differing
 
     @property
     def ranks(self) -> list[int]:
@@ -143,6 +147,9 @@ class Diagnosis:
         summed = next((found.summed for found in self.findings if found.summed), None)
         if summed:
             return f"the gradient of {summed} is finite in each micro-batch on each rank, and their sum is not"
+        large = next((found.large for found in self.findings if found.large), None)
+        if large:
+            return f"loss and gradients are finite, and {large} overflows the norm"
         return "no module's output and no gradient was found that is not finite"
 
     def _weight(self) -> str | None:
@@ -175,9 +182,11 @@ def diagnose(
     before = _digest(engine, loss)
     with engine.streams.preserved(streams):
         again, _ = engine.compute_gradients(batch, done)
-    summed = next((entry.name for entry in engine.optimizer.entries if bad_value(entry.gradient)), None)
-    term = again.item()
-    mine = RankFindings(_digest(engine, again) == before, isfinite(term) and summed is None, _counted(engine, term))
+    entries, term = engine.optimizer.entries, again.item()
+    summed = next((entry.name for entry in entries if bad_value(entry.gradient)), None)
+    overflowing = next((entry for entry in entries if bad_value(squared_norm([entry.gradient]))), None)
+    finite = isfinite(term) and overflowing is None
+    mine = RankFindings(_digest(engine, again) == before, finite, term if engine.mesh.tp.is_first else 0.0)
     second = Diagnosis(tuple(world.gather_objects(mine)), layout)
     if not second.is_reproducible:
         return second
@@ -189,8 +198,15 @@ def diagnose(
     samples: tuple[str, ...] = ()
     if checks.first is not None:
         samples = _samples(loader, done, checks.first.micro_batch, engine.settings.micro_batches)
-    found = RankFindings(
-        mine.same, mine.finite, mine.loss, checks.first, weight, summed, not isfinite(term), samples, _is_bad(batch)
+    found = replace(
+        mine,
+        first=checks.first,
+        weight=weight,
+        summed=summed,
+        large=None if overflowing is None else _of_gradient(overflowing),
+        bad_loss=not isfinite(term),
+        samples=samples,
+        bad_data=_is_bad(batch),
     )
     return Diagnosis(tuple(world.gather_objects(found)), layout)
 
@@ -207,9 +223,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     return content
 
 
-def _counted(engine: Engine, term: float) -> float:
-    """A rank's term of the mean loss where this rank counts it."""
-    return term if engine.mesh.tp.is_first else 0.0
+def _of_gradient(entry: Entry) -> str:
+    return f"the gradient of {entry.name}, with values up to {entry.gradient.abs().max().item():g},"
 
 
 def _is_bad(batch: Any) -> bool:

@@ -59,6 +59,11 @@ class AnomalyPolicy:
         """The first step from `step` on that is made."""
         return self._all().next_outside(step)
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a rollback follows what is not finite."""
+        return self.action("nan") == "rollback"
+
     def action(self, kind: Kind) -> str:
         """What follows a bad step: `stop`, `skip` or `rollback`."""
         return self._train.on_nan if kind == "nan" else self._train.on_spike
