@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.faults import Fault, train_with
@@ -65,8 +66,6 @@ def samples_of(run: Run, fault: Fault) -> list[int]:
     size = rows // MICRO_BATCHES
     first = (fault.step - 1) * config.train.global_batch_size + replica * rows + fault.micro_batch * size
     samples = open_dataset(config).samples("train")
-    import numpy as np
-
     return samples_at(np.arange(first, first + size), len(samples), config.train.seed).tolist()
 
 

@@ -1,7 +1,9 @@
 """Steps that are skipped on purpose, after a bad value, or by a rollback: bit-equal to a run that never made them."""
 
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +13,7 @@ from tests.train.support import Run, engine_of, losses_of, manifest, same, steps
 from threefold.checkpoint.folder import path_of
 from threefold.config.data import StepRanges
 from threefold.data.dataset import open_dataset
+from threefold.data.loader import Loader
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.entry_point import open_loader
@@ -76,10 +79,6 @@ def test_skipped_on_purpose(pool: WorkerPool, small_run: Run, tmp_path: Path, la
 
 def reads_of(run: Run, run_dir: Path) -> list[int]:
     """The steps whose batches a run reads."""
-    from unittest.mock import patch
-
-    from threefold.data.loader import Loader
-
     read: list[int] = []
     plain = Loader._read_train
     with patch.object(Loader, "_read_train", lambda self, step: read.append(step + 1) or plain(self, step)):
@@ -198,9 +197,9 @@ def test_a_spike(pool: WorkerPool, small_run: Run, tmp_path: Path, policy: str) 
     pool.run(2, train_rank, with_settings(run, data__skip_steps=skipped), tmp_path / "purpose")
     assert made(tmp_path / "bad") == made(tmp_path / "purpose")
     assert tensors(tmp_path / "bad") == tensors(tmp_path / "purpose")
+    recent = [manifest(path_of(tmp_path / name, STEPS))["anomalies"]["recent"] for name in ("bad", "purpose")]
+    assert recent[0] == recent[1]
     words = r"the gradient norm is \S+, more than 20 \(train.spike_factor\) times \S+, its median over the last 3 steps"
-    import re
-
     assert re.search(words, reasons(tmp_path / "bad")[6])
     pool.run(2, train_rank, run.but(steps=5), tmp_path / "parts")
     pool.run(2, train_with, [fault], run, tmp_path / "parts", True)
