@@ -348,8 +348,9 @@ def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
 def _require_no_foreign(run_dir: Path) -> None:
     """Check that a folder which no run has used has no files that the run would overwrite."""
     from threefold.train.callbacks import loss_curve, metrics, step_log
+    from threefold.train.recovery import goodput
 
-    replaced = (CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE)
+    replaced = (CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE, goodput.FILE)
     found = [name for name in replaced if os.path.lexists(run_dir / name)]
     used = (LOCK_FILE, FOLDER, log_file(run_dir, 0).parent.name)
     if found and not any(os.path.lexists(run_dir / name) for name in used):
