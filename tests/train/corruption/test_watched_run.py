@@ -68,3 +68,17 @@ def test_a_fault_ends_the_run_and_the_resumed_one_is_the_undisturbed(
     undisturbed = watched(small_run, tmp_path, tmp_path / "happened", 0)
     pool.run(4, train_rank, undisturbed, tmp_path / "undisturbed")
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_watched_gradients_change_no_loss_and_keep_checkpoints_until_they_agree(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    """A checkpoint after each of seven steps, of which the newest is kept, and gradients compared in every third."""
+    run = small_run.but(dp=2, tp=2, steps=7, set=(("checkpoint.every", 1), ("checkpoint.keep", 1)))
+    watched = run.but(set=(*run.set, ("train.watch_every", 3), ("train.watch", "gradients")))
+    pool.run(4, train_rank, run, tmp_path / "run")
+    pool.run(4, train_rank, watched, tmp_path / "watched")
+    assert losses_of(tmp_path / "watched") == losses_of(tmp_path / "run")
+    assert [checkpoint.step for checkpoint in complete(tmp_path / "run")] == [7]
+    assert [checkpoint.step for checkpoint in complete(tmp_path / "watched")] == [6, 7]

@@ -45,13 +45,13 @@ def watched_tensors(model: TrainableModel, optimizer: Optimizer, sums_alike: boo
 def sums_alike(model: TrainableModel) -> bool:
     """Whether tensor ranks add up the gradients of weights that they hold whole in the same order.
 
-    An all-reduce over three replicas or more adds in an order that follows from the place in the buffer. Buffers differ
-    where a weight does not divide equally over tp, such as a vocabulary: then the sums may differ by a rounding.
-    Collective over the world.
+    A sum over three replicas or more adds in an order that follows from the place in the buffer, and with NCCL from the
+    group of ranks too. Buffers differ where a weight does not divide equally over tp, such as a vocabulary: then the
+    sums may differ by a rounding. Collective over the world.
     """
     mesh = model.parallelism.mesh
-    alike = True
-    if model.parallelism.zero is None and mesh.replicas.size > 2:
+    alike = mesh.tp.size == 1 or mesh.replicas.size < 3
+    if not alike and mesh.device.type == "cpu":
         sizes = mesh.tp.gather_objects([weight.leaf.numel() for weight in model.weights])
         alike = all(each == sizes[0] for each in sizes)
     return not int(mesh.world.all_reduce_max_(torch.tensor([int(not alike)], device=mesh.device)))
