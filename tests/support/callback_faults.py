@@ -34,7 +34,7 @@ class StopAt(Callback):
         if run.mesh.rank != self.rank:
             return
         if self.section is RunSection.START:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            _stop()
         else:
             threading.Thread(target=self._watch, args=(run.mesh.heartbeat,), daemon=True).start()
 
@@ -45,8 +45,13 @@ class StopAt(Callback):
             place = heartbeat.place()
             here = place.section is self.section and place.step >= self.step
             if here and self.activity in (None, place.activity):
-                os.kill(os.getpid(), signal.SIGSTOP)
+                _stop()
                 return
+
+
+def _stop() -> None:
+    """Stop the process by a signal to the thread that trains, which cannot go on before it takes it."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGSTOP)
 
 
 class HangAt(Callback):

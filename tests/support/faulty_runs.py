@@ -1,0 +1,82 @@
+"""Runs with a fault of `tests/support/callback_faults.py`: started as a user does, and watched until all has ended."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.processes import runs
+from tests.train.support import Run
+
+TIMEOUT = 3
+"""`train.timeout` of the runs, in seconds."""
+DEADLINE = 240
+"""Seconds that a test waits for anything at most."""
+STOPPED = "its process is stopped, as by SIGSTOP, "
+
+
+def write_config(run: Run, folder: Path, fault: str, steps: int = 6, **arguments: object) -> Path:
+    """The config of a run with a fault, which evaluates and saves after each second step."""
+    sections = run.config.sections()
+    sections["train"] |= {"timeout": float(TIMEOUT), "eval_every": 2, "max_steps": steps}
+    sections["train"]["callbacks"] = [{"name": f"{Path(__file__).with_name('callback_faults.py')}:{fault}", **arguments}]
+    sections["checkpoint"] |= {"every": 2}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def train_command(config: Path, folder: Path) -> list[str]:
+    """`threefold train`, as arguments of Python."""
+    return ["-m", "threefold", "train", str(config), "--run-dir", str(folder / "run")]
+
+
+@contextmanager
+def started(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]] = ({},)
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes of Python with these arguments and further environment variables."""
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for command, variables in zip(commands, environments, strict=True):
+            arguments, environment = [sys.executable, *command], {**os.environ, **variables}
+            pipe = subprocess.PIPE
+            processes.append(subprocess.Popen(arguments, env=environment, text=True, stdout=pipe, stderr=pipe))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def wait_until_stopped(processes: Sequence[subprocess.Popen[str]], folder: Path, rank: int) -> float:
+    """Wait until the process of a rank is stopped, and return when."""
+    deadline = time.monotonic() + DEADLINE
+    file = folder / "run" / f"pid_{rank}"
+    while time.monotonic() < deadline and all(process.poll() is None for process in processes):
+        if file.exists() and (text := file.read_text()):
+            status = Path(f"/proc/{text}/status")
+            if "State:\tT" in (status.read_text() if status.exists() else ""):
+                return time.monotonic()
+        time.sleep(0.01)
+    for process in processes:
+        process.kill()
+    pytest.fail(f"rank {rank} was never stopped: {[process.communicate() for process in processes]}")
+
+
+def end(processes: Sequence[subprocess.Popen[str]], folder: Path, ranks: int) -> str:
+    """Wait until all has ended, in failure and with no process left; returns the one line that was said about it."""
+    errors = "".join(process.communicate(timeout=DEADLINE)[1] for process in processes)
+    pids = [int(file.read_text()) for file in (folder / "run").glob("pid_*")]
+    assert len(pids) == ranks
+    assert not any(runs(pid) for pid in pids)
+    assert all(process.returncode for process in processes)
+    lines = [line for line in errors.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1, errors
+    return lines[0]
