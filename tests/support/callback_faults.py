@@ -1,5 +1,6 @@
 """A callback that stops its rank's process, or hangs or slows it, at one place of a run; named by import path."""
 
+import itertools
 import os
 import signal
 import sys
@@ -108,5 +109,5 @@ class Limit(Callback):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
         else:
-            used = max(map(int, os.listdir("/proc/self/fd")))
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1,) * 2)
+            used = {int(name) for name in os.listdir("/proc/self/fd")}
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next(n for n in itertools.count() if n not in used),) * 2)

@@ -25,7 +25,9 @@ def write_config(run: Run, folder: Path, fault: str, steps: int = 6, **arguments
     """The config of a run with a fault, which evaluates and saves after each second step."""
     sections = run.config.sections()
     sections["train"] |= {"timeout": float(TIMEOUT), "eval_every": 2, "max_steps": steps}
-    sections["train"]["callbacks"] = [{"name": f"{Path(__file__).with_name('callback_faults.py')}:{fault}", **arguments}]
+    sections["train"]["callbacks"] = [
+        {"name": f"{Path(__file__).with_name('callback_faults.py')}:{fault}", **arguments}
+    ]
     sections["checkpoint"] |= {"every": 2}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(sections))

@@ -72,7 +72,7 @@ class StoreWatch:
         self._on_hang = on_hang
         self._interval = max(_INTERVAL, ranks / _RANKS_PER_SECOND)
         self._places: list[RankState | None] = [None] * ranks
-        self._watch = HangWatch(ranks, timeout, self._state)
+        self._watch = HangWatch(ranks, timeout, self._state, delayed=True)
         self._lost = LostStore(rank, timeout)
         self._exchanges = 0
         self._over = threading.Event()

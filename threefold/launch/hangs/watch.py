@@ -72,12 +72,17 @@ class HangWatch:
         ranks: of the run.
         timeout: in seconds.
         state: of a rank's process, where it can be asked.
+        delayed: whether a rank sends where it is from time to time, so that a stopped one may have gone on since.
     """
 
     def __init__(
-        self, ranks: int, timeout: float, state: Callable[[int], ProcessState] = lambda rank: ProcessState.RUNNING
+        self,
+        ranks: int,
+        timeout: float,
+        state: Callable[[int], ProcessState] = lambda rank: ProcessState.RUNNING,
+        delayed: bool = False,
     ) -> None:
-        self.timeout, self._state = timeout, state
+        self.timeout, self._state, self._delayed = timeout, state, delayed
         self._known = [_Known() for _ in range(ranks)]
 
     def observe(self, places: Sequence[RankState | None], seconds: float, ended: Collection[int] = ()) -> Hang | None:
@@ -120,12 +125,13 @@ class HangWatch:
 
         first, *others = sorted(hung, key=order)
         place, wait = self._known[first].place, self._known[first].wait
+        seen = "last heard of " if self._delayed else ""
         if place is None:
             what = "it has not met the other ranks"
         elif states[first] is ProcessState.STOPPED:
-            what = f"its process is stopped, as by SIGSTOP, {place}"
+            what = f"its process is stopped, as by SIGSTOP, {seen}{place}"
         elif not self._runs(first, states):
-            what = f"its process does not run, {place}"
+            what = f"its process does not run, {seen}{place}"
         else:
             what = f"it is {place}"
         what += f" ({wait})" if wait else ""
