@@ -61,11 +61,10 @@ def test_a_rank_that_hangs_in_python_is_named(small_run: Run, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "said"), [("files", "Too many open files"), ("memory", "annot allocate memory")])
-def test_a_rank_without_memory_or_file_handles(small_run: Run, tmp_path: Path, what: str, said: str) -> None:
-    config = write_config(small_run.but(dp=2), tmp_path, "Limit", rank=1, what=what)
+def test_a_rank_without_memory(small_run: Run, tmp_path: Path) -> None:
+    config = write_config(small_run.but(dp=2), tmp_path, "Limit", rank=1, what="memory")
     with started([train_command(config, tmp_path)]) as processes:
         line = end(processes, tmp_path, 2)
     assert line.startswith("Error: ")
-    assert said in line
+    assert "annot allocate memory" in line
     assert "rank 1" in line
