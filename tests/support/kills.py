@@ -83,7 +83,9 @@ class Killer:
 
     def _pause(self, deadline: float) -> bool:
         """Give way to others; returns whether the run still goes on."""
-        assert time.monotonic() < deadline, f"no such moment came after {self.killed}"
+        if time.monotonic() >= deadline:
+            self.process.kill()  # and with it its ranks
+            raise AssertionError(f"no such moment came after {self.killed}")
         try:
             self.process.wait(0.002)
         except subprocess.TimeoutExpired:
