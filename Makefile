@@ -50,6 +50,7 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/generation.py
 
