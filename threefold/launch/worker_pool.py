@@ -72,10 +72,10 @@ class WorkerPool:
 
     Args:
         size: largest world size.
-        timeout: of a collective.
+        timeout: of a collective, in every process group of a mesh too; a rank that waits longer raises.
     """
 
-    def __init__(self, size: int, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def __init__(self, size: int, timeout: timedelta = timedelta(minutes=5)) -> None:
         self.size = size
         self._timeout = timeout
         self._fork_server = _start_fork_server()
