@@ -14,8 +14,8 @@ import yaml
 from tests.support.processes import runs
 from tests.train.support import Run
 
-TIMEOUT = 3
-"""`train.timeout` of the runs, in seconds."""
+TIMEOUT = 8
+"""`train.timeout` of the runs, in seconds: longer than an import takes on a busy machine."""
 DEADLINE = 240
 """Seconds that a test waits for anything at most."""
 STOPPED = "its process is stopped, as by SIGSTOP, "

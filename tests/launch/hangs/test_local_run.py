@@ -20,7 +20,6 @@ LATEST = TIMEOUT + 2 + 3
         ("START", "", {"dp": 2}, 1, " in start-up", ""),
         ("STEP", "CALLBACK", {"dp": 2}, 0, "in the callback ", ""),
         ("STEP", "GRADIENT_SUM", {"dp": 2}, 1, "in the gradient sum in step ", "all_reduce over "),
-        ("STEP", "UPDATE", {"tp": 2}, 0, "in the update in step ", "all_reduce over "),
         ("EVALUATION", "FORWARD", {"dp": 2}, 1, "in the forward pass of micro-batch ", "all_reduce over world"),
         ("SAVE", "", {"dp": 2}, 1, "in the save after step 2", ""),
     ],
