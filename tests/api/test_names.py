@@ -57,6 +57,7 @@ PARTS = {
         "LoadedKeys",
         "LayoutResult",
     ),
+    *("Attempt", "Heartbeat"),  # of a run and of a mesh, which the launcher makes
     "Batch",  # of tokens, which `before_step` gets
 }
 """Types of the package in signatures of public names that no caller has to write."""
