@@ -17,32 +17,34 @@ SOURCE, PAGE = ROOT / "docs" / "capabilities.toml", ROOT / "docs" / "capabilitie
 HEAD = """# Capabilities and the tests that prove them
 
 Each row is something that Threefold does, and the tests that fail where it does not. `(slow)` are those that
-`make test-slow` runs; the others run with `make test`, many of them in some of their cases only. "Equal" means: losses,
-gradients of every parameter before the update, and weights after several steps differ from those of one process with
-the unsplit model by rounding alone, at most 10⁻⁵ in fp32 and 10⁻¹² in fp64. That the tests notice mistakes is tested as
-well: the `test_mutations` files put known mistakes back and expect the comparison to fail. What is promised about
-files, folders and errors is in [guarantees.md](guarantees.md).
+`make test-slow` runs, `(sweep)` those of `make test-sweep`; the others run with `make test`, many of them in some of
+their cases only. "Equal" means: losses, gradients of every parameter before the update, and weights after several steps
+differ from those of one process with the unsplit model by rounding alone, at most 10⁻⁵ in fp32 and 10⁻¹² in fp64. That
+the tests notice mistakes is tested as well: the `test_mutations` files put known mistakes back and expect the
+comparison to fail. What is promised about files, folders and errors is in [guarantees.md](guarantees.md).
 
 <!-- written by docs/capabilities.py from docs/capabilities.toml -->
 """
 
 
 @cache
-def tests_in(file: str) -> dict[str, bool]:
-    """The tests of a file by name, and whether all cases of it are slow. Empty if there is no such file."""
+def tests_in(file: str) -> dict[str, str]:
+    """The tests of a file by name, with the mark that all cases of it have: slow, sweep or none. Empty if there is no
+    such file."""
     path = ROOT / file
     if not (file.startswith("tests/") and path.is_file()):
         return {}
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    slow_file = any(
-        isinstance(node, ast.Assign) and ast.unparse(node).startswith("pytestmark = pytest.mark.slow")
-        for node in tree.body
-    )
+    of_file = {ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign)}
     return {
-        node.name: slow_file or any(ast.unparse(each) == "pytest.mark.slow" for each in node.decorator_list)
+        node.name: _mark(of_file | {ast.unparse(each) for each in node.decorator_list})
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
+
+
+def _mark(found: set[str]) -> str:
+    return next((mark for mark in ("sweep", "slow") if f"pytest.mark.{mark}" in found), "")
 
 
 def problems(sections: list[dict[str, Any]]) -> Iterator[str]:
@@ -61,8 +63,9 @@ def cell(test: str) -> str:
     """A test as the page names it."""
     file, _, name = test.partition("::")
     found = tests_in(file)
-    slow = found[name] if name else all(found.values())
-    return f"[`{test.removeprefix('tests/')}`](../{file})" + (" (slow)" if slow else "")
+    marks = {found[name]} if name else set(found.values())
+    mark = marks.pop() if len(marks) == 1 else ""
+    return f"[`{test.removeprefix('tests/')}`](../{file})" + (f" ({mark})" if mark else "")
 
 
 def page(sections: list[dict[str, Any]]) -> str:
