@@ -118,6 +118,9 @@ def test_values_of_overrides(text: str, value: object) -> None:
     [
         ("data: {path: x}\ntrain:\n  max_step: 5\n", "run.yaml, line 3: train.max_step is not a setting; the nearest is train.max_steps."),
         ("data: {path: x}\ntrain: {dp: 2}\n", "run.yaml, line 2: train.dp is not a setting; the nearest is parallel.dp."),
+        ("data: {path: x}\ntrain: {batch_size: 2}\n", "run.yaml, line 2: train.batch_size is not a setting; the nearest is train.global_batch_size."),
+        ("data: {path: x}\nmodel: {n_head: 2}\n", "run.yaml, line 2: model.n_head is not a setting; the nearest is model.num_attention_heads."),
+        ("data: {path: x}\ntrain: {learning_rate: 2}\n", "run.yaml, line 2: train.learning_rate is not a setting; the nearest is optimizer.lr."),
         ("data: {path: x}\nmodl:\n  num_layers: 5\n", "run.yaml, line 2: modl is not a setting; the nearest is model."),
         ("dta: {path: x}\n", "run.yaml, line 1: dta is not a setting; the nearest is data."),
         ("data: {path: x}\ntrain:\n\n  max_steps: soon\n", "run.yaml, line 4: train.max_steps is 'soon' but must be a whole number."),

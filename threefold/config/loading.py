@@ -1,13 +1,13 @@
 """Reading a config file with overrides, with one-sentence errors."""
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from threefold.config.document import parse_value, read_document
+from threefold.config.nearest import nearest_setting
 from threefold.config.schema import Config, section_settings
 from threefold.errors import UserError
 from threefold.files import shown
@@ -141,27 +141,12 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
 
 
 def _unknown(key: str) -> str:
-    return f"{shown(key)} is not a setting; the nearest is {_nearest(key[:_LONGEST_NAME])}."
+    nearest = nearest_setting(key[:_LONGEST_NAME], known_keys(), list(Config.model_fields))
+    return f"{shown(key)} is not a setting; the nearest is {nearest}."
 
 
 def _first(section: str) -> str:
     return next(key for key in known_keys() if key.startswith(f"{section}."))
-
-
-def _nearest(key: str) -> str:
-    """The setting that was most likely meant; a section when a section's name was misspelt."""
-    known = known_keys()
-    section, _, name = key.rpartition(".")
-    sections = list(Config.model_fields)
-    if section not in sections:
-        close = get_close_matches(section or name, sections, n=1)
-        if close and not section:
-            return close[0]
-        section = close[0] if close else section
-    exact = [candidate for candidate in known if candidate.split(".")[1] == name]
-    inside = get_close_matches(f"{section}.{name}", [k for k in known if k.split(".")[0] == section], n=1)
-    anywhere = get_close_matches(name, [k.split(".")[1] for k in known], n=1, cutoff=0)
-    return (exact or inside or [k for k in known if k.split(".")[1] == anywhere[0]])[0]
 
 
 def _shown(value: Any) -> str:
