@@ -21,12 +21,12 @@ HALF, WHOLE, BATCH = 3, 6, 48
 
 def next_batch_is_the_last_one_again() -> list[Patch]:
     batch = Loader.batch
-    return [replace(Loader, "batch", lambda self, step: batch(self, step - 1))]
+    return [replace(Loader, "batch", lambda self, step, *_: batch(self, step - 1))]
 
 
 def samples_from_the_start() -> list[Patch]:
     batch = Loader.batch
-    return [replace(Loader, "batch", lambda self, step: batch(self, step - HALF))]
+    return [replace(Loader, "batch", lambda self, step, *_: batch(self, step - HALF))]
 
 
 def order_of_the_first_epoch_again() -> list[Patch]:
