@@ -31,7 +31,7 @@ def broken_run(pool: WorkerPool, before: Run, after: Run, folder: Path) -> list[
 
 @sweep(
     ("dp", "tp", "pp", "optimizer"),
-    [(1, 1, 1, "adamw"), (2, 2, 2, "adamw"), (1, 3, 1, "sgd"), (1, 1, 1, "sgd")],
+    [(1, 1, 1, "adamw"), (2, 2, 2, "adamw"), (1, 3, 1, "sgd"), (1, 1, 1, "sgd"), (4, 2, 1, "adamw")],
     quick=(1,),
 )
 def test_the_same_layout_goes_on_bit_equal(

@@ -20,7 +20,7 @@ EVEN = {"sequence": 12, "layers": 4}
 def counted_and_computed(case: Case, bucket_bytes: int | None = None) -> tuple[Table, Table]:
     limit = bucket_bytes or data.BUCKET_BYTES
     with (
-        patch.object(data.GradientBuckets.__init__, "__defaults__", (limit, None)),
+        patch.object(data.GradientBuckets.__init__, "__defaults__", (limit, None, None, None)),
         patch.object(data.in_buckets, "__defaults__", (limit,)),
     ):
         engine = make_engine(case)
@@ -68,6 +68,8 @@ CASES = {
     "narrow weights, sequence": Case(dp=2, tp=2, dtype="bf16", settings=(*SHARED, *NARROW), **EVEN),
     "fp16": Case(dp=2, tp=2, pp=2, dtype="fp16", settings=SHARED, **EVEN),
     "gradients in fp16": Case(dp=3, settings=(("parallel.gradient_compression", "fp16"),)),
+    "gradients of three replicas, tp": Case(dp=3, tp=2),  # with shards of different lengths
+    "gradients in fp16, tp": Case(dp=2, tp=2, settings=(("parallel.gradient_compression", "fp16"),)),
     "gradients in bf16": Case(dp=2, cp=2, settings=(("parallel.gradient_compression", "bf16"),), **EVEN),
     "dualpipev": Case(pp=2, schedule="dualpipev", **EVEN, accumulation=4),
 }

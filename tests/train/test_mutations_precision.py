@@ -170,7 +170,7 @@ def test_overflows(pool, mistake: Mistake, where: tuple[tuple[int, ...], str]) -
 
 
 def gradients_not_brought_into_range() -> list[Patch]:
-    return [(compression, "_exponent", lambda flat, axis: None)]
+    return [(compression, "_exponent", lambda flat, axis, tp: None)]
 
 
 def test_small_gradients_on_a_narrow_wire(pool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.comm.shared_memory import SharedMemoryGroup
+from threefold.comm.shared_memory import SharedMemoryGroup, accumulate
 from threefold.comm.tensor_pickle import dumps
 from threefold.torch_private.tensors import foreach_copy_
 
@@ -169,14 +169,22 @@ class Axis:
                 values = summed.tolist()
         return values
 
-    def all_reduce_together_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum `tensors`, of one dtype and in one order on all ranks, over the axis, in place, as one all-reduce."""
+    def all_reduce_together_(self, tensors: Sequence[Tensor], in_order: bool = False) -> None:
+        """Sum `tensors`, of one dtype and in one order on all ranks, over the axis, in place, as one all-reduce.
+
+        Args:
+            tensors: to be summed.
+            in_order: whether the sum of an element must not depend on its place among the tensors, nor on their sizes.
+        """
         if self.size == 1 or not tensors:
             return
         if len(tensors) == 1:
             self.all_reduce_(tensors[0])
             return
-        total = self.all_reduce_(torch.cat([tensor.flatten() for tensor in tensors]))
+        joined = torch.cat([tensor.flatten() for tensor in tensors])
+        # Two summands have one sum in any order, and in shared memory the order is that of the ranks.
+        in_order &= self.size > 2 and self.shared is None and joined.device.type == "cpu"
+        total = self._all_reduce_in_order(joined) if in_order else self.all_reduce_(joined)
         parts = total.split([tensor.numel() for tensor in tensors])
         foreach_copy_(list(tensors), [part.view_as(to) for part, to in zip(parts, tensors, strict=True)])
 
@@ -350,6 +358,20 @@ class Axis:
         dist.all_reduce(dense, op=operation, group=self.group)
         if dense is not tensor:
             tensor.copy_(dense)
+
+    @_waits("all_reduce")
+    def _all_reduce_in_order(self, flat: Tensor) -> Tensor:
+        """The sum with all additions in the order of the ranks, whereas a ring begins at a rank that follows from the
+        place in the buffer. It sends as many bytes as a ring."""
+        self.recorder.add(self.name, "all_reduce", flat)
+        part = flat.new_empty(-(-flat.numel() // self.size))
+        padded = flat.new_zeros(self.size * part.numel())
+        padded[: flat.numel()] = flat
+        received = torch.empty_like(padded)
+        dist.all_to_all_single(received, padded, group=self.group)
+        accumulate(torch.add, list(received.view(self.size, -1)), part)
+        dist.all_gather_single(padded, part, group=self.group)
+        return padded[: flat.numel()]
 
     def _all_sizes(self, size: int, device: torch.device) -> list[int]:
         mine = torch.tensor([size], device=device)

@@ -146,7 +146,7 @@ class SharedMemoryGroup:
         for start, count in self._pieces(own, self._elements(flat.dtype) // self.size):
             slots = self._exchange("reduce_scatter", parts[:, start : start + count])
             offset = self.index * count
-            _accumulate(torch.add, [slot[offset : offset + count] for slot in slots], own[start : start + count])
+            accumulate(torch.add, [slot[offset : offset + count] for slot in slots], own[start : start + count])
         return out
 
     def broadcast_(self, tensor: Tensor, source_index: int) -> Tensor:
@@ -177,7 +177,7 @@ class SharedMemoryGroup:
             if self.size > 2 and count * source.itemsize >= _TWO_PHASE_BYTES:
                 self._reduce_shared(operation, [slot[:count] for slot in slots], piece, combine)
             else:
-                _accumulate(combine, [slot[:count] for slot in slots], piece)
+                accumulate(combine, [slot[:count] for slot in slots], piece)
 
     def _reduce_shared(
         self, operation: str, filled: list[Tensor], piece: Tensor, combine: Callable[..., Tensor]
@@ -188,7 +188,7 @@ class SharedMemoryGroup:
         shares = list(itertools.pairwise(bounds))
         slots = self._slots(piece.dtype)
         first, last = shares[self.index]
-        _accumulate(combine, [slot[first:last] for slot in filled], slots[self.index][: last - first])
+        accumulate(combine, [slot[first:last] for slot in filled], slots[self.index][: last - first])
         self._round(operation, piece.dtype, count)
         for slot, (first, last) in zip(slots, shares, strict=True):
             piece[first:last].copy_(slot[: last - first])
@@ -272,7 +272,7 @@ def _write_back(flat: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor) -> None:
+def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor) -> None:
     """Combine `parts` in their order into `out`, rounding only once."""
     if len(parts) == 1:
         out.copy_(parts[0])

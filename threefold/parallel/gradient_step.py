@@ -19,7 +19,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.parallel.context.sequence import sum_over_shares_
 from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parallelize import parallelize
-from threefold.parallel.parameter import is_split
+from threefold.parallel.parameter import has_uneven_shards, is_split
 from threefold.parallel.pipeline.micro_batches import LocalBatch, OwnBatch, StepSamples
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
 from threefold.parallel.pipeline.stage import Stage
@@ -97,6 +97,7 @@ class GradientStep:
         self.parallelism = Parallelism.make(plan, mesh, settings)
         self.model = parallelize(make_model, plan, self.parallelism, settings)
         self.stages, self.gradients, self.streams = self.model.stages, self.model.gradients, self.model.streams
+        self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         modules = self.model.modules()
         self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
         self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
@@ -143,7 +144,8 @@ class GradientStep:
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.gradients.finish()
         self._sum_over_tensor_ranks()
-        self.model.tied.sum_({weight.name: self.gradients[weight.leaf] for weight in self.model.weights})
+        gradients = {weight.name: self.gradients[weight.leaf] for weight in self.model.weights}
+        self.model.tied.sum_(gradients, self._in_order)
         if scale != 1:
             self.gradients.scale_(1 / scale)
         return term / scale, counted

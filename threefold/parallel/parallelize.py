@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from threefold.comm.axis import Axis
 from threefold.dtypes import DTYPES
 from threefold.models.construct import ConstructedModel
 from threefold.models.layers.decoder import LinearCrossEntropy
@@ -18,7 +19,7 @@ from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.data.grad_buckets import GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.data.zero import ShardedGradients, shard_parameters
 from threefold.parallel.parallelism import Parallelism
-from threefold.parallel.parameter import is_of_experts, like, local, replace_parameters, stored_as
+from threefold.parallel.parameter import is_of_experts, like, local, longest_shard, replace_parameters, stored_as
 from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
@@ -216,11 +217,14 @@ def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str)
         return ShardedGradients(stages, how.zero)
     parameters = [parameter for _, parameter in whole_parameters(stages)]
     mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
+    longest = {local(parameter): longest_shard(parameter) for parameter in parameters}
+
+    def buckets(leaves: list[Tensor], axis: Axis) -> GradientBuckets:
+        return GradientBuckets(leaves, axis, dtype, wire=wire, longest=longest, tp=mesh.tp)
+
     experts = [local(parameter) for parameter in parameters if is_of_experts(parameter)]
     others = [local(parameter) for parameter in parameters if not is_of_experts(parameter)]
-    everywhere = GradientBuckets(others, mesh.replicas, dtype, wire=wire)
+    everywhere = buckets(others, mesh.replicas)
     if not experts:
         return everywhere
-    return JoinedGradients(
-        [(others, everywhere), (experts, GradientBuckets(experts, mesh.expert_replicas, dtype, wire=wire))]
-    )
+    return JoinedGradients([(others, everywhere), (experts, buckets(experts, mesh.expert_replicas))])

@@ -6,6 +6,7 @@ per operation is many times that of a small layer's own on a CPU.
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -142,6 +143,33 @@ def is_split(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     return "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def longest_shard(parameter: Tensor) -> int:
+    """Elements of the longest of the shards that the tensor ranks hold of a parameter, which is the same on all."""
+    sizes = list(local(parameter).shape)
+    if is_split(parameter):
+        dim, ranks = _tensor_cut(parameter)
+        sizes[dim] = -(-parameter.shape[dim] // ranks)
+    return prod(sizes)
+
+
+def has_uneven_shards(parameter: Tensor) -> bool:
+    """Whether tensor ranks hold shards of different lengths of it."""
+    if not is_split(parameter):
+        return False
+    dim, ranks = _tensor_cut(parameter)
+    return parameter.shape[dim] % ranks > 0
+
+
+def _tensor_cut(parameter: Tensor) -> tuple[int, int]:
+    """The dim that the tensor axis cuts, and the size of that axis."""
+    assert isinstance(parameter, DTensor)  # as `is_split` says
+    mesh = parameter.device_mesh
+    place = (mesh.mesh_dim_names or ()).index("tp")
+    dim = cut_dims(parameter)[place]
+    assert dim is not None
+    return dim, mesh.size(place)
 
 
 def is_of_experts(parameter: Tensor) -> bool:

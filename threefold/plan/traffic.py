@@ -140,15 +140,19 @@ class _Step:
             yield from self._shared(axis)
         elif dp * cp > 1:
             compression = self.parallel.gradient_compression
-            for bucket in in_buckets([self.summed * size for size in self._parameters()], int):
-                nbytes = sum(bucket)
-                yield axis, "all_reduce", 1, nbytes if compression == "none" else nbytes // self.summed * 2
-                yield axis, "all_reduce_max", int(compression == "fp16"), self.summed  # to agree on a power of two
+            agrees = int(compression == "fp16")  # on a power of two
+            longest = self._parameters(self.held._replace(tp=ShardIndex(0, self.parallel.tp)))
+            sizes = list(zip(longest, self._parameters(self.held), strict=True))
+            for bucket in in_buckets(sizes, lambda size: self.summed * size[0]):
+                elements = sum(size[0] if dp * cp > 2 else size[1] for size in bucket)
+                yield axis, "all_reduce", 1, elements * (self.summed if compression == "none" else 2)
+                yield axis, "all_reduce_max", agrees, self.summed
+                yield "tp", "all_reduce_max", agrees * (self.parallel.tp > 1), self.summed
 
     def _shared(self, axis: str) -> Iterator[Carried]:
         """Weights gathered and gradients scattered layer by layer, rows padded to equal shards; then between copies."""
         stage, shards = self.parallel.zero, self.parallel.zero_shards * self.parallel.cp
-        layers = list(self._shapes())
+        layers = list(self._shapes(self.held))
         if self.stages.ranks == (0,) and self.config.model.tie_embeddings:
             layers[0] += layers.pop()  # they share a weight
         for shapes in layers:
@@ -246,13 +250,13 @@ class _Step:
         start, end = shard_bounds(self.config.model.vocab_size, self.parallel.tp, self.place.tp)
         return end - start
 
-    def _parameters(self) -> Iterator[int]:
-        """Elements of each parameter that this rank holds, in the order of the model."""
-        yield from (rows * columns for shapes in self._shapes() for rows, columns in shapes)
+    def _parameters(self, place: Place) -> Iterator[int]:
+        """Elements of each parameter that the tensor rank at `place` holds, in the order of the model."""
+        yield from (rows * columns for shapes in self._shapes(place) for rows, columns in shapes)
 
-    def _shapes(self) -> Iterator[list[tuple[int, int]]]:
+    def _shapes(self, place: Place) -> Iterator[list[tuple[int, int]]]:
         """For each layer of this rank, rows and columns of its parameters (1 column for a vector)."""
-        yield from ([_matrix(weight.held_shape(self.held)) for weight in weights] for weights in self._weights())
+        yield from ([_matrix(weight.held_shape(place)) for weight in weights] for weights in self._weights())
 
     def _held_whole(self, per_head: bool = False) -> Iterator[int]:
         """Elements of the parameters that the tensor axis does not split: positions, norms and row-parallel biases; or

@@ -76,6 +76,21 @@ def test_nothing_sums_to_nothing(pool, name: str) -> None:
     assert all(flat.tolist() == [0.0] * 5 for flat in pool.run(2, zeros, name))
 
 
+def summed_on_tensor_ranks() -> Tensor:
+    """Small values that tensor ranks have in common, summed in one bucket with large ones of their own."""
+    mesh = Mesh(Layout(dp=2, tp=2))
+    common = torch.randn(64, generator=torch.Generator().manual_seed(mesh.dp.index)) * 1e-5
+    flat = torch.cat([common, torch.full((3,), 1000.0 ** (1 + mesh.tp.index))])
+    start_narrow_sum(flat, mesh.dp, torch.float16, mesh.tp).finish()
+    return flat[:64]
+
+
+def test_tensor_ranks_round_what_they_have_in_common_alike(pool) -> None:
+    first, *others = pool.run(4, summed_on_tensor_ranks)
+    assert first.count_nonzero() > 10
+    assert all(each.equal(first) for each in others)
+
+
 Gradients = dict[str, Tensor]
 
 

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of
 def average_over_replicas_taken_twice() -> list[Patch]:
     set_up = zero._set_up
 
-    def averaging(module: nn.Module, axis: Axis, compression: torch.dtype | None = None) -> None:
-        set_up(module, axis, compression)
+    def averaging(module: nn.Module, axis: Axis, *compression: Any) -> None:
+        set_up(module, axis, *compression)
         module.set_gradient_divide_factor(float(axis.size))  # type: ignore[operator]
 
     return [replace(zero, "_set_up", averaging)]

@@ -141,7 +141,7 @@ def test_of_two_copies_both_are_named(pool: WorkerPool) -> None:
 MUON = Case(optimizer="muon", settings=(("parallel.zero", 2), ("parallel.zero_shards", 2)))
 QUIET = [
     Case(dropout=0.2).with_layout(2, 2, 2),
-    replace(over(4, 2, 1, ep=2), dtype="fp32"),  # whose tensor ranks sum buckets of different sizes
+    replace(over(4, 2, 1, ep=2), dtype="fp32"),  # whose tensor ranks have shards of different lengths
     over(4, 2, 1, ("parallel.sequence_parallel", True), ("parallel.zero", 3), ep=2),
     Case(sequence=12, dropout=0.1).with_layout(2, 1, 2, cp=2),
     Case(dtype="bf16", settings=(("parallel.zero", 2),)).with_layout(4, 2, 1),

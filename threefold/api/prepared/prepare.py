@@ -27,7 +27,7 @@ from threefold.errors import UserError
 from threefold.models.sharding import Split
 from threefold.parallel.data.grad_buckets import Gradients, buckets_by_dtype
 from threefold.parallel.data.zero import ShardedGradients, make_zero_sharding, report_gradients, shard_values
-from threefold.parallel.parameter import local
+from threefold.parallel.parameter import local, longest_shard
 from threefold.plugins import one_of
 from threefold.train.loss_scale import LossScale
 
@@ -244,11 +244,12 @@ def _prepare_model(
         model = use_global_statistics(model, axis, current)
     sharding = make_zero_sharding(mesh, zero, mesh.dp.size) if mesh.dp.size > 1 else None
     if sharding is not None:
-        shard_values(model, sharding, DTYPES.get(compress))
+        shard_values(model, sharding, DTYPES.get(compress), mesh.tp)
         gradients: Gradients = ShardedGradients([model], sharding)
     else:
-        leaves = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
-        gradients = buckets_by_dtype(leaves, mesh.dp, DTYPES.get(compress))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        longest = {local(parameter): longest_shard(parameter) for parameter in trained}
+        gradients = buckets_by_dtype(longest, mesh.dp, DTYPES.get(compress), longest, mesh.tp)
     scale = LossScale.of(PrecisionConfig(dtype="fp16")) if precision == "fp16" else None
     parameters = dict(model.named_parameters())
     sync = GradSync(parameters, partial, gradients, mesh, accumulate, scale, current, sharding is not None, buffers)

@@ -7,7 +7,7 @@ Distributed", VLDB 2020.)
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -27,11 +27,11 @@ BUCKET_BYTES = 25 << 20
 class _Bucket:
     """A flat buffer, and how many gradients it still waits for in this step."""
 
-    def __init__(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, leaves: Sequence[Tensor], dtype: torch.dtype, sizes: Sequence[int]) -> None:
         self.leaves = leaves
-        self.flat = torch.zeros(sum(leaf.numel() for leaf in leaves), dtype=dtype, device=leaves[0].device)
-        sizes = [leaf.numel() for leaf in leaves]
-        self.views = [part.view(leaf.shape) for part, leaf in zip(self.flat.split(sizes), leaves, strict=True)]
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=leaves[0].device)
+        places = zip(self.flat.split(list(sizes)), leaves, strict=True)
+        self.views = [place[: leaf.numel()].view(leaf.shape) for place, leaf in places]
         self.waiting = 0
         self.work: dist.Work | None = None
         self.narrow: NarrowSum | None = None
@@ -86,6 +86,10 @@ class GradientBuckets(Gradients):
     Buckets are summed in one order on all ranks: a complete one waits for those before it, as another rank may complete
     them in another order where the ranks' samples use other parameters.
 
+    What every tensor rank holds whole has the same sum on each, to the bit: with three replicas or more the order of
+    the additions follows from the place in the buffer and from its size, so that tensor ranks whose shards are not of
+    one length give them room for the longest.
+
     Args:
         leaves: the tensors whose gradients autograd computes.
         axis: the replicas to sum over.
@@ -93,6 +97,8 @@ class GradientBuckets(Gradients):
         bucket_bytes: size from which a bucket is closed and the next started. A bucket is one collective: large ones
             cost less, small ones start earlier.
         wire: a narrower dtype to sum buckets in (gradient compression); None for their own.
+        longest: by leaf, the elements of the longest shard that a tensor rank has in its place; None for its own.
+        tp: the tensor ranks, whose buckets hold shards of the same parameters; None where no axis splits them.
     """
 
     def __init__(
@@ -102,11 +108,18 @@ class GradientBuckets(Gradients):
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
         wire: torch.dtype | None = None,
+        longest: Mapping[Tensor, int] | None = None,
+        tp: Axis | None = None,
     ) -> None:
-        self._axis = axis
+        self._axis, self._tp = axis, tp
         self._wire = wire if axis.size > 1 else None
-        parts = in_buckets(list(leaves), lambda leaf: leaf.numel() * dtype.itemsize, bucket_bytes)
-        self._buckets = [_Bucket(part, dtype) for part in parts]
+
+        def room(leaf: Tensor) -> int:
+            return leaf.numel() if longest is None else longest[leaf]
+
+        parts = in_buckets(list(leaves), lambda leaf: room(leaf) * dtype.itemsize, bucket_bytes)
+        size = room if axis.size > 2 else Tensor.numel  # two summands have one sum in any order
+        self._buckets = [_Bucket(part, dtype, [size(leaf) for leaf in part]) for part in parts]
         self._started = 0
         self._observer: Observer | None = None
         self._views: dict[Tensor, Tensor] = {}
@@ -171,7 +184,7 @@ class GradientBuckets(Gradients):
         if self._wire is None:
             bucket.work = self._axis.start_all_reduce_(bucket.flat)
         else:
-            bucket.narrow = start_narrow_sum(bucket.flat, self._axis, self._wire)
+            bucket.narrow = start_narrow_sum(bucket.flat, self._axis, self._wire, self._tp)
 
 
 class JoinedGradients(Gradients):
@@ -212,16 +225,25 @@ class JoinedGradients(Gradients):
             part.observe(observer)
 
 
-def buckets_by_dtype(leaves: Iterable[Tensor], axis: Axis, wire: torch.dtype | None = None) -> Gradients:
+def buckets_by_dtype(
+    leaves: Iterable[Tensor],
+    axis: Axis,
+    wire: torch.dtype | None = None,
+    longest: Mapping[Tensor, int] | None = None,
+    tp: Axis | None = None,
+) -> Gradients:
     """Buckets for leaves of any float dtypes, gradients narrower than fp32 added up in fp32.
 
     Args:
-        leaves, axis, wire: as of `GradientBuckets`.
+        leaves, axis, wire, longest, tp: as of `GradientBuckets`.
     """
     groups: dict[torch.dtype, list[Tensor]] = {}
     for leaf in leaves:
         groups.setdefault(torch.promote_types(leaf.dtype, torch.float32), []).append(leaf)
-    parts = [(group, GradientBuckets(group, axis, dtype, wire=wire)) for dtype, group in groups.items()]
+    parts = [
+        (group, GradientBuckets(group, axis, dtype, wire=wire, longest=longest, tp=tp))
+        for dtype, group in groups.items()
+    ]
     return parts[0][1] if len(parts) == 1 else JoinedGradients(parts)
 
 

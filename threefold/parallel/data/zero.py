@@ -30,7 +30,15 @@ from threefold.models.sharding import OverExperts
 from threefold.parallel.data.compression import narrowed, widen_
 from threefold.parallel.data.grad_buckets import Gradients, Observer
 from threefold.parallel.expert.experts import ParallelExperts
-from threefold.parallel.parameter import is_of_experts, keep_stored, like, local, replace_parameters, stored
+from threefold.parallel.parameter import (
+    has_uneven_shards,
+    is_of_experts,
+    keep_stored,
+    like,
+    local,
+    replace_parameters,
+    stored,
+)
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
 from threefold.torch_private.distributed import (
@@ -92,7 +100,9 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
             _describe(parameter, before[name], zero.expert_shards if experts else zero.shards)
 
 
-def shard_values(module: nn.Module, zero: ZeroSharding, compression: torch.dtype | None = None) -> None:
+def shard_values(
+    module: nn.Module, zero: ZeroSharding, compression: torch.dtype | None = None, tp: Axis | None = None
+) -> None:
     """Cut the parameters of a module that has its values, in place; a rank keeps its shards.
 
     Args:
@@ -100,10 +110,11 @@ def shard_values(module: nn.Module, zero: ZeroSharding, compression: torch.dtype
         zero: the stage, and the ranks over which a copy is sharded.
         compression: 16-bit dtype that gradients are summed over those ranks in; None for their own. Micro-batches are
             added up at full width.
+        tp: the tensor ranks, with compression; None for no others.
     """
     before = dict(module.named_parameters())
     replace_parameters(module, lambda each: nn.Parameter(local(each).detach(), requires_grad=each.requires_grad))
-    _wrap(module, _listed_layers(module), zero, MixedPrecisionPolicy(cast_forward_inputs=False), compression)
+    _wrap(module, _listed_layers(module), zero, MixedPrecisionPolicy(cast_forward_inputs=False), compression, tp)
     for name, parameter in module.named_parameters():
         _describe(parameter, before[name], zero.shards)
 
@@ -185,6 +196,7 @@ def _wrap(
     zero: ZeroSharding,
     policy: MixedPrecisionPolicy,
     compression: torch.dtype | None = None,
+    tp: Axis | None = None,
 ) -> None:
     uses = Counter(parameter for layer in layers for parameter in layer.parameters())
     # Layers with tied weights have to be gathered together: the root does it, around all its layers.
@@ -192,16 +204,16 @@ def _wrap(
     for module in (*alone, root):
         mesh, reshard = zero.shards.device_mesh, zero.stage == 3
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        _set_up(module, zero.shards, compression)
+        _set_up(module, zero.shards, compression, tp)
 
 
-def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = None) -> None:
+def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = None, tp: Axis | None = None) -> None:
     assert isinstance(module, FSDPModule)  # what `fully_shard` made it
     # The loss is divided by the tokens of the global batch, so the replicas' gradients are summed, not averaged.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_custom_all_gather(_AllGather(axis))
-    narrow = None if compression is None else _NarrowReduceScatter(axis, compression)
+    narrow = None if compression is None else _NarrowReduceScatter(axis, compression, tp)
     module.set_custom_reduce_scatter(narrow or _ReduceScatter(axis))
 
 
@@ -246,6 +258,8 @@ class ShardedGradients(Gradients):
         trained = (each for stage in stages for each in stage.parameters() if each.requires_grad)
         self._parameters = {local(stored(parameter)): parameter for parameter in trained}
         self._experts = {leaf for leaf, parameter in self._parameters.items() if is_of_experts(stored(parameter))}
+        # Reduce-scatters add what a rank gets in one order, wherever it is in the buffer; all-reduces do not.
+        self._in_order = any(has_uneven_shards(stored(parameter)) for parameter in self._parameters.values())
         self._gradients: dict[Tensor, Tensor] = {}
         self._observer: Observer | None = None
 
@@ -298,7 +312,7 @@ class ShardedGradients(Gradients):
                 for grad in (grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts):
                     self._observer(grad)
             gradients = [grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts]
-            self._replicas(experts).all_reduce_together_(gradients)
+            self._replicas(experts).all_reduce_together_(gradients, self._in_order)
 
     def _replicas(self, experts: bool) -> Axis:
         """The ranks that have the same shards, of experts or of other weights."""
@@ -360,14 +374,14 @@ class _ReduceScatter(_OverAxis, ReduceScatter):
 class _NarrowReduceScatter(_ReduceScatter):
     """The sum in 16 bits, as that of `compression`."""
 
-    def __init__(self, axis: Axis, dtype: torch.dtype) -> None:
+    def __init__(self, axis: Axis, dtype: torch.dtype, tp: Axis | None) -> None:
         super().__init__(axis)
-        self.dtype = dtype
+        self.dtype, self.tp = dtype, tp
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        narrow, exponent = narrowed(input_tensor, self.axis, self.dtype)
+        narrow, exponent = narrowed(input_tensor, self.axis, self.dtype, self.tp)
         summed = torch.empty_like(output_tensor, dtype=self.dtype)
         super().__call__(summed, narrow, group, op)
         widen_(output_tensor, summed, exponent)

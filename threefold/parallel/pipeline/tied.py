@@ -44,16 +44,17 @@ class TiedWeights:
         axis = self._axis_of(name)
         return axis is None or axis.is_first
 
-    def sum_(self, gradients: Mapping[str, Tensor]) -> None:
+    def sum_(self, gradients: Mapping[str, Tensor], in_order: bool = False) -> None:
         """Replace each shared weight's gradient by the sum over its uses, bit-equal on every rank that holds it.
 
         Args:
             gradients: by the one name that a parameter has.
+            in_order: as of `Axis.all_reduce_together_`.
         """
         for owner, axis in self._axes.items():
             # In one order on every rank, whatever stages it holds.
             mine = [gradients[name] for name in sorted(gradients) if _covers(owner, name)]
-            axis.all_reduce_together_(mine)
+            axis.all_reduce_together_(mine, in_order)
 
     def _axis_of(self, name: str) -> Axis | None:
         return next((axis for owner, axis in self._axes.items() if _covers(owner, name)), None)
