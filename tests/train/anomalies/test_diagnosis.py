@@ -149,7 +149,11 @@ PLACES = {
 }
 
 
-@sweep("name", list(PLACES), quick=(0, 1))
+SLOW = ("dp2tp2", "pp2", "zbv", "deferred", "zero3", "bf16", "ep2")
+"""Of which the first two are quick; the others are a sweep."""
+
+
+@sweep("name", [name if name in SLOW else pytest.param(name, marks=pytest.mark.sweep) for name in PLACES], quick=(0, 1))
 def test_the_place_of_one_bad_value_is_named(pool: WorkerPool, small_run: Run, tmp_path: Path, name: str) -> None:
     check(pool, small_run, PLACES[name], tmp_path)
 
@@ -194,7 +198,11 @@ def test_twenty_of_twenty_random_places_are_named(pool: WorkerPool, small_run: R
     check(pool, small_run, random_place(seed), tmp_path)
 
 
-@sweep("kind", ["output", "gradient", "weight", "summed"], quick=(3,))
+@sweep(
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.sweep) for kind in ("output", "gradient")), "weight", "summed"],
+    quick=(3,),
+)
 def test_what_a_second_run_does_not_have_is_the_hardware(
     pool: WorkerPool, small_run: Run, tmp_path: Path, kind: str
 ) -> None:
@@ -245,3 +253,25 @@ def test_an_overflow_at_a_loss_scale_is_no_bad_step(pool: WorkerPool, small_run:
     assert [line["skipped"] for line in lines] == [False, True, False, False]
     assert not any("reason" in line for line in lines)
     assert "anomalies" not in manifest(path_of(tmp_path, 4))
+
+
+def test_a_loss_that_is_no_number_is_named_at_any_loss_scale(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """fp16: no smaller scale would help."""
+    run = run_of(small_run, PLACES["value"]).but(dtype="fp16")
+    sentence = sentence_of(pool, run, [Fault("output", "blocks.1.mlp.up", 1, 2)], tmp_path)
+    assert sentence.startswith("Training diverged at step 2: the loss is nan and the gradient norm nan; the first ")
+    assert f" is a NaN in {out('blocks.1.mlp.up')}, in the forward pass of micro-batch 0" in sentence
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_no_number_is_named_when_it_is_none_at_any_loss_scale(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    """fp16: the scale halves from 4 to 1, and the next step is told in words."""
+    run = run_of(small_run, PLACES["value"])
+    run = run.but(dtype="fp16", set=(*run.set, ("precision.loss_scale", 4.0)))
+    faults = [Fault("gradient", "blocks.1.mlp.up", 1, step) for step in (2, 3, 4)]
+    sentence = sentence_of(pool, run, faults, tmp_path)
+    assert sentence.startswith("Training diverged at step 4: the loss is ")
+    assert f" is a NaN in {grad(out('blocks.1.mlp.up'))}, in the backward pass of micro-batch 0" in sentence
+    assert [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [False, True, True]

@@ -51,7 +51,7 @@ def with_settings(run: Run, **settings: Any) -> Run:
     return run.but(set=(*run.set, *((key.replace("__", "."), value) for key, value in settings.items())))
 
 
-@sweep("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str, quick=(0,))
+@sweep("layout", [{"dp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.sweep), {"pp": 2}], ids=str, quick=(0,))
 def test_skipped_on_purpose(pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int]) -> None:
     """The other steps have the losses of a loop without them, in one layout to the bit, also when it is resumed within
     a range; their samples are read by nobody."""
@@ -92,7 +92,14 @@ def test_skipped_samples_are_not_read(pool: WorkerPool, small_run: Run, tmp_path
 
 
 @sweep(
-    ("layout", "zero"), [({"dp": 2}, 0), ({"tp": 2}, 0), ({"pp": 2}, 0), ({"dp": 2}, 2), ({}, 0)], ids=str, quick=(0,)
+    ("layout", "zero"),
+    [
+        ({"dp": 2}, 0),
+        ({"pp": 2}, 0),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in [({"tp": 2}, 0), ({"dp": 2}, 2), ({}, 0)]),
+    ],
+    ids=str,
+    quick=(0,),
 )
 def test_a_bad_step_is_skipped_as_if_on_purpose(
     pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int], zero: int
@@ -135,7 +142,7 @@ def test_a_rollback_skips_what_led_to_it(
     assert f"global step {step}, rolled back to step 3: the loss is " in (tmp_path / "bad" / "train.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rollback_makes_the_steps_before_the_bad_ones_again(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     settings = {"train__on_nan": "rollback", "train__rollback_steps": 1, "checkpoint__every": 3}
     run = with_settings(small_run.but(steps=STEPS, pp=2), **settings)
@@ -186,7 +193,7 @@ def test_limits_end_the_run(pool: WorkerPool, small_run: Run, tmp_path: Path) ->
     assert list(reasons(tmp_path)) == [2, 4, 5]
 
 
-@sweep("policy", ["skip", "rollback"], quick=(0,))
+@sweep("policy", ["skip", pytest.param("rollback", marks=pytest.mark.sweep)], quick=(0,))
 def test_a_spike(pool: WorkerPool, small_run: Run, tmp_path: Path, policy: str) -> None:
     """A gradient far above the others; a run that is resumed before it has the same medians."""
     settings = {"train__spike_factor": 20.0, "train__spike_window": 3, "train__on_spike": policy}
