@@ -1,5 +1,7 @@
 """A run that is watched: it ends with one sentence before a checkpoint is written of a wrong copy, and resumes."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,17 @@ def test_watched_gradients_change_no_loss_and_keep_checkpoints_until_they_agree(
     assert losses_of(tmp_path / "watched") == losses_of(tmp_path / "run")
     assert [checkpoint.step for checkpoint in complete(tmp_path / "run")] == [7]
     assert [checkpoint.step for checkpoint in complete(tmp_path / "watched")] == [6, 7]
+
+
+@pytest.mark.sweep
+def test_a_run_restarts_by_itself_from_before_the_fault(small_run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    run = watched(small_run, tmp_path, tmp_path / "happened", 2)
+    config.write_text(run.but(set=(*run.set, ("train.max_restarts", 1))).config.to_yaml())
+    command = [sys.executable, "-m", "threefold", "train", str(config), "--run-dir"]
+    output = subprocess.run([*command, str(tmp_path / "run")], capture_output=True, text=True, timeout=600, check=True)
+    (line,) = [line for line in output.stdout.splitlines() if line.startswith("Restart 1 of 1")]
+    assert "rank 2 has other bits in " in line
+    assert "step_00000004" in line
+    subprocess.run([*command, str(tmp_path / "undisturbed")], capture_output=True, timeout=600, check=True)
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "undisturbed")
