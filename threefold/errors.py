@@ -28,6 +28,10 @@ class HardwareFault(UserError):
         self.ranks, self.step = ranks, step
 
 
+class ProcessFault(UserError):
+    """A process has come to a limit of its own, as that of its open files; a run that starts again may go well."""
+
+
 class OutputLost(UserError):
     """Standard output was closed by its reader, or is on a full disk."""
 

@@ -8,7 +8,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.train.support import Run, train_rank
-from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, save_tensors, stored_tensors
+from threefold.checkpoint.format.storage import Writer, read_chunk, stored_index
+from threefold.checkpoint.tensors import (
+    load_tensors,
+    load_tensors_alone,
+    save_tensors,
+    save_tensors_alone,
+    stored_tensors,
+)
+from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
@@ -90,3 +98,18 @@ def test_a_rank_may_hold_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     assert torch.equal(stored(tmp_path)["table"], table(9))
     for ranks in (2, 4):
         assert torch.equal(torch.cat(pool.run(ranks, load_rows, 9, tmp_path)), table(9))
+
+
+def test_what_is_written_and_read_is_progress_block_by_block(tmp_path: Path) -> None:
+    """So that a rank with a slow disk, for which the others wait, is not taken to hang."""
+    heartbeat, blocks = Heartbeat(), 9
+    tensor = torch.arange(blocks << 20, dtype=torch.float32)  # 36 MiB: nine blocks, and two parts to wait for
+    save_tensors_alone({"a": tensor}, tmp_path, Writer(tmp_path, heartbeat))
+    assert heartbeat.place().progress >= blocks + 2
+    index = stored_index(tmp_path)
+    (chunk,) = index["a"].chunks
+    seen = []
+    with (tmp_path / chunk.file).open("rb", buffering=0) as file:
+        held = read_chunk(file, tmp_path, index["a"], chunk, lambda: seen.append(1))
+    assert torch.equal(held, tensor)
+    assert len(seen) == blocks

@@ -93,6 +93,19 @@ def test_signal_to_every_process_of_the_run(config_file: Path, tmp_path: Path, n
     saved_step(output, number.name, run)
 
 
+@pytest.mark.sweep
+def test_signal_to_the_agent_of_torchrun(config_file: Path, tmp_path: Path) -> None:
+    """It passes SIGUSR1 on where it is told to handle it; else the signal would end it."""
+    run, handled = tmp_path / "run", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--signals-to-handle", handled)
+    python, *arguments = command(config_file, run, *LONG, "--set", "parallel.dp=2")
+    process = start([python, *agent, "--shutdown-timeout", "120", *arguments])
+    read_until(process, "step 2,")
+    process.send_signal(signal.SIGUSR1)
+    _, output, _ = end_of(process)
+    saved_step(output, "SIGTERM", run)  # which of the two it was is not exchanged
+
+
 @pytest.mark.slow
 def test_time_limit_saves_and_the_run_continues_on_an_empty_disk(config_file: Path, tmp_path: Path) -> None:
     """With a copy of its checkpoints at an address, where the command that it prints finds the last one."""

@@ -1,12 +1,15 @@
 import os
+import pickle
 import signal
+from datetime import timedelta
+from multiprocessing import Pipe
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.launch.worker_pool import WorkerError, WorkerPool, _collect, _Worker
 
 
 def _sum_of_ranks(scale: torch.Tensor) -> torch.Tensor:
@@ -35,6 +38,11 @@ def _killed(rank: int) -> None:
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def _spins(rank: int) -> None:
+    while dist.get_rank() == rank:
+        pass
 
 
 def _unpicklable() -> object:
@@ -83,3 +91,27 @@ def test_result_that_cannot_be_pickled_is_an_error(pool: WorkerPool) -> None:
 def test_world_larger_than_the_pool(pool: WorkerPool) -> None:
     with pytest.raises(ValueError, match="world_size is 9"):
         pool.run(9, _identity)
+
+
+@pytest.mark.parametrize(
+    ("answering", "message"),
+    [
+        (1, "rank 1 failed: it has not answered for 0.1 s after rank 0 did, nor have 1 more"),
+        (0, "rank 0 failed: no rank of this call has answered for 1.2 s"),
+    ],
+)
+def test_ranks_that_never_answer_are_named(answering: int, message: str) -> None:
+    pipes = [Pipe() for _ in range(3)]
+    for _, worker in pipes[:answering]:
+        worker.send_bytes(pickle.dumps("result"))
+    with pytest.raises(WorkerError) as caught:
+        _collect([_Worker(0, here) for here, _ in pipes], lambda worker: "", timeout=0.1)
+    assert str(caught.value) == message
+
+
+@pytest.mark.slow
+def test_a_rank_that_spins_is_named_and_replaced() -> None:
+    with WorkerPool(2, timedelta(seconds=15)) as pool:
+        with pytest.raises(WorkerError, match="rank 1 failed: it has not answered for 15 s after rank 0 did"):
+            pool.run(2, _spins, 1)
+        assert pool.run(2, _identity) == [(rank, 2, 1) for rank in range(2)]

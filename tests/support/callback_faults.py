@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -72,6 +73,36 @@ class HangAt(Callback):
             threading.Event().wait()
 
 
+class Busy(Callback):
+    """Computes on one rank before a step, as a compilation does: itself, or in a process that it waits for.
+
+    Args:
+        rank, step: where.
+        seconds: of processor time.
+        child: whether in another process.
+    """
+
+    ranks = "all"
+
+    def __init__(self, rank: int, step: int, seconds: float, child: bool) -> None:
+        self.rank, self.step, self.seconds, self.child = rank, step, seconds, child
+
+    def setup(self, run: RunContext) -> None:
+        self.here = run.mesh.rank == self.rank
+        (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
+
+    def before_step(self, step: int, batch: Any) -> None:
+        if not self.here or step != self.step:
+            return
+        if self.child:
+            work = f"import time\nwhile time.process_time() < {self.seconds}: pass"
+            subprocess.run([sys.executable, "-c", work], check=True)
+        else:
+            until = time.process_time() + self.seconds
+            while time.process_time() < until:
+                pass
+
+
 class Slow(Callback):
     """Takes time on one rank before each step."""
 
@@ -89,7 +120,10 @@ class Slow(Callback):
 
 
 class Limit(Callback):
-    """Sets a resource limit of one rank's process before a step: memory or open files, beside what it has."""
+    """Sets a resource limit of one rank's process before a step, to what it has: memory or open files.
+
+    Not in an attempt after the first.
+    """
 
     ranks = "all"
 
@@ -97,7 +131,7 @@ class Limit(Callback):
         self.rank, self.what, self.step = rank, what, step
 
     def setup(self, run: RunContext) -> None:
-        self.here = run.mesh.rank == self.rank
+        self.here = run.mesh.rank == self.rank and not run.attempt.number
         (run.run_dir / f"pid_{run.mesh.rank}").write_text(str(os.getpid()))
 
     def before_step(self, step: int, batch: Any) -> None:

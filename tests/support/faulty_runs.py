@@ -21,14 +21,15 @@ DEADLINE = 240
 STOPPED = "its process is stopped, as by SIGSTOP, "
 
 
-def write_config(run: Run, folder: Path, fault: str, steps: int = 6, **arguments: object) -> Path:
+def write_config(run: Run, folder: Path, fault: str, restarts: int = 0, steps: int = 6, **arguments: object) -> Path:
     """The config of a run with a fault, which evaluates and saves after each second step."""
     sections = run.config.sections()
-    sections["train"] |= {"timeout": float(TIMEOUT), "eval_every": 2, "max_steps": steps}
+    sections["train"] |= {"timeout": float(TIMEOUT), "eval_every": 2, "max_steps": steps, "max_restarts": restarts}
     sections["train"]["callbacks"] = [
         {"name": f"{Path(__file__).with_name('callback_faults.py')}:{fault}", **arguments}
     ]
     sections["checkpoint"] |= {"every": 2}
+    folder.mkdir(exist_ok=True)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(sections))
     return path

@@ -18,7 +18,7 @@ with a manifest that matches its files is valid whatever happened to the process
 
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -174,6 +174,7 @@ def prune(
     step: int | None = None,
     passed: Collection[Path] = (),
     keep_every: int | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Delete the whole checkpoints that need not stay, and incomplete ones.
 
@@ -183,6 +184,7 @@ def prune(
         step: of the checkpoint that was just written. Those after it were passed over when the run was resumed, so they
             are neither deleted nor counted; None counts all.
         passed: folders of others that were passed over then, to be treated likewise.
+        progress: called for each file that is deleted.
     """
     remove_partial(run_dir)
     counted = {
@@ -193,4 +195,9 @@ def prune(
     for old in superfluous(list(counted), keep, keep_every):
         path = counted[old]
         # Renamed to a partial one first, so that an interrupted deletion leaves nothing that looks complete.
-        shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))
+        partial = path.rename(path.with_name(path.name + PARTIAL))
+        for file in partial.iterdir():
+            if not file.is_dir() or file.is_symlink():
+                file.unlink()
+                progress()
+        shutil.rmtree(partial)

@@ -1,8 +1,10 @@
 """Saving a checkpoint atomically: complete or not at all."""
 
+import errno
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 from torch import Tensor
 
@@ -10,9 +12,12 @@ from threefold.checkpoint.folder import DIVERGED, complete, path_of, remove_part
 from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, write_manifest
 from threefold.checkpoint.tensors import save_tensors
 from threefold.comm.mesh import Axis
-from threefold.errors import UserError
+from threefold.errors import ProcessFault, UserError
 from threefold.host import exchange_paths
 from threefold.output.durable import sync, write_durably
+
+_LIMITS: Final = tuple(f"[Errno {number}]" for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+"""What a rank's error has, as the others are told of it, where its process may have no further file or memory."""
 
 
 def save_checkpoint(
@@ -38,6 +43,7 @@ def save_checkpoint(
 
     Raises:
         UserError: on every rank, when it cannot be written.
+        ProcessFault: likewise, where a rank's process may open no further file, or has no memory.
     """
     return write_checkpoint(run_dir, facts, texts, world, lambda folder: save_tensors(tensors, folder, world))
 
@@ -69,7 +75,8 @@ def write_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        raise UserError(
+        limited = any(limit in str(error) for limit in _LIMITS)
+        raise (ProcessFault if limited else UserError)(
             f"The checkpoint {path} cannot be written ({error}); {_free(path):.1f} GB of its disk are free, and "
             "those before it are as they were."
         ) from error

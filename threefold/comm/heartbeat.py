@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 PAGE_BYTES: Final = 4096
 _HEADER_BYTES: Final = 128
-_BEATS, _PROGRESS, _SECTION, _STEP, _ACTIVITY, _WAIT, _WAITED, _TEXT_BYTES, _ASKED, _ANSWERED = range(10)
+_BEATS, _PROGRESS, _SECTION, _STEP, _ACTIVITY, _WAIT, _WAITED, _TEXT_BYTES, _ASKED, _ANSWERED, _WORKED = range(11)
 _STAGE_BITS, _MICRO_BATCH_BITS = 8, 24
 _MOST_LISTED_RANKS = 64
 
@@ -115,6 +115,7 @@ class RankState:
         section, step, activity, stage, micro_batch: of what it does; counted from 0 but for the step.
         wait: the collective that it waits in.
         waited: seconds that it has waited in collectives, but for this one.
+        worked: seconds for which its process has had work for a processor, as the thread that beats told.
         name: of the callback that it is in.
         process: what identifies its process, where the rank has told.
         answered: whether it has done what it was asked by `ask`.
@@ -129,6 +130,7 @@ class RankState:
     micro_batch: int = 0
     wait: Wait | None = None
     waited: float = 0.0
+    worked: float = 0.0
     name: str = ""
     process: str = ""
     answered: bool = False
@@ -243,8 +245,9 @@ class Heartbeat:
 
     # -- of its process ------------------------------------------------------------------------------------------------
 
-    def beat(self) -> None:
-        """The process runs."""
+    def beat(self, worked: float = 0.0) -> None:
+        """The process runs, and has had work for a processor for `worked` seconds."""
+        self._numbers[_WORKED] = int(worked * 1e9)
         self._numbers[_BEATS] += 1
 
     def identify(self, process: str) -> None:
@@ -326,6 +329,7 @@ def read(page: Page | bytes) -> RankState:
         micro_batch=activity >> _MICRO_BATCH_BITS,
         wait=_wait(wait, known["axes"]) if wait else None,
         waited=numbers[_WAITED] / 1e9,
+        worked=numbers[_WORKED] / 1e9,
         name=names[stage] if kind is Activity.CALLBACK and stage < len(names) else "",
         process=known["process"],
         answered=bool(numbers[_ANSWERED]),

@@ -165,8 +165,8 @@ class TrainConfig(Section):
     timeout: float = Field(default=300.0, ge=0, le=MOST_SECONDS)
     """Seconds that a rank may make no progress while another one waits for it, before the run ends with a message that
     names it; 0 for any number. Everything that a rank begins or ends is progress, such as the forward pass of a
-    micro-batch or the writing of a tensor, so that the longest of these decides: compilation of a layer in the first
-    step with `train.compile`, or a callback of your own."""
+    micro-batch or the writing of 4 MiB of a tensor, so that the longest of these decides, such as a callback of your
+    own. A rank that computes all the while, as a compilation in the first step does, has four times as long."""
     max_restarts: int = Field(default=0, ge=0, le=MOST_STEPS)
     """How often a run on local processes starts all its ranks again after one was killed or crashed: from the newest
     checkpoint, or the newer state of `checkpoint.memory_every`. Under torchrun its `--max-restarts` counts instead."""

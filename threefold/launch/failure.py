@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from threefold.errors import HardwareFault, UserError
+from threefold.errors import HardwareFault, ProcessFault, UserError
 from threefold.launch.output import log_file
 from threefold.launch.process import signal_name
 
@@ -43,6 +43,7 @@ class Failure:
         silent: whether its process ended without reporting an exception, and not by SIGABRT.
         user_error: whether `error` is the message of a `UserError`.
         hardware: whether it is that of a `HardwareFault`, after which the state in memory is not trusted.
+        of_process: whether it is that of a `ProcessFault`, which a new process may not have.
         raised: the exception, pickled; None where there is none that can be.
         traceback: of the exception, as text.
     """
@@ -53,6 +54,7 @@ class Failure:
     silent: bool = False
     user_error: bool = False
     hardware: bool = False
+    of_process: bool = False
     raised: bytes | None = None
     traceback: str = ""
 
@@ -66,7 +68,7 @@ class Failure:
     @property
     def is_final(self) -> bool:
         """Whether the same would happen again: a mistake of the user."""
-        return self.user_error and not self.hardware
+        return self.user_error and not (self.hardware or self.of_process)
 
     def exception(self, run_dir: Path | None) -> Exception:
         """The exception for the caller of the run."""
@@ -88,8 +90,8 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     """The failure of a rank that raised `error`."""
     now, raised, text = time.monotonic(), pickled(error), "".join(traceback.format_exception(error))
     if isinstance(error, UserError):
-        hardware = isinstance(error, HardwareFault)
-        return Failure(rank, str(error), now, user_error=True, hardware=hardware, raised=raised, traceback=text)
+        kind = {"hardware": isinstance(error, HardwareFault), "of_process": isinstance(error, ProcessFault)}
+        return Failure(rank, str(error), now, user_error=True, **kind, raised=raised, traceback=text)
     while error.__cause__ is not None:  # the first exception of the chain
         error = error.__cause__
     lines = traceback.format_exception_only(error)[-1].split("\n")

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 
-_WAITS_FOR_PROGRESS: Final = 4
-"""How many timeouts a collective may wait for a rank that makes progress, such as one that writes a checkpoint."""
-_LONGEST_WAIT: Final = 1_000_000
-"""Seconds; what waits in a collective counts milliseconds in 32 bits."""
+_LONGEST_WAIT: Final = timedelta(days=1)
+"""For a rank that makes progress, such as one that writes a large checkpoint to a slow disk; one that makes none is
+found by the heartbeats. (What waits in shared memory counts milliseconds in 32 bits.)"""
+_WAITS_ON_GPU: Final = 4
+"""How many timeouts a collective of NCCL may wait, in which the thread that trains is not seen to wait."""
 
 
 def never() -> int:
@@ -138,15 +139,18 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
     heartbeat = info.heartbeat or Heartbeat()
     heartbeat.activity(Activity.JOIN)
     with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(info.world_size)))):
-        longest = _group_timeout(timeout)
+        longest = _group_timeout(info.device, timeout)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=longest)
         wait_for_all()
 
 
-def _group_timeout(timeout: float) -> timedelta | None:
+def _group_timeout(device: Device, timeout: float) -> timedelta | None:
     """How long collectives of a process group wait at most where a rank without progress has `timeout` seconds (0: any
     number); None for as long as torch lets them."""
-    return timedelta(seconds=min(_WAITS_FOR_PROGRESS * timeout, _LONGEST_WAIT)) if timeout else None
+    if not timeout:
+        return None
+    on_gpu = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
+    return on_gpu if device == "cuda" else _LONGEST_WAIT
 
 
 def meet(launched: LaunchedRank) -> "Store":

@@ -10,13 +10,14 @@ import pickle
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from threefold.launch.worker import stay_on_loopback, wait_for_all
 
 GRACE = 0.3
 """Seconds to wait after the first failure for the reports of other ranks."""
+_LONGEST_CALL: Final = 12
+"""How many timeouts of the pool a call may take until its first rank answers; the others have one more."""
 
 
 class WorkerError(RuntimeError):
@@ -72,7 +75,8 @@ class WorkerPool:
 
     Args:
         size: largest world size.
-        timeout: of a collective, in every process group of a mesh too; a rank that waits longer raises.
+        timeout: of a collective, in every process group of a mesh too; a rank that waits longer raises. A rank also may
+            answer so much later at most than the first one does, which may take `_LONGEST_CALL` times as long.
     """
 
     def __init__(self, size: int, timeout: timedelta = timedelta(minutes=5)) -> None:
@@ -90,7 +94,7 @@ class WorkerPool:
             args: pickled to each rank, as are the results: tensors by value.
 
         Raises:
-            WorkerError: a rank raised or its process ended. The workers of this call are replaced.
+            WorkerError: a rank raised, its process ended, or it does not answer. The workers of this call are replaced.
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size is {world_size} but the pool has 1 to {self.size} workers")
@@ -105,7 +109,7 @@ class WorkerPool:
                 with suppress(BrokenPipeError):  # it ended since the last call, which `_collect` reports
                     worker.connection.send_bytes(pickle.dumps(job))
             try:
-                return _collect(workers, self._how_it_ended)
+                return _collect(workers, self._how_it_ended, self._timeout.total_seconds())
             except BaseException:
                 self._discard(workers)
                 raise
@@ -142,18 +146,22 @@ class WorkerPool:
             worker.connection.close()
 
 
-def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str]) -> list[Any]:
+def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str], timeout: float) -> list[Any]:
     """Results by rank.
 
     Waits `GRACE` seconds after a failure: a killed rank is the cause even if the error of a rank that lost the
-    connection to it arrives first.
+    connection to it arrives first. Waits for a rank that does nothing wrong but never answers, as in a loop without
+    end, for `timeout` seconds after the first answer.
     """
     waiting: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
     results: dict[int, Any] = {}
     failures: list[WorkerError] = []
+    deadline = time.monotonic() + _LONGEST_CALL * timeout
     while waiting:
-        ready = wait(list(waiting), GRACE if failures else None)
+        ready = wait(list(waiting), GRACE if failures else max(0.0, deadline - time.monotonic()))
         if not ready:
+            if not failures:
+                raise _silent(sorted(waiting.values()), sorted(results), timeout)
             break
         for connection in ready:
             rank = waiting.pop(connection)
@@ -163,10 +171,20 @@ def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str])
                 raise WorkerError(rank, f"its process ended, {how_it_ended(workers[rank])}") from None
             if isinstance(answer, _Failure):
                 failures.append(WorkerError(rank, answer.traceback, answer.error))
+            if not results:
+                deadline = min(deadline, time.monotonic() + timeout)
             results[rank] = answer
     if failures:
         raise failures[0] from failures[0].error
     return [results[rank] for rank in range(len(workers))]
+
+
+def _silent(waiting: Sequence[int], answered: Sequence[int], timeout: float) -> WorkerError:
+    """The error about the first rank that does not answer."""
+    if not answered:
+        return WorkerError(waiting[0], f"no rank of this call has answered for {_LONGEST_CALL * timeout:g} s")
+    others = f", nor have {len(waiting) - 1} more" if len(waiting) > 1 else ""
+    return WorkerError(waiting[0], f"it has not answered for {timeout:g} s after rank {answered[0]} did{others}")
 
 
 def _start_fork_server() -> _Worker:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from threefold.comm.heartbeat import Activity
 from threefold.data.loader import Loader
 from threefold.errors import UserError
 from threefold.models.loss_terms import LOSS, LossSums
@@ -56,9 +57,11 @@ def _counted(sums: LossSums) -> int:
 
 def _sums(engine: Engine, batches: Iterator[Any], name: str) -> LossSums | None:
     """The loss over the valid tokens, or of the user's terms; None where the run is to end."""
-    sums = LossSums()
+    sums, heartbeat = LossSums(), engine.mesh.heartbeat
+    heartbeat.activity(Activity.DATA)
     for batch in batches:
         sums = sums + engine.eval_batch(batch, engine.loss)
+        heartbeat.activity(Activity.DATA)
         if engine.stop.is_due:
             return None
     if not any(sums.counts.values()):

@@ -183,12 +183,12 @@ class Checkpoints:
         if self._background is not None:  # after the one of `step`, without which none is superfluous
             self._background.then(lambda: self._prune(step))
         else:
-            self._prune(step)
+            self._prune(step, self.engine.mesh.heartbeat.progress)
 
-    def _prune(self, step: int) -> None:
+    def _prune(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
         settings, used = self.config.checkpoint, frozenset() if self._mirror is None else self._mirror.in_use
         try:
-            prune(self.run_dir, settings.keep, step, self.passed | used, settings.keep_every)
+            prune(self.run_dir, settings.keep, step, self.passed | used, settings.keep_every, progress)
             self._pruning.worked()
         except OSError as error:
             self._pruning.failed(f"An old checkpoint of {self.run_dir} cannot be deleted ({error})")
@@ -224,7 +224,7 @@ class Checkpoints:
         self.finish()
         moved = set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
         if moved is not None and self._mirror is not None:
-            self._mirror.remove(step)
+            self._mirror.remove(step, self.engine.mesh.heartbeat.progress)
         return moved
 
     def is_finite(self) -> bool:

@@ -27,6 +27,8 @@ _READING, _DONE, _PROBLEMS = 0, 1, 2
 _DAMAGED, _OTHER, _UNREADABLE = range(3)
 WORTH_WAITING: Final = 4 << 30
 """Remaining bytes up to which a checkpoint and the end of the run wait for the reader: seconds."""
+_LOOK: Final = 0.5
+"""Seconds between two looks at how far the reader is, while it is waited for."""
 
 
 class TokenCheck(Callback):
@@ -104,8 +106,14 @@ class TokenCheck(Callback):
         )
 
     def _wait(self) -> None:
-        if self._reader is not None and self._reader.ident is not None and self._left <= self._wait_for:
-            self._reader.join()
+        reader, seen = self._reader, -1
+        if reader is None or reader.ident is None or self._left > self._wait_for:
+            return
+        while reader.is_alive():
+            reader.join(_LOOK)
+            if self._left != seen:  # on a slow disk it may take long, while other ranks wait for this one
+                seen = self._left
+                self.mesh.heartbeat.progress()
 
     def _agree(self) -> None:
         """Raise on all ranks if one has found a problem."""

@@ -18,8 +18,10 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "section"), [(0, "STEP"), (1, "EVALUATION")])
+@pytest.mark.parametrize(
+    ("rank", "section"),
+    [pytest.param(0, "STEP", marks=pytest.mark.slow), pytest.param(1, "EVALUATION", marks=pytest.mark.sweep)],
+)
 def test_a_stopped_rank_under_two_agents(small_run: Run, tmp_path: Path, rank: int, section: str) -> None:
     config = write_config(
         small_run.but(dp=2), tmp_path, "StopAt", rank=rank, section=section, activity="FORWARD", step=2
@@ -36,7 +38,7 @@ def test_a_stopped_rank_under_two_agents(small_run: Run, tmp_path: Path, rank: i
     assert f"rank {1 - rank} waits for it in all_reduce over " in line
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_stopped_rank_holds_the_store(small_run: Run, tmp_path: Path) -> None:
     """Under Slurm that is rank 0; the others end by their own clocks."""
     config = write_config(small_run.but(dp=2), tmp_path, "StopAt", rank=0, section="STEP", activity="FORWARD", step=2)

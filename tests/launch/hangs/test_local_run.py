@@ -1,29 +1,42 @@
 """Runs of which one rank stops, hangs or lacks something: the message names it, where it is, and who waits for it."""
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.support.cpu_waits import CpuWaits
-from tests.support.faulty_runs import STOPPED, TIMEOUT, end, started, train_command, wait_until_stopped, write_config
-from tests.support.sweep import sweep
+from tests.support.faulty_runs import (
+    DEADLINE,
+    STOPPED,
+    TIMEOUT,
+    end,
+    started,
+    train_command,
+    wait_until_stopped,
+    write_config,
+)
 from tests.train.support import Run
 
 LATEST = TIMEOUT + 2 + 3
 """Seconds from the moment at which a rank stops until all has ended: the message comes after `TIMEOUT` + 2."""
 
 
-@sweep(
+SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
+
+
+@pytest.mark.parametrize(
     ("section", "activity", "layout", "rank", "place", "waits"),
     [
         ("STEP", "FORWARD", {"pp": 2}, 1, "in the forward pass of micro-batch ", "send over pp"),
-        ("START", "", {"dp": 2}, 1, " in start-up", ""),
-        ("STEP", "CALLBACK", {"dp": 2}, 0, "in the callback ", ""),
-        ("STEP", "GRADIENT_SUM", {"dp": 2}, 1, "in the gradient sum in step ", "all_reduce over "),
-        ("EVALUATION", "FORWARD", {"dp": 2}, 1, "in the forward pass of micro-batch ", "all_reduce over world"),
-        ("SAVE", "", {"dp": 2}, 1, "in the save after step 2", ""),
+        pytest.param("SAVE", "", {"dp": 2}, 1, "in the save after step 2", "", marks=SLOW),
+        pytest.param("START", "", {"dp": 2}, 1, " in start-up", "", marks=SWEEP),
+        pytest.param("STEP", "CALLBACK", {"dp": 2}, 0, "in the callback ", "", marks=SWEEP),
+        pytest.param("STEP", "GRADIENT_SUM", {"dp": 2}, 1, "in the gradient sum in step ", "all_reduce ", marks=SWEEP),
+        pytest.param("EVALUATION", "FORWARD", {"dp": 2}, 1, "in the forward pass of ", "all_reduce ", marks=SWEEP),
     ],
-    quick=(0,),
 )
 def test_a_stopped_rank_is_named(
     small_run: Run,
@@ -50,7 +63,7 @@ def test_a_stopped_rank_is_named(
     assert seconds <= LATEST
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_hangs_in_python_is_named(small_run: Run, tmp_path: Path) -> None:
     config = write_config(small_run.but(tp=2), tmp_path, "HangAt", rank=1, step=3)
     with started([train_command(config, tmp_path)]) as processes:
@@ -59,11 +72,73 @@ def test_a_rank_that_hangs_in_python_is_named(small_run: Run, tmp_path: Path) ->
     assert "it is in the callback HangAt in step 3, and rank 0 waits for it in all_reduce over " in line
 
 
-@pytest.mark.slow
-def test_a_rank_without_memory(small_run: Run, tmp_path: Path) -> None:
-    config = write_config(small_run.but(dp=2), tmp_path, "Limit", rank=1, what="memory")
+SAMPLES = '''
+"""Samples that rank 1 cannot read on from some number on, as from a network disk that does not answer."""
+
+import torch.distributed as dist
+
+
+class Samples:
+    reads = 0
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            Samples.reads += 1
+            if Samples.reads > {reads}:
+                open({disk!r}).close()
+        return [(7 * number + place) % 300 for place in range(17)]
+'''
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("fault", "reads", "place"),
+    [
+        ("StopAt", 4, f"{STOPPED}reading data in step 2, "),  # four are those of its rows of the first step
+        ("HangAt", 4, "it is reading data in step 2, "),
+        ("HangAt", 8, "it is reading data in the evaluation after step 2, "),  # behind the rows of the third step
+    ],
+)
+def test_a_rank_that_reads_data_is_named(small_run: Run, tmp_path: Path, fault: str, reads: int, place: str) -> None:
+    disk, file = tmp_path / "disk", tmp_path / "samples.py"
+    os.mkfifo(disk)
+    file.write_text(SAMPLES.format(reads=reads, disk=str(disk)))
+    data = {"path": f"{file}:Samples", "sequence_length": 16, "split": "80,20"}
+    here = (
+        {"rank": 1, "section": "STEP", "activity": "DATA", "step": 2} if fault == "StopAt" else {"rank": -1, "step": 1}
+    )
+    config = write_config(small_run.but(dp=2, sections=(("data", data),)), tmp_path, fault, **here)
     with started([train_command(config, tmp_path)]) as processes:
         line = end(processes, tmp_path, 2)
-    assert line.startswith("Error: ")
-    assert "annot allocate memory" in line
-    assert "rank 1" in line
+    assert line.startswith(f"Error: rank 1 failed: it has not answered for {TIMEOUT} s (train.timeout): {place}")
+    assert "and rank 0 waits for it in all_reduce over " in line
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("child", [False, True])
+def test_a_rank_that_computes_is_not_named(small_run: Run, tmp_path: Path, child: bool) -> None:
+    """As a compilation that one rank alone makes, in its process or with a compiler."""
+    here = {"rank": 1, "step": 3, "seconds": 1.5 * TIMEOUT, "child": child}
+    config = write_config(small_run.but(dp=2), tmp_path, "Busy", **here)
+    with started([train_command(config, tmp_path)]) as (process,):
+        _, error = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, error) == (0, "")
+
+
+@pytest.mark.sweep
+def test_a_machine_that_sleeps_stops_the_clock(small_run: Run, tmp_path: Path) -> None:
+    """As with a laptop that is closed, or Ctrl-Z: nothing of the run runs for longer than any timeout of it."""
+    config = write_config(small_run.but(dp=2), tmp_path, "HangAt", steps=100, rank=-1, step=1)
+    with started([train_command(config, tmp_path)]) as (process,):
+        assert any("step 2," in line for line in process.stdout or ())
+        pids = [process.pid, *(int(file.read_text()) for file in (tmp_path / "run").glob("pid_*"))]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        threading.Event().wait(5 * TIMEOUT)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        _, error = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, error) == (0, "")

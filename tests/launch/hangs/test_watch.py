@@ -22,6 +22,7 @@ class Ranks:
     def __init__(self, *places: RankState | None, state: Callable[[int], ProcessState] | None = None) -> None:
         self.places = list(places)
         self.state = dict.fromkeys(range(len(places)), ProcessState.RUNNING)
+        self.computing: set[int] = set()
         self.silent: set[int] = set()
         self.ended: set[int] = set()
         self.watch = HangWatch(len(places), TIMEOUT, lambda rank: self.state[rank])
@@ -32,7 +33,8 @@ class Ranks:
             for rank, place in enumerate(self.places):
                 if place is not None:
                     beats, progress = place.beats + (rank not in self.silent), place.progress + (rank in progressing)
-                    self.places[rank] = replace(place, beats=beats, progress=progress)
+                    worked = place.worked + step * (rank in self.computing)
+                    self.places[rank] = replace(place, beats=beats, progress=progress, worked=worked)
             if hang := self.watch.observe(self.places, step, self.ended):
                 return hang
         return None
@@ -131,6 +133,63 @@ def test_a_rank_that_is_done_does_not_hang(over: str) -> None:
     assert ranks.after(9) is None
     ranks.places[1] = replace(WAITING, progress=9)
     assert ranks.after(9, 1) is None
+
+
+def test_a_rank_that_computes_has_longer() -> None:
+    """A compilation, or a long evaluation in a callback, of one rank alone."""
+    ranks = Ranks(FORWARD, WAITING, WAITING, WAITING)
+    ranks.computing = {0, 1}  # of the second a thread beside the one that waits
+    assert ranks.after(39) is None
+    hang = ranks.after(2)
+    assert hang is not None
+    assert hang.ranks == (0,)
+    assert hang.error.startswith("it has not answered for 40 s (train.timeout): it is in the forward pass of micro-")
+    assert "in stage 1 in step 7, where it computes, and ranks 1, 2 and 3 wait for it in " in hang.error
+
+
+def test_a_rank_that_has_ceased_to_compute() -> None:
+    ranks = Ranks(FORWARD, WAITING, WAITING, WAITING)
+    ranks.computing = {0}
+    assert ranks.after(12) is None
+    ranks.computing = set()
+    hang = ranks.after(10)
+    assert hang is not None
+    assert "it has not answered for 10 s (train.timeout): it is in the forward pass" in hang.error
+
+
+def test_a_stopped_rank_that_has_computed_has_no_longer() -> None:
+    ranks = Ranks(FORWARD, WAITING, WAITING, WAITING)
+    ranks.computing = {0}
+    assert ranks.after(10) is None
+    ranks.state[0] = ProcessState.STOPPED
+    hang = ranks.after(1)
+    assert hang is not None
+    assert "it has not answered for 10 s (train.timeout): its process is stopped, as by SIGSTOP, in the" in hang.error
+
+
+def test_native_code_that_lets_no_other_thread_run() -> None:
+    """No beat comes from such a rank, but the system says that it works."""
+    ranks = Ranks(FORWARD, WAITING, WAITING, WAITING)
+    ranks.silent, ranks.computing = {0}, {0}
+    assert ranks.after(39) is None
+    hang = ranks.after(2)
+    assert hang is not None
+    assert "it is in the forward pass" in hang.error
+
+
+def test_a_stopped_rank_that_others_wait_for_unseen() -> None:
+    """As in collectives of a user's own, on all the other ranks."""
+    ranks = Ranks(FORWARD, FORWARD, FORWARD)
+    ranks.state[1] = ProcessState.STOPPED
+    hang = ranks.after(12)
+    assert hang is not None
+    assert hang.ranks == (1,)
+    assert hang.error.endswith("in stage 1 in step 7, and ranks 0 and 2 make no progress either")
+    ranks = Ranks(FORWARD, FORWARD, FORWARD)
+    ranks.state[1] = ProcessState.STOPPED
+    assert ranks.after(1000, 2) is None  # somebody goes on
+    ranks.state = dict.fromkeys(range(3), ProcessState.STOPPED)
+    assert ranks.after(1000) is None  # somebody stopped the whole run
 
 
 def test_nobody_waits() -> None:

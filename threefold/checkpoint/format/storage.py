@@ -8,7 +8,7 @@ Every part is compared with its checksum while it is read.
 import io
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -34,7 +34,7 @@ from threefold.checkpoint.format.index import DTYPES, INDEX, DataFile, StoredTen
 from threefold.checkpoint.format.version1 import METADATA, read_version1_chunk, read_version1_index
 from threefold.checksums import ALGORITHM
 from threefold.comm.heartbeat import Heartbeat
-from threefold.host import begin_writing
+from threefold.host import begin_writing, finish_writing
 
 _BLOCK: Final = 4 << 20
 """Bytes that are hashed and moved at a time: they are still in the processor's cache for the second."""
@@ -190,9 +190,9 @@ class Reader(StorageReader):
         tensor = self._tensors[items[0].storage_index.fqn]
         targets = [planner.resolve_tensor(item).detach() for item in items]
         if chunk.checksum is not None and len(targets) == 1 and _is_place_for(targets[0], tensor, chunk):
-            _fill(file, self.folder, chunk, _bytes_of(targets[0]))
+            _fill(file, self.folder, chunk, _bytes_of(targets[0]), self.heartbeat.progress)
         else:
-            held = read_chunk(file, self.folder, tensor, chunk)
+            held = read_chunk(file, self.folder, tensor, chunk, self.heartbeat.progress)
             for item, target in zip(items, targets, strict=True):
                 target.copy_(_part(held, item.storage_offsets, item.lengths))
         for item, target in zip(items, targets, strict=True):
@@ -203,8 +203,21 @@ class Reader(StorageReader):
         return True
 
 
-def read_chunk(file: io.RawIOBase, folder: Path, tensor: StoredTensor, chunk: TensorChunk) -> Tensor:
+def read_chunk(
+    file: io.RawIOBase,
+    folder: Path,
+    tensor: StoredTensor,
+    chunk: TensorChunk,
+    progress: Callable[[], None] = lambda: None,
+) -> Tensor:
     """A chunk out of an open file of either version, in memory of its own, compared with its checksum.
+
+    Args:
+        file: which holds the chunk.
+        folder: of the checkpoint.
+        tensor: which the chunk is a part of.
+        chunk: to read.
+        progress: called for each block that is read.
 
     Raises:
         DamagedCheckpoint: it is not as it was written.
@@ -212,17 +225,18 @@ def read_chunk(file: io.RawIOBase, folder: Path, tensor: StoredTensor, chunk: Te
     if chunk.checksum is None:
         return read_version1_chunk(file, folder, tensor, chunk)
     held = torch.empty(chunk.sizes, dtype=tensor.dtype)
-    _fill(file, folder, chunk, _bytes_of(held))
+    _fill(file, folder, chunk, _bytes_of(held), progress)
     return held
 
 
-def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, into: memoryview) -> None:
+def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, into: memoryview, progress: Callable[[], None]) -> None:
     """Read a chunk, and compare it with its checksum."""
     file.seek(chunk.position)
     digest, done = xxhash.xxh3_128(), 0
     while size := file.readinto(into[done : done + _BLOCK]):
         digest.update(into[done : done + size])
         done += size
+        progress()
     if done < chunk.bytes or f"{ALGORITHM}:{digest.hexdigest()}" != chunk.checksum:
         raise DamagedCheckpoint(
             folder,
@@ -257,6 +271,9 @@ def _write_file(
             position += len(content)
             del content
         file.flush()
+        for start in range(0, position, _AHEAD):  # on a slow disk this takes long, while the other ranks wait
+            finish_writing(file.fileno(), start, min(_AHEAD, position - start))
+            heartbeat.progress()
         os.fsync(file.fileno())
     return chunks, DataFile(position, f"{ALGORITHM}:{whole.hexdigest()}")
 

@@ -3,10 +3,14 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from threefold.checkpoint.saving.background import WorkThread
 from threefold.checkpoint.saving.remote import RemoteCheckpoints
 from threefold.errors import UserError
+
+_LOOK: Final = 0.5
+"""Seconds between two looks at what is being copied, while it is waited for."""
 
 
 class Mirror:
@@ -49,9 +53,11 @@ class Mirror:
             self._waiting[step] = folder
         self._thread.do(self._copy_next)
 
-    def remove(self, step: int) -> None:
-        """Delete the copy of a checkpoint after which the model diverged; waits for what is being copied."""
-        self._thread.wait()
+    def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
+        """Delete the copy of a checkpoint after which the model diverged; waits for what is being copied, and calls
+        `progress` meanwhile, as the file system that it goes to has timeouts of its own."""
+        while not self._thread.wait(_LOOK):
+            progress()
         try:
             self._remote.remove(step)
         except UserError as error:

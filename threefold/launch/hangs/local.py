@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RankState, ask, read
 from threefold.launch.failure import Failure
-from threefold.launch.hangs.process_state import process_state
+from threefold.launch.hangs.process_state import process_state, worked_seconds
 from threefold.launch.hangs.watch import HangWatch
 
 INTERVAL: Final = 0.25
@@ -56,7 +56,13 @@ class LocalWatch:
 
     def __init__(self, pages: SharedPages, pids: Sequence[int], timeout: float, asks: bool = False) -> None:
         self._pages, self._asks = pages, asks
-        self._watch = HangWatch(len(pages), timeout, lambda rank: process_state(pids[rank]))
+        self._watch = HangWatch(
+            len(pages),
+            timeout,
+            state=lambda rank: process_state(pids[rank]),
+            # Not as the rank tells, whose thread that beats cannot run where native code does not let it.
+            worked=lambda rank, place: worked_seconds(pids[rank]),
+        )
         self._looked = time.monotonic()
 
     def look(self, ended: Collection[int]) -> Failure | None:

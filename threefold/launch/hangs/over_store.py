@@ -1,8 +1,8 @@
 """The watch of ranks that a launcher started on several hosts: their pages go through the rendezvous store.
 
-Each rank puts its page into the store. The first and the last rank, on two hosts where there are two, read those of all
-and judge; so the one sees where the other is stopped. Whoever finds a rank that does not answer says so, and all ranks
-end. Where the store itself does not answer, a rank that waits knows that by its own clock.
+Each rank puts its page into the store. The first, the middle and the last rank, on several hosts where there are
+several, read those of all and judge; so one sees where another is stopped. Whoever finds a rank that does not answer
+says so, and all ranks end. Where the store itself does not answer, a rank that waits knows that by its own clock.
 """
 
 import json
@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from threefold.comm.heartbeat import Heartbeat, RankState, read
 from threefold.launch.failure import REPORTS, Failure
-from threefold.launch.hangs.process_state import ProcessState, identify_process, kill_if_here, state_if_here
+from threefold.launch.hangs.process_state import (
+    ProcessState,
+    identify_process,
+    kill_if_here,
+    state_if_here,
+    worked_if_here,
+    worked_seconds,
+)
 from threefold.launch.hangs.watch import Hang, HangWatch, LostStore
 
 if TYPE_CHECKING:
@@ -72,9 +79,9 @@ class StoreWatch:
         self._on_hang = on_hang
         self._interval = max(_INTERVAL, ranks / _RANKS_PER_SECOND)
         self._places: list[RankState | None] = [None] * ranks
-        self._watch = HangWatch(ranks, timeout, self._state, delayed=True)
+        self._watch = HangWatch(ranks, timeout, self._state, _worked, delayed=True)
         self._lost = LostStore(rank, timeout)
-        self._exchanges = 0
+        self._exchanges, self._judges = 0, False
         self._over = threading.Event()
         self._ending = threading.Lock()
 
@@ -99,45 +106,54 @@ class StoreWatch:
         return state_if_here(place.process) if place else ProcessState.RUNNING
 
     def _beat(self) -> None:
-        looked = time.monotonic()
+        looked, seen = time.monotonic(), -1
         while not self._over.wait(_INTERVAL):
-            self.heartbeat.beat()
-            now = time.monotonic()
+            place = self.heartbeat.place()
+            self.heartbeat.beat(worked_seconds(os.getpid()) if place.progress == seen else place.worked)
+            now, seen = time.monotonic(), place.progress
             seconds, looked = min(now - looked, _LONGEST_STEP), now
-            if error := self._lost.observe(self.heartbeat.place(), self._exchanges, seconds):
+            if error := self._lost.observe(place, self._exchanges, seconds):
                 self._tell(Failure(0, error, now, silent=True), False)
                 self._end()
 
     def _exchange(self) -> None:
+        """Exchange pages with the store, over another connection where one is lost."""
+        while not self._over.is_set():
+            with suppress(Exception):  # a late answer; or the store has gone, as it does with the process that holds it
+                self._exchange_over_one()
+                return
+            self._over.wait(self._interval)
+
+    def _exchange_over_one(self) -> None:
         """Send this rank's page and look for a verdict, again and again; on a judge, read all pages."""
-        with suppress(Exception):  # the store has gone, as it does with the process that holds it
-            store: Any = self._store  # of torch's class, whose stub lacks `clone`
-            store = store.clone()
-            store.set_timeout(timedelta(seconds=max(self._timeout, 1)))
-            judges = self._rank in (0, self._ranks - 1)
-            keys = [_key(rank) for rank in range(self._ranks)]
-            for key in keys if judges else ():
-                store.compare_set(key, "", _NOTHING)
-            looked = time.monotonic()
-            while True:
-                over = self._over.is_set()
-                store.set(keys[self._rank], self.heartbeat.content())
-                if over:
-                    return
-                if store.check([_VERDICT]):
-                    self._end(json.loads(store.get(_VERDICT)))
-                if judges:
-                    self._places = [_place(page) for page in store.multi_get(keys)]
-                    now = time.monotonic()
-                    seconds, looked = min(now - looked, _LONGEST_STEP), now
-                    if hang := self._watch.observe(self._places, seconds):
-                        self._judge(store, hang)
-                self._exchanges += 1
-                self._over.wait(self._interval)
+        store: Any = self._store  # of torch's class, whose stub lacks `clone`
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=max(self._timeout, 1)))
+        judges = self._rank in (0, self._ranks // 2, self._ranks - 1)
+        keys = [_key(rank) for rank in range(self._ranks)]
+        for key in keys if judges else ():
+            store.compare_set(key, "", _NOTHING)
+        looked = time.monotonic()
+        while True:
+            over = self._over.is_set()
+            store.set(keys[self._rank], self.heartbeat.content())
+            if over:
+                return
+            if store.check([_VERDICT]):
+                self._end(json.loads(store.get(_VERDICT)))
+            if judges:
+                self._places = [_place(page) for page in store.multi_get(keys)]
+                now = time.monotonic()
+                seconds, looked = min(now - looked, _LONGEST_STEP), now
+                if hang := self._watch.observe(self._places, seconds):
+                    self._judge(store, hang)
+            self._exchanges += 1
+            self._over.wait(self._interval)
 
     def _judge(self, store: "Store", hang: Hang) -> None:
         """Tell it, if no other judge has, and end."""
-        if int(store.add(_CLAIM, 1)) > 1:
+        self._judges = self._judges or int(store.add(_CLAIM, 1)) == 1
+        if not self._judges:
             return  # the other's verdict comes
         if int(store.add(REPORTS, 1)) == 1:  # else another failure has been told
             self._tell(Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True), True)
@@ -154,6 +170,11 @@ class StoreWatch:
                 if process != self._process:
                     kill_if_here(process, signal.SIGKILL)
             os._exit(_EXIT_STATUS)
+
+
+def _worked(rank: int, place: RankState) -> float:
+    """What the system says, or, of a rank of another host, what that told."""
+    return worked_if_here(place.process) or place.worked
 
 
 def _key(rank: int) -> str:

@@ -2,7 +2,8 @@
 
 A rank hangs when it has made no progress for `timeout` seconds while another one has waited as long in a collective. A
 rank that waits itself does not hang, unless its process does not run. Everything that a rank begins or ends is
-progress; so a long start, a compilation or a save that all ranks take part in is none, as nobody waits.
+progress; so a long start, a compilation or a save that all ranks take part in is none, as nobody waits. Nor does a rank
+hang at once that computes all the while, such as one that compiles a stage of its own: it has `PATIENCE` times as long.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,8 +15,11 @@ from threefold.launch.hangs.process_state import ProcessState
 
 _MOST_NAMED = 4
 """Ranks that a message names one by one."""
-JOINING: Final = 4
-"""How many timeouts a rank may take until it meets the others: under a launcher it may still prepare its data."""
+PATIENCE: Final = 4
+"""How many timeouts a rank may take until it meets the others (under a launcher it may still prepare its data), and for
+one thing that it computes."""
+COMPUTING_PART: Final = 0.5
+"""Of the time since half of a timeout, from which on a process with that much work for a processor computes."""
 SILENT_PART: Final = 2
 """A silence of `timeout` divided by this shows that a process does not run."""
 
@@ -41,11 +45,13 @@ class _Known:
         place: as last read; None before the rank has one.
         idle: seconds without progress.
         silent: seconds without a beat.
+        measured: of `idle` and of what its process had worked, when that was measured first and last.
     """
 
     place: RankState | None = None
     idle: float = 0.0
     silent: float = 0.0
+    measured: tuple[tuple[float, float], tuple[float, float]] | None = None
 
     @property
     def wait(self) -> Wait | None:
@@ -58,8 +64,25 @@ class _Known:
     def see(self, place: RankState | None, seconds: float) -> None:
         before, self.place = self.place or _UNKNOWN, place
         now = place or _UNKNOWN
-        self.idle = self.idle + seconds if now.progress == before.progress else 0.0
+        if now.progress == before.progress:
+            self.idle += seconds
+        else:
+            self.idle, self.measured = 0.0, None
         self.silent = self.silent + seconds if now.beats == before.beats else 0.0
+
+    def measure(self, worked: float) -> None:
+        """Take note of the seconds that its process has worked so far."""
+        now = (self.idle, worked)
+        self.measured = (now if self.measured is None else self.measured[0], now)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it has mostly computed since it was measured first. (A rank that waits is not asked: another thread
+        of its process may compute.)"""
+        if self.measured is None or self.wait is not None:
+            return False
+        (begun, before), (now, after) = self.measured
+        return now > begun and after - before >= COMPUTING_PART * (now - begun)
 
 
 _UNKNOWN: Final = RankState(beats=-1, progress=-1)
@@ -72,6 +95,7 @@ class HangWatch:
         ranks: of the run.
         timeout: in seconds.
         state: of a rank's process, where it can be asked.
+        worked: seconds for which a rank's process has had work for a processor.
         delayed: whether a rank sends where it is from time to time, so that a stopped one may have gone on since.
     """
 
@@ -80,9 +104,10 @@ class HangWatch:
         ranks: int,
         timeout: float,
         state: Callable[[int], ProcessState] = lambda rank: ProcessState.RUNNING,
+        worked: Callable[[int, RankState], float] = lambda rank, place: place.worked,
         delayed: bool = False,
     ) -> None:
-        self.timeout, self._state, self._delayed = timeout, state, delayed
+        self.timeout, self._state, self._worked, self._delayed = timeout, state, worked, delayed
         self._known = [_Known() for _ in range(ranks)]
 
     def observe(self, places: Sequence[RankState | None], seconds: float, ended: Collection[int] = ()) -> Hang | None:
@@ -97,26 +122,37 @@ class HangWatch:
         for rank, place in enumerate(places):
             known[rank].see(place, seconds)
         live = [rank for rank in range(len(known)) if rank not in ended and not known[rank].is_over]
-        if not any(known[rank].idle >= self.timeout / 2 for rank in live):
+        slow = [rank for rank in live if known[rank].idle >= self.timeout / 2]
+        if not slow:
             return None
+        for rank in slow:
+            if place := known[rank].place:
+                known[rank].measure(self._worked(rank, place))
         states = {rank: self._state(rank) for rank in live}
         if ProcessState.TRACED in states.values():  # somebody looks at it in a debugger
             self._known = [_Known(each.place) for each in known]
             return None
-        late = [rank for rank in live if known[rank].idle >= self._limit(rank)]
+        late = [rank for rank in live if known[rank].idle >= self._limit(rank, states)]
         waiting = [rank for rank in late if known[rank].wait and self._runs(rank, states)]
         hung = [rank for rank in late if rank not in waiting]
         if waiting and hung:
             return self._named(hung, waiting, states)
         if waiting and waiting == live:
             return self._deadlock(waiting)
+        stopped = [rank for rank in hung if not self._runs(rank, states)]
+        if stopped and stopped != live and hung == live:  # in a wait that no heartbeat knows of
+            return self._named(stopped, [rank for rank in hung if rank not in stopped], states)
         return None
 
-    def _limit(self, rank: int) -> float:
-        return self.timeout if self._known[rank].place else JOINING * self.timeout
+    def _limit(self, rank: int, states: dict[int, ProcessState]) -> float:
+        each = self._known[rank]
+        patient = each.place is None or (each.computes and states[rank] is ProcessState.RUNNING)
+        return PATIENCE * self.timeout if patient else self.timeout
 
     def _runs(self, rank: int, states: dict[int, ProcessState]) -> bool:
-        return states[rank] is ProcessState.RUNNING and self._known[rank].silent < self.timeout / SILENT_PART
+        each = self._known[rank]
+        # One that computes in native code may keep the thread that beats from running.
+        return states[rank] is ProcessState.RUNNING and (each.silent < self.timeout / SILENT_PART or each.computes)
 
     def _named(self, hung: list[int], waiting: list[int], states: dict[int, ProcessState]) -> Hang:
         def order(rank: int) -> tuple[bool, bool, float]:
@@ -133,15 +169,17 @@ class HangWatch:
         elif not self._runs(first, states):
             what = f"its process does not run, {seen}{place}"
         else:
-            what = f"it is {place}"
+            what = f"it is {place}" + (", where it computes" if self._known[first].computes else "")
         what += f" ({wait})" if wait else ""
         also = f", as {_ranks(others)} {'do' if len(others) > 1 else 'does'} not either" if others else ""
-        error = f"it has not answered for {self._limit(first):g} s (train.timeout){also}: {what}, and "
+        error = f"it has not answered for {self._limit(first, states):g} s (train.timeout){also}: {what}, and "
         return Hang((first, *others), error + self._who_waits(first, waiting))
 
     def _who_waits(self, rank: int, waiting: list[int]) -> str:
         """Who waits for a rank, and for what; others than for it itself where nobody does directly."""
         waits = {each: wait for each in waiting if (wait := self._known[each].wait)}
+        if not waits:
+            return f"{_ranks(waiting)} {'makes' if len(waiting) == 1 else 'make'} no progress either"
         direct = {each: wait for each, wait in waits.items() if wait.ranks is None or rank in wait.ranks}
         by_wait: dict[str, list[int]] = {}
         for each, wait in (direct or waits).items():

@@ -22,17 +22,20 @@ class Straggler:
         factor: how many times as long as the median it was busy.
         waited: part of the time in which it waited.
         others_waited: that of the rank of the median.
+        alike: whether the ranks of the median have the same work.
     """
 
     rank: int
     factor: float
     waited: float
     others_waited: float
+    alike: bool = True
 
     def __str__(self) -> str:
+        others = "the ranks with the same work" if self.alike else "all ranks, whose stages may differ"
         return (
-            f"rank {self.rank} computes {self.factor:.1f} times as long as the median of the ranks with the same work, "
-            f"and waits {self.waited:.0%} of the time, the median one {self.others_waited:.0%}"
+            f"rank {self.rank} computes {self.factor:.1f} times as long as the median of {others}, and waits "
+            f"{self.waited:.0%} of the time, the median one {self.others_waited:.0%}"
         )
 
 
@@ -51,12 +54,13 @@ def find_stragglers(
     if seconds <= 0:
         return []
     busy = [max(seconds - each, 0.0) for each in waited]
-    compared = [group for group in groups if len(group) > 1] or [range(len(busy))]
+    alike = [group for group in groups if len(group) > 1]
+    compared = alike or [range(len(busy))]
     found = []
     for group in compared:
         # Of an even number the lower one, so that of two ranks the faster one is the measure.
         median = median_low(busy[rank] for rank in group)
         slow = [rank for rank in group if median > 0 and busy[rank] >= max(FACTOR * median, median + least)]
         share = 1 - median / seconds
-        found += [Straggler(rank, busy[rank] / median, 1 - busy[rank] / seconds, share) for rank in slow]
+        found += [Straggler(rank, busy[rank] / median, 1 - busy[rank] / seconds, share, bool(alike)) for rank in slow]
     return sorted(found, key=lambda each: -each.factor)

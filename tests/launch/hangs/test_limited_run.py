@@ -1,0 +1,56 @@
+"""Runs of which one rank has no more memory, or may open no more files: one sentence, or a restart."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runs import check_checkpoints, record, restarts
+from tests.support.faulty_runs import DEADLINE, end, started, train_command, write_config
+from tests.support.processes import runs
+from tests.train.support import Run
+
+SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
+SAID = {"memory": "annot allocate memory", "files": "Too many open files"}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("what", "rank"), [("memory", 1), ("files", 1), ("files", 0)])
+def test_a_limited_rank_is_one_sentence(small_run: Run, tmp_path: Path, what: str, rank: int) -> None:
+    config = write_config(small_run.but(dp=2), tmp_path, "Limit", rank=rank, what=what, step=4)
+    with started([train_command(config, tmp_path)]) as processes:
+        line = end(processes, tmp_path, 2)
+    assert line.startswith("Error: ")
+    assert SAID[what] in line
+    assert f"rank {rank}" in line
+    if what == "memory" or rank:  # else what it began to write cannot be deleted without opening it
+        check_checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "step"),
+    [
+        pytest.param("files", 1, 4, marks=SLOW),
+        pytest.param("files", 0, 2, marks=SWEEP),
+        pytest.param("memory", 1, 4, marks=SWEEP),
+    ],
+)
+def test_a_limit_of_the_first_attempt_costs_no_step(
+    small_run: Run, tmp_path: Path, what: str, rank: int, step: int
+) -> None:
+    said = {}
+    for name, limited, most in (("whole", -1, 0), ("limited", rank, 1)):
+        folder = tmp_path / name
+        config = write_config(small_run.but(dp=2), folder, "Limit", most, rank=limited, what=what, step=step)
+        arguments = [sys.executable, *train_command(config, folder)]
+        ended = subprocess.run(arguments, text=True, capture_output=True, timeout=DEADLINE)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        said[name] = restarts(ended.stdout)
+        assert not any(runs(int(file.read_text())) for file in (folder / "run").glob("pid_*"))
+    assert not said["whole"]
+    (line,) = said["limited"]
+    assert SAID[what] in line
+    assert f"rank {rank}" in line
+    assert record(tmp_path / "limited" / "run") == record(tmp_path / "whole" / "run")
+    check_checkpoints(tmp_path / "limited" / "run")
