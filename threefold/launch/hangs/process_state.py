@@ -5,6 +5,9 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
+_OWN_TIMES, _TIMES = slice(11, 13), slice(11, 15)  # user and system time; with those of children that have ended
+_NICENESS, _STARTED = 16, 19
+
 
 class ProcessState(Enum):
     """Whether a process runs."""
@@ -26,27 +29,34 @@ def process_state(pid: int) -> ProcessState:
 
 
 def worked_seconds(pid: int) -> float:
-    """Seconds for which a process of this host and its children, such as a compiler, have had work for a processor:
-    those for which their threads had one, and those for which their main threads waited for one. 0 where the system
-    does not tell, as of a process that has ended."""
+    """Seconds for which a process of this host and its children, such as a compiler, have had work for a processor.
+
+    Those for which their threads had one, but for threads of lower priority, such as one that writes a checkpoint
+    beside the training; and those for which their main threads waited for one. 0 where the system does not tell, as of
+    a process that has ended.
+    """
     try:
-        ticks = map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])
+        fields = _fields(f"/proc/{pid}/stat")
+        ticks, niceness = sum(map(int, fields[_TIMES])), int(fields[_NICENESS])
     except (OSError, ValueError):
         return 0.0
-    worked = sum(ticks) / os.sysconf("SC_CLK_TCK")
-    with suppress(OSError, IndexError, ValueError):  # not counted by every kernel
-        worked += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    return worked + sum(map(worked_seconds, _children(pid)))
-
-
-def _children(pid: int) -> list[int]:
-    """Processes that a process has started and not waited for; none where the system does not tell."""
-    found: list[int] = []
+    children: list[int] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError, ValueError):
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
+                fields = _fields(f"/proc/{pid}/task/{thread}/stat")
+                if int(fields[_NICENESS]) > niceness:
+                    ticks -= sum(map(int, fields[_OWN_TIMES]))
+                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    worked = ticks / os.sysconf("SC_CLK_TCK")
+    with suppress(OSError, IndexError, ValueError):  # not counted by every kernel
+        worked += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return worked + sum(map(worked_seconds, children))
+
+
+def _fields(stat: str) -> list[str]:
+    """The fields of a file as `man proc_pid_stat` has it, from the third on."""
+    return Path(stat).read_text().rpartition(")")[2].split()
 
 
 def identify_process(pid: int) -> str:
@@ -54,7 +64,7 @@ def identify_process(pid: int) -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        started = _fields(f"/proc/{pid}/stat")[_STARTED]
     except (OSError, IndexError):
         return ""
     return f"{boot} {namespace} {started} {pid}"
