@@ -1,12 +1,13 @@
 """A callback that stops its rank's process, or hangs or slows it, at one place of a run; named by import path."""
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ class Slow(Callback):
             time.sleep(self.seconds)
 
 
+def _fill_memory() -> Iterator[Any]:
+    """Tensors in what the process has of memory that is free, so that the next one of its own finds no place."""
+    import torch
+
+    for size in (1 << 20, 1 << 16, 1 << 14):
+        with suppress(RuntimeError, MemoryError):
+            while True:
+                yield torch.empty(size, dtype=torch.uint8)
+
+
 class Limit(Callback):
     """Sets a resource limit of one rank's process before a step, to what it has: memory or open files.
 
@@ -142,6 +153,7 @@ class Limit(Callback):
         if self.what == "memory":
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+            self.held = list(_fill_memory())
         else:
-            used = {int(name) for name in os.listdir("/proc/self/fd")}
-            resource.setrlimit(resource.RLIMIT_NOFILE, (next(n for n in itertools.count() if n not in used),) * 2)
+            os.close(next_handle := os.dup(0))  # the lowest that is free
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_handle, next_handle))

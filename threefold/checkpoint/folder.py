@@ -16,6 +16,7 @@ A checkpoint is written as `step_00000100.partial` and renamed when it is comple
 with a manifest that matches its files is valid whatever happened to the process that wrote it.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -196,7 +197,8 @@ def prune(
         path = counted[old]
         # Renamed to a partial one first, so that an interrupted deletion leaves nothing that looks complete.
         partial = path.rename(path.with_name(path.name + PARTIAL))
-        for file in partial.iterdir():
+        for name in os.listdir(str(partial)):
+            file = partial / name
             if not file.is_dir() or file.is_symlink():
                 file.unlink()
                 progress()

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 
 PAGE_BYTES: Final = 4096
 _HEADER_BYTES: Final = 128
-_BEATS, _PROGRESS, _SECTION, _STEP, _ACTIVITY, _WAIT, _WAITED, _TEXT_BYTES, _ASKED, _ANSWERED, _WORKED = range(11)
+_BEATS, _PROGRESS, _SECTION, _STEP, _ACTIVITY, _WAIT, _WAITED, _TEXT_BYTES, _ASKED, _ANSWERED = range(10)
+_WORKED, _ASIDE = 10, 11
 _STAGE_BITS, _MICRO_BATCH_BITS = 8, 24
 _MOST_LISTED_RANKS = 64
 
@@ -115,6 +116,8 @@ class RankState:
         section, step, activity, stage, micro_batch: of what it does; counted from 0 but for the step.
         wait: the collective that it waits in.
         waited: seconds that it has waited in collectives, but for this one.
+        aside: seconds that it has spent, without waiting, on what ranks do not share evenly: saving, and callbacks that
+            one rank has.
         worked: seconds for which its process has had work for a processor, as the thread that beats told.
         name: of the callback that it is in.
         process: what identifies its process, where the rank has told.
@@ -130,6 +133,7 @@ class RankState:
     micro_batch: int = 0
     wait: Wait | None = None
     waited: float = 0.0
+    aside: float = 0.0
     worked: float = 0.0
     name: str = ""
     process: str = ""
@@ -166,6 +170,8 @@ class Heartbeat:
         self._names: list[str] = []
         self._process = ""
         self._since = 0
+        self._aside: tuple[int, int] | None = None
+        self._saves = False
 
     # -- what the rank does --------------------------------------------------------------------------------------------
 
@@ -176,6 +182,10 @@ class Heartbeat:
             self.resume()
         numbers[_SECTION], numbers[_STEP], numbers[_ACTIVITY] = section, step, Activity.NOTHING
         numbers[_PROGRESS] += 1
+        self._end_aside()
+        self._saves = section is RunSection.SAVE
+        if self._saves:
+            self._begin_aside()
 
     def activity(self, activity: Activity, stage: int = 0, micro_batch: int = 0) -> None:
         """Something else begins within the section; ends a wait."""
@@ -184,13 +194,25 @@ class Heartbeat:
             self.resume()
         numbers[_ACTIVITY] = activity | stage << _STAGE_BITS | micro_batch << _MICRO_BATCH_BITS
         numbers[_PROGRESS] += 1
+        if self._aside is not None and not self._saves:
+            self._end_aside()
 
-    def callback(self, name: str) -> None:
-        """A method of a callback begins."""
+    def callback(self, name: str, alone: bool = False) -> None:
+        """A method of a callback begins, which this rank `alone` has or all have."""
         if name not in self._names:
             self._names.append(name)
             self._write_text()
         self.activity(Activity.CALLBACK, self._names.index(name))
+        if alone and not self._saves:
+            self._begin_aside()
+
+    def _begin_aside(self) -> None:
+        self._aside = (time.monotonic_ns(), self._numbers[_WAITED])
+
+    def _end_aside(self) -> None:
+        if self._aside is not None:
+            (since, waited), self._aside = self._aside, None
+            self._numbers[_ASIDE] += time.monotonic_ns() - since - (self._numbers[_WAITED] - waited)
 
     def progress(self) -> None:
         """A part of what this rank does is done, such as another tensor of a checkpoint."""
@@ -329,6 +351,7 @@ def read(page: Page | bytes) -> RankState:
         micro_batch=activity >> _MICRO_BATCH_BITS,
         wait=_wait(wait, known["axes"]) if wait else None,
         waited=numbers[_WAITED] / 1e9,
+        aside=numbers[_ASIDE] / 1e9,
         worked=numbers[_WORKED] / 1e9,
         name=names[stage] if kind is Activity.CALLBACK and stage < len(names) else "",
         process=known["process"],

@@ -334,7 +334,7 @@ class TrainingLoop:
 
     def _notify(self, moment: str, *arguments: Any) -> None:
         for callback in self.callbacks:
-            self.heartbeat.callback(type(callback).__name__)
+            self.heartbeat.callback(type(callback).__name__, alone=callback.ranks == "first")
             call(callback, moment, self.engine.mesh.rank, *arguments)
             if reason := stop_reason(callback):
                 self.engine.stop.ask(reason)

@@ -28,6 +28,24 @@ def test_a_limited_rank_is_one_sentence(small_run: Run, tmp_path: Path, what: st
         check_checkpoints(tmp_path / "run")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(small_run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """What the record of a run has where no rank is limited."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = write_config(small_run.but(dp=2), folder, "Limit", rank=-1, what="files")
+    assert not restarts(output_of(config, folder))
+    return record(folder / "run")
+
+
+def output_of(config: Path, folder: Path) -> str:
+    """What a run prints that ends well, and with no process left."""
+    arguments = [sys.executable, *train_command(config, folder)]
+    ended = subprocess.run(arguments, text=True, capture_output=True, timeout=DEADLINE)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
+    assert not any(runs(int(file.read_text())) for file in (folder / "run").glob("pid_*"))
+    return ended.stdout
+
+
 @pytest.mark.parametrize(
     ("what", "rank", "step"),
     [
@@ -37,20 +55,11 @@ def test_a_limited_rank_is_one_sentence(small_run: Run, tmp_path: Path, what: st
     ],
 )
 def test_a_limit_of_the_first_attempt_costs_no_step(
-    small_run: Run, tmp_path: Path, what: str, rank: int, step: int
+    undisturbed: list[dict[str, object]], small_run: Run, tmp_path: Path, what: str, rank: int, step: int
 ) -> None:
-    said = {}
-    for name, limited, most in (("whole", -1, 0), ("limited", rank, 1)):
-        folder = tmp_path / name
-        config = write_config(small_run.but(dp=2), folder, "Limit", most, rank=limited, what=what, step=step)
-        arguments = [sys.executable, *train_command(config, folder)]
-        ended = subprocess.run(arguments, text=True, capture_output=True, timeout=DEADLINE)
-        assert (ended.returncode, ended.stderr) == (0, "")
-        said[name] = restarts(ended.stdout)
-        assert not any(runs(int(file.read_text())) for file in (folder / "run").glob("pid_*"))
-    assert not said["whole"]
-    (line,) = said["limited"]
+    config = write_config(small_run.but(dp=2), tmp_path, "Limit", restarts=1, rank=rank, what=what, step=step)
+    (line,) = restarts(output_of(config, tmp_path))
     assert SAID[what] in line
     assert f"rank {rank}" in line
-    assert record(tmp_path / "limited" / "run") == record(tmp_path / "whole" / "run")
-    check_checkpoints(tmp_path / "limited" / "run")
+    assert record(tmp_path / "run") == undisturbed
+    check_checkpoints(tmp_path / "run")

@@ -40,7 +40,11 @@ class Straggler:
 
 
 def find_stragglers(
-    waited: Sequence[float], seconds: float, groups: Sequence[Sequence[int]], least: float = 0.0
+    waited: Sequence[float],
+    seconds: float,
+    groups: Sequence[Sequence[int]],
+    least: float = 0.0,
+    aside: Sequence[float] = (),
 ) -> list[Straggler]:
     """The ranks that were busy `FACTOR` times as long as the median of their group, the slowest first.
 
@@ -50,10 +54,11 @@ def find_stragglers(
         groups: ranks with the same work, such as those of a pipeline stage; where each rank is alone in its own, all
             ranks are compared.
         least: seconds that a slow rank is busy longer than the median at least.
+        aside: seconds that each rank spent on what is not compared, by rank; none where it is empty.
     """
     if seconds <= 0:
         return []
-    busy = [max(seconds - each, 0.0) for each in waited]
+    busy = [max(seconds - each, 0.0) for each in map(sum, zip(waited, aside or [0.0] * len(waited), strict=True))]
     alike = [group for group in groups if len(group) > 1]
     compared = alike or [range(len(busy))]
     found = []
@@ -61,6 +66,6 @@ def find_stragglers(
         # Of an even number the lower one, so that of two ranks the faster one is the measure.
         median = median_low(busy[rank] for rank in group)
         slow = [rank for rank in group if median > 0 and busy[rank] >= max(FACTOR * median, median + least)]
-        share = 1 - median / seconds
-        found += [Straggler(rank, busy[rank] / median, 1 - busy[rank] / seconds, share, bool(alike)) for rank in slow]
+        usual = next((waited[rank] / seconds for rank in group if busy[rank] == median), 0.0)
+        found += [Straggler(rank, busy[rank] / median, waited[rank] / seconds, usual, bool(alike)) for rank in slow]
     return sorted(found, key=lambda each: -each.factor)

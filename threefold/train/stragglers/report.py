@@ -18,6 +18,8 @@ class StragglerReport(Callback):
     """Says which ranks are slow, once they were so between two looks twice in a row, and at the end which were so over
     the whole run.
 
+    Saving, and callbacks that one rank alone has, do not count: other ranks have less of that work.
+
     On a GPU a rank waits in the same call for its own work and for the other ranks, so that there is no report.
 
     Args:
@@ -71,15 +73,16 @@ class StragglerReport(Callback):
 
     def _look(self) -> "_Look | None":
         places = self._places()
-        known = [place.waited for place in places if place is not None]
+        known = [(place.waited, place.aside) for place in places if place is not None]
         return _Look(self._step, time.monotonic(), known) if len(places) == len(known) > 1 else None
 
     def _between(self, before: "_Look | None", after: "_Look | None") -> list[Straggler]:
         if before is None or after is None or after.step == before.step:
             return []
-        waited = [last - first for first, last in zip(before.waited, after.waited, strict=True)]
+        spent = zip(before.spent, after.spent, strict=True)
+        waited, aside = zip(*((last[0] - first[0], last[1] - first[1]) for first, last in spent), strict=True)
         least = _LEAST_SECONDS * (after.step - before.step)
-        return find_stragglers(waited, after.when - before.when, self._groups, least)
+        return find_stragglers(waited, after.when - before.when, self._groups, least, aside)
 
 
 class _Look(NamedTuple):
@@ -88,12 +91,12 @@ class _Look(NamedTuple):
     Attributes:
         step: its number.
         when: `time.monotonic`.
-        waited: seconds that each rank had waited so far.
+        spent: seconds that each rank had waited so far, and those of `RankState.aside`.
     """
 
     step: int
     when: float
-    waited: list[float]
+    spent: list[tuple[float, float]]
 
 
 def _listed(found: Sequence[Straggler]) -> str:
