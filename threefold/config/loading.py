@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from threefold.config.config_error import nearest_setting
 from threefold.config.document import parse_value, read_document
-from threefold.config.nearest import nearest_setting
 from threefold.config.schema import Config, section_settings
 from threefold.errors import UserError
 from threefold.files import shown
