@@ -180,8 +180,7 @@ class TrainConfig(Section):
     """What follows a step whose loss or gradient norm is NaN or infinite, after it was run again to find where that
     began (docs/training.md): `stop` ends the run; `skip` makes no update in that step and goes on with the next;
     `rollback` loads the last good checkpoint, skips the steps since then, the bad one included, and goes on after
-    it. With `precision.dtype` `fp16`, a step counts whose loss is NaN, or whose gradient overflows at the smallest loss
-    scale; at a larger one the scale halves."""
+    it. With `precision.dtype` `fp16`, only a step at the smallest loss scale counts."""
     spike_factor: float = derived(gt=1)
     """A step is a spike where its loss or gradient norm is more than so many times the median of the last
     `spike_window` steps with an update. Default: none, no step is a spike."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import isfinite, isnan
+from math import isfinite
 from typing import Any
 
 import torch
@@ -142,8 +142,8 @@ class Engine(GradientStep):
     ) -> StepResult:
         """Clip the gradients by their global norm and update the weights.
 
-        Where there is a loss scale and the gradient overflowed, on all ranks alike, nothing is updated and the scale
-        halves. A loss that is not a number is none of its doing: no factor makes one of a loss that is a number.
+        Where there is a loss scale and loss or norm are not finite, on all ranks alike, nothing is updated and
+        the scale halves.
 
         Args:
             local_loss, tokens: from `compute_gradients`.
@@ -161,7 +161,7 @@ class Engine(GradientStep):
         refused = refuses(loss, norm) if finite and refuses is not None else ""
         makes_update = finite and not refused
         result = StepResult(loss, norm, lr, tokens, not makes_update, used, self._padding, self._terms, refused)
-        if not finite and (scale is None or scale.is_least or isnan(loss)):
+        if not finite and (scale is None or scale.is_least):
             what = f"the loss is {loss:g} and the gradient norm {norm:g}"
             rate = self.config.optimizer.lr
             raise NonFiniteStep.of(step + 1, what, f"lower optimizer.lr ({rate:g}), to {rate / 2:g} say", result)

@@ -218,7 +218,7 @@ def test_what_a_second_run_does_not_have_is_the_hardware(
     assert "lower optimizer.lr" not in sentence
 
 
-@sweep("number", [1e30, 1e18], quick=(0,))
+@sweep("number", [1e30, pytest.param(1e18, marks=pytest.mark.sweep)], quick=(0,))
 def test_a_gradient_that_is_too_large_for_its_norm(
     pool: WorkerPool, small_run: Run, tmp_path: Path, number: float
 ) -> None:
@@ -255,23 +255,17 @@ def test_an_overflow_at_a_loss_scale_is_no_bad_step(pool: WorkerPool, small_run:
     assert "anomalies" not in manifest(path_of(tmp_path, 4))
 
 
-def test_a_loss_that_is_no_number_is_named_at_any_loss_scale(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
-    """fp16: no smaller scale would help."""
-    run = run_of(small_run, PLACES["value"]).but(dtype="fp16")
-    sentence = sentence_of(pool, run, [Fault("output", "blocks.1.mlp.up", 1, 2)], tmp_path)
-    assert sentence.startswith("Training diverged at step 2: the loss is nan and the gradient norm nan; the first ")
-    assert f" is a NaN in {out('blocks.1.mlp.up')}, in the forward pass of micro-batch 0" in sentence
-
-
 @pytest.mark.slow
-def test_a_gradient_that_is_no_number_is_named_when_it_is_none_at_any_loss_scale(
-    pool: WorkerPool, small_run: Run, tmp_path: Path
-) -> None:
-    """fp16: the scale halves from 4 to 1, and the next step is told in words."""
+@pytest.mark.parametrize("kind", ["value", "gradient"])
+def test_a_nan_that_no_loss_scale_mends_is_named(pool: WorkerPool, small_run: Run, tmp_path: Path, kind: str) -> None:
+    """fp16: the scale halves from 4 to 1, as for an overflow, and the next step is told in words."""
     run = run_of(small_run, PLACES["value"])
     run = run.but(dtype="fp16", set=(*run.set, ("precision.loss_scale", 4.0)))
-    faults = [Fault("gradient", "blocks.1.mlp.up", 1, step) for step in (2, 3, 4)]
+    faults = [Fault(kind, "blocks.1.mlp.up", 1, step) for step in (2, 3, 4)]
     sentence = sentence_of(pool, run, faults, tmp_path)
     assert sentence.startswith("Training diverged at step 4: the loss is ")
-    assert f" is a NaN in {grad(out('blocks.1.mlp.up'))}, in the backward pass of micro-batch 0" in sentence
+    where, direction = out("blocks.1.mlp.up"), "forward" if kind == "value" else "backward"
+    where = where if kind == "value" else grad(where)
+    assert f" is a NaN in {where}, in the {direction} pass of micro-batch 0" in sentence
+    assert "on rank 1 (dp 1)" in sentence
     assert [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [False, True, True]

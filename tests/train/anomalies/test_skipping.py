@@ -51,7 +51,12 @@ def with_settings(run: Run, **settings: Any) -> Run:
     return run.but(set=(*run.set, *((key.replace("__", "."), value) for key, value in settings.items())))
 
 
-@sweep("layout", [{"dp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.sweep), {"pp": 2}], ids=str, quick=(0,))
+@sweep(
+    "layout",
+    [{"dp": 2}, *(pytest.param(layout, marks=pytest.mark.sweep) for layout in ({"tp": 2}, {"pp": 2}))],
+    ids=str,
+    quick=(0,),
+)
 def test_skipped_on_purpose(pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int]) -> None:
     """The other steps have the losses of a loop without them, in one layout to the bit, also when it is resumed within
     a range; their samples are read by nobody."""
