@@ -27,3 +27,13 @@ def test_equal_ranks_and_small_differences() -> None:
     assert find_stragglers([5.0, 5.0, 4.0], 10.0, [range(3)]) == []
     assert find_stragglers([0.06, 0.01], 0.1, [range(2)], least=0.1) == []
     assert find_stragglers([1.0, 1.0], 0.0, [range(2)]) == []
+
+
+def test_what_others_lose_to_the_slowest_is_not_named() -> None:
+    """As on cores that several ranks share: of another stage one loses a little, too."""
+    waited = [7.0, 1.0, 6.0, 7.0]
+    assert [each.rank for each in find_stragglers(waited, 10.0, [[0, 2], [1, 3]])] == [1]
+
+
+def test_what_is_not_compared_makes_no_rank_slow() -> None:
+    assert find_stragglers([1.0, 5.0], 10.0, [range(2)], aside=[4.0, 0.0]) == []

@@ -57,7 +57,7 @@ def other_work() -> Iterator[None]:
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(20))
 def test_the_slow_rank_is_named(pool: WorkerPool, small_run: Run, tmp_path: Path, seed: int) -> None:
-    run = small_run.but(steps=16, **LAYOUTS[seed % len(LAYOUTS)])
+    run = small_run.but(steps=24, **LAYOUTS[seed % len(LAYOUTS)])
     slow = random.Random(seed).randrange(run.world_size)
     assert first_rank_names(pool, run, tmp_path / "run", slow, 0.25) == {slow}
 
@@ -66,5 +66,5 @@ def test_the_slow_rank_is_named(pool: WorkerPool, small_run: Run, tmp_path: Path
 @pytest.mark.usefixtures("other_work")
 @pytest.mark.parametrize("seed", range(20))
 def test_no_rank_is_named_on_a_busy_machine(pool: WorkerPool, small_run: Run, tmp_path: Path, seed: int) -> None:
-    run = small_run.but(steps=16, **[*LAYOUTS, {"pp": 3}][seed % 6])
+    run = small_run.but(steps=24, **[*LAYOUTS, {"pp": 3}][seed % 6])
     assert first_rank_names(pool, run, tmp_path / "run", -1, 0.0) == set()

@@ -46,7 +46,8 @@ def find_stragglers(
     least: float = 0.0,
     aside: Sequence[float] = (),
 ) -> list[Straggler]:
-    """The ranks that were busy `FACTOR` times as long as the median of their group, the slowest first.
+    """The ranks that were busy `FACTOR` times as long as the median of their group, the slowest first; of several those
+    that lost at least half as much time as the one that lost most.
 
     Args:
         waited: seconds that each rank waited, by rank.
@@ -61,11 +62,15 @@ def find_stragglers(
     busy = [max(seconds - each, 0.0) for each in map(sum, zip(waited, aside or [0.0] * len(waited), strict=True))]
     alike = [group for group in groups if len(group) > 1]
     compared = alike or [range(len(busy))]
-    found = []
+    found, largest = [], 0.0
     for group in compared:
         # Of an even number the lower one, so that of two ranks the faster one is the measure.
         median = median_low(busy[rank] for rank in group)
         slow = [rank for rank in group if median > 0 and busy[rank] >= max(FACTOR * median, median + least)]
         usual = next((waited[rank] / seconds for rank in group if busy[rank] == median), 0.0)
-        found += [Straggler(rank, busy[rank] / median, waited[rank] / seconds, usual, bool(alike)) for rank in slow]
-    return sorted(found, key=lambda each: -each.factor)
+        for rank in slow:
+            straggler = Straggler(rank, busy[rank] / median, waited[rank] / seconds, usual, bool(alike))
+            found.append((busy[rank] - median, straggler))
+        largest = max([largest, *(busy[rank] - median for rank in slow)])
+    # A step lasts as long as the slowest takes: what is lost to others may be its doing, as on cores that they share.
+    return sorted((each for lost, each in found if lost >= largest / 2), key=lambda each: -each.factor)

@@ -1,6 +1,7 @@
 """A callback that names slow ranks, from the heartbeats of all; it adds no collective."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -11,6 +12,10 @@ from threefold.train.stragglers.busy_times import Straggler, find_stragglers
 
 _LEAST_SECONDS: Final = 0.02
 """Of a step that a slow rank costs: the callbacks of the first rank and the noise of a busy host cost less."""
+_LEAST_LOOK: Final = 5.0
+"""Seconds between two looks that a line is about: what else a host does may slow a rank for shorter."""
+_OFTEN, _LEAST_LOOKS = 0.75, 4
+"""Part of the looks, and how many, in which a rank that is slow over the whole run has to be slow."""
 _MOST_NAMED: Final = 4
 
 
@@ -49,7 +54,10 @@ class StragglerReport(Callback):
     ) -> None:
         self._every, self._places, self._groups, self._emit, self._say = every, places, groups, emit, say
         self._first: _Look | None = None
+        self._before: _Look | None = None
         self._last: _Look | None = None
+        self._looks = 0
+        self._often: Counter[int] = Counter()
         self._slow: set[int] = set()
         self._named: set[int] = set()
         self._step = 0
@@ -57,10 +65,14 @@ class StragglerReport(Callback):
     def after_step(self, record: StepRecord) -> None:
         self._step = record.step
         if self._first is None:  # from the end of the first step on, which is not like the others
-            self._first = self._last = self._look()
-        elif record.step % self._every == 0:
-            before, self._last = self._last, self._look()
-            found = self._between(before, self._last)
+            self._first = self._before = self._last = self._look()
+        elif record.step % self._every == 0 and (now := self._look()) is not None:
+            self._looks += 1
+            self._often.update(each.rank for each in self._between(self._before, now))
+            self._before = now
+            if self._last is not None and now.when - self._last.when < _LEAST_LOOK:
+                return
+            found, self._last = self._between(self._last, now), now
             slow = {each.rank for each in found}
             if again := [each for each in found if each.rank in self._slow - self._named]:
                 self._emit(f"global step {record.step}, slow: {_listed(again)}")
@@ -68,7 +80,8 @@ class StragglerReport(Callback):
             self._slow, self._named = slow, self._named & slow
 
     def after_fit(self) -> None:
-        if found := self._between(self._first, self._look()):
+        most = max(_OFTEN * self._looks, _OFTEN * _LEAST_LOOKS)
+        if found := [each for each in self._between(self._first, self._look()) if self._often[each.rank] >= most]:
             self._say(f"Slow over the whole run: {_listed(found)}.")
 
     def _look(self) -> "_Look | None":
