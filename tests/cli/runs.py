@@ -17,6 +17,18 @@ LONGEST = 300.0
 """Seconds after which a run that ought to have ended is taken for one that hangs."""
 
 
+def write_config(folder: Path, tokens: Path) -> Path:
+    """A config in `folder` that trains a tiny model on `tokens` for four steps."""
+    path = folder / "tiny.yaml"
+    path.write_text(
+        f"data: {{path: {tokens}, sequence_length: 16, split: '8,2'}}\n"
+        "model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4}\n"
+        "train: {max_steps: 4, global_batch_size: 4, eval_every: 2, eval_batches: 1, device: cpu}\n"
+        "checkpoint: {every: 2}\n"
+    )
+    return path
+
+
 def command(config_file: Path, run: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "threefold", "train", str(config_file), "--run-dir", str(run), *options]
 

@@ -18,6 +18,7 @@ from tests.cli.runs import (
     settings,
     start,
     undisturbed,
+    write_config,
 )
 from tests.support.kills import Killer, assert_gone, beacon, moments, pids
 from threefold.checkpoint.folder import complete
@@ -28,7 +29,8 @@ KINDS = ("step", "evaluation", "save")
 
 STEPS = ("train.max_steps=24", "train.eval_every=4", "checkpoint.every=3", "log.every=1", "model.hidden_dropout=0.1")
 PAIR = settings(*STEPS, "parallel.dp=2")
-FOUR = settings(*STEPS, "parallel.dp=2", "parallel.pp=2")
+FOUR = settings(*STEPS, "train.max_steps=80", "parallel.dp=2", "parallel.pp=2")
+"""A run that is long enough for ten kills."""
 
 
 @pytest.mark.parametrize("memory", [1, pytest.param(0, marks=pytest.mark.sweep)])
@@ -58,35 +60,42 @@ def test_a_killed_rank_costs_no_step(config_file: Path, tmp_path: Path, memory: 
     assert f", 1 restarts (steps {ledger['steps']:.1f}" in output
 
 
-def kill_each(config_file: Path, tmp_path: Path, count: int, seed: int, memory: int) -> None:
-    """Kill ranks 0, 1, … in turn in a step, an evaluation or a save."""
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> list[dict[str, object]]:
+    """The record of the run in which ranks are killed, undisturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    return undisturbed(write_config(folder, tokens), folder / "run", *FOUR)
+
+
+def kill_each(config_file: Path, tmp_path: Path, count: int, seed: int, memory: int) -> list[dict[str, object]]:
+    """Kill ranks 0, 1, … in turn in a step, an evaluation or a save, and return the record of the run."""
     run, told = tmp_path / "run", tmp_path / "told"
-    steps = settings(f"train.max_steps={4 * count}")
-    expected = undisturbed(config_file, tmp_path / "whole", *FOUR, *steps)
     more = settings(f"train.max_restarts={count}", f"checkpoint.memory_every={memory}", beacon(told))
-    process = start(command(config_file, run, *FOUR, *steps, *more))
+    process = start(command(config_file, run, *FOUR, *more))
     killer = Killer(process, told, seed)
     for number in range(count):
         if killer.kill(number % 4, KINDS[number % 3]) is None:
             break
     code, output, error = end_of(process)
     assert (code, error) == (0, ""), output
-    assert len(restarts(output)) == len(killer.killed) >= count // 2
+    assert len(restarts(output)) == len(killer.killed) == count
     assert_gone(list(pids(told)))
-    assert record(run) == expected
     check_checkpoints(run)
+    return record(run)
 
 
 @pytest.mark.slow
-def test_each_rank_killed_in_turn(config_file: Path, tmp_path: Path) -> None:
-    kill_each(config_file, tmp_path, 8, 1, memory=1)
+def test_each_rank_killed_in_turn(config_file: Path, tmp_path: Path, whole_run: list[dict[str, object]]) -> None:
+    assert kill_each(config_file, tmp_path, 8, 1, memory=1) == whole_run
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(6))
-def test_each_rank_killed_in_turn_often(config_file: Path, tmp_path: Path, seed: int) -> None:
+def test_each_rank_killed_in_turn_often(
+    config_file: Path, tmp_path: Path, whole_run: list[dict[str, object]], seed: int
+) -> None:
     """Sixty kills; from memory that is newer than the checkpoints, from older memory, or from checkpoints alone."""
-    kill_each(config_file, tmp_path, 10, seed, memory=seed % 3)
+    assert kill_each(config_file, tmp_path, 10, seed, memory=seed % 3) == whole_run
 
 
 FAILING = """
@@ -143,16 +152,24 @@ def test_the_same_rank_lost_twice_has_a_fallback_take_over(config_file: Path, tm
 
 
 @pytest.mark.sweep
-def test_a_stop_during_a_restart_is_a_stop(config_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", [0, 1])
+def test_a_stop_during_a_restart_is_a_stop(config_file: Path, tmp_path: Path, memory: int) -> None:
+    """With states in memory no step is lost: what is in no checkpoint is saved before the run ends."""
     run, told = tmp_path / "run", tmp_path / "told"
-    endless = settings("train.max_steps=1000000", "checkpoint.every=3", "train.max_restarts=5", "parallel.dp=2")
-    process = start(command(config_file, run, *endless, *settings(beacon(told), "train.eval_every=0")))
+    endless = settings("train.max_steps=1000000", "checkpoint.every=50", "train.max_restarts=5", "parallel.dp=2")
+    more = settings(f"checkpoint.memory_every={memory}", beacon(told), "train.eval_every=7", "log.every=1")
+    process = start(command(config_file, run, *endless, *more))
     killer = Killer(process, told, seed=3)
-    assert killer.kill(0, "save") is not None
+    killed = killer.kill(0, "evaluation")
+    assert killed is not None
     os.kill(process.pid, signal.SIGTERM)
     code, output, error = end_of(process)
     assert (code, error) == (0, "")
     assert output.count("Stopped by SIGTERM ") == 1
     assert_gone(list(pids(told)))
-    for each in complete(run):  # beside them there may be what the killed save left
+    found = [each.step for each in complete(run)]
+    if memory:
+        assert f"Stopped by SIGTERM after step {found[-1]}, which is saved in " in output
+        assert found[-1] == losses(run)[-1][0] in (killed.step - 1, killed.step)
+    for each in complete(run):  # beside them there may be what a killed save left
         check_whole(each)

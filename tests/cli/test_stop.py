@@ -1,7 +1,6 @@
 """SIGINT and SIGTERM to runs of `threefold train`, at any moment."""
 
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -223,32 +222,3 @@ def test_deleted_run_folder_is_one_sentence(config_file: Path, tmp_path: Path) -
     assert error.startswith(f"Error: The run's folder {run} was deleted or replaced while the run was writing to it")
     assert error.count("\n") == 1
     assert not run.exists()
-
-
-@pytest.mark.sweep
-def test_random_moments(config_file: Path, tmp_path: Path) -> None:
-    """Signals at a dozen moments of one run on dp2·pp2, each followed by --resume=auto."""
-    layout = ("--set", "parallel.dp=2", "--set", "parallel.pp=2", "--set", "train.max_steps=150")
-    options = (*layout, "--set", "train.eval_every=10", "--set", "checkpoint.every=7", "--set", "log.every=1")
-    whole = subprocess.run(command(config_file, tmp_path / "whole", *options), capture_output=True, timeout=600)
-    assert whole.returncode == 0
-    chosen, run, ended = random.Random(17), tmp_path / "run", False
-    for _ in range(12):
-        process = start(command(config_file, run, *options, "--resume=auto"))
-        after = 1 + chosen.randrange(14)  # lines of output; the first comes before the ranks have started
-        assert process.stdout is not None
-        for _ in range(after):
-            process.stdout.readline()
-        number = chosen.choice((signal.SIGINT, signal.SIGTERM))
-        (os.killpg if chosen.random() < 0.5 else os.kill)(process.pid, number)
-        code, output, error = end_of(process)
-        assert error == ""
-        if "Stopped by" not in output:  # it had made all its steps
-            ended = True
-            break
-        assert code == (130 if number == signal.SIGINT else 0), output
-        assert output.count("Stopped by") == 1
-    if not ended:
-        last = subprocess.run(command(config_file, run, *options, "--resume=auto"), capture_output=True, timeout=600)
-        assert last.returncode == 0
-    assert losses(run) == losses(tmp_path / "whole")

@@ -4,13 +4,14 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext
+from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 
 
 class Beacon(Callback):
     """Each rank writes its process id, then each moment of its run, into a file of `folder` that has its number.
 
-    Lines are appended to `moments_RANK` as `PROCESS KIND STEP`, of the kinds start, step, evaluation and save.
+    Lines are appended to `moments_RANK` as `PROCESS KIND STEP`. What begins is of the kinds start, step, evaluation and
+    save, and what is over of made, evaluated, saved, and of staged, from where on a save goes on in the background.
     """
 
     ranks: ClassVar[Literal["first", "all"]] = "all"
@@ -28,6 +29,9 @@ class Beacon(Callback):
     def before_step(self, step: int, batch: Any) -> None:
         self._tell("step", step)
 
+    def after_step(self, record: StepRecord) -> None:
+        self._tell("made", record.step)
+
     def before_evaluation(self, step: int) -> None:
         self._tell("evaluation", step)
 
@@ -36,6 +40,12 @@ class Beacon(Callback):
 
     def before_checkpoint(self, step: int) -> None:
         self._tell("save", step)
+
+    def after_staging(self, step: int) -> None:
+        self._tell("staged", step)
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self._tell("saved", step)
 
     def _tell(self, kind: str, step: int) -> None:
         os.write(self._file, f"{os.getpid()} {kind} {step}\n".encode())

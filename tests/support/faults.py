@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.train.support import Run
 from threefold.parallel.parameter import local
 from threefold.train import entry_point
+from threefold.train.callbacks.base import Callback
 from threefold.train.engine import Engine, StepResult
 from threefold.train.optimizers.base import Entry
 
@@ -130,12 +131,14 @@ class FaultyEngine(Engine):
         return fault.step == self._now and in_run and number == fault.micro_batch
 
 
-def train_with(faults: Sequence[Fault], run: Run, run_dir: Path, resume: bool = False) -> str:
+def train_with(
+    faults: Sequence[Fault], run: Run, run_dir: Path, resume: bool = False, callbacks: Sequence[Callback] = ()
+) -> str:
     """Train as a rank of the pool whose engine has these faults, and return what it printed."""
     printed = io.StringIO()
     kind = type("FaultyEngine", (FaultyEngine,), {"faults": tuple(faults)})
     with patch.object(entry_point, "Engine", kind), contextlib.redirect_stdout(printed):
-        entry_point.train(run.config, run_dir, resume)
+        entry_point.train(run.config, run_dir, resume, callbacks=callbacks)
     return printed.getvalue()
 
 

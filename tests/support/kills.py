@@ -63,15 +63,15 @@ class Killer:
             found = next((each for each in reversed(told) if each.kind == kind), None)
             if found and told[-1] == found and found.pid not in self._ended and found.step > furthest:
                 break
-            if not self._pause(deadline):
+            if not self._goes_on(deadline):
                 return None
         return self._send(rank, found, number, deadline)
 
     def _send(self, rank: int, moment: Moment, number: signal.Signals, deadline: float) -> Moment | None:
         # as much work later as chosen: in ticks of the rank's own processor time, so that no clock decides
-        until = _ticks(moment.pid) + self.chosen.randrange(4)
-        while _ticks(moment.pid) < until and moments(self.folder, rank)[-1] == moment:
-            if not self._pause(deadline):
+        until = ticks(moment.pid) + self.chosen.randrange(4)
+        while ticks(moment.pid) < until and moments(self.folder, rank)[-1] == moment:
+            if not self._goes_on(deadline):
                 return None
         self._ended |= pids(self.folder)  # every rank has told its start before any begins a step
         try:
@@ -81,19 +81,23 @@ class Killer:
         self.killed.append((rank, moment))
         return moment
 
-    def _pause(self, deadline: float) -> bool:
-        """Give way to others; returns whether the run still goes on."""
-        if time.monotonic() >= deadline:
-            self.process.kill()  # and with it its ranks
-            raise AssertionError(f"no such moment came after {self.killed}")
-        try:
-            self.process.wait(0.002)
-        except subprocess.TimeoutExpired:
-            return True
-        return False
+    def _goes_on(self, deadline: float) -> bool:
+        return pause(self.process, deadline, f" after {self.killed}")
 
 
-def _ticks(pid: int) -> int:
+def pause(process: subprocess.Popen[str], deadline: float, told: str = "") -> bool:
+    """Give way to others; returns whether the run still goes on. After the deadline it is killed."""
+    if time.monotonic() >= deadline:
+        process.kill()  # and with it its ranks
+        raise AssertionError(f"no such moment came{told}")
+    try:
+        process.wait(0.002)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def ticks(pid: int) -> int:
     """Processor time of a process in ticks; far in the future where it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

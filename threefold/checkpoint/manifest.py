@@ -68,6 +68,7 @@ class Facts:
             the checkpoint is older than such rules, or an import, which has seen no data.
         beginning: tokens that are put before each text of the data; None for the latter two.
         anomalies: what has been done about bad steps; None where nothing was, and nothing has to be remembered.
+        evaluation_missed: whether an evaluation after these updates was due, and the run was ended before it was made.
     """
 
     step: int
@@ -84,6 +85,7 @@ class Facts:
     special_tokens: SpecialTokens | None = None
     beginning: tuple[int, ...] | None = None
     anomalies: AnomalyFacts | None = None
+    evaluation_missed: bool = False
 
     @property
     def rule(self) -> TextRule | None:
@@ -197,8 +199,9 @@ def write_manifest(folder: Path, facts: Facts) -> None:
         for path in paths
     }
     stored = dataclasses.asdict(facts)
-    if facts.anomalies is None:  # so that earlier versions read what has none
-        del stored["anomalies"]
+    for name in ("anomalies", "evaluation_missed"):
+        if not stored[name]:  # so that earlier versions read what has none
+            del stored[name]
     manifest = {"format": FORMAT, "version": VERSION, **stored, "files": files}
     write_durably(folder / MANIFEST, seal_text(json.dumps(manifest, indent=2)))
     sync(folder)
@@ -269,6 +272,7 @@ _RULES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "beginning": lambda value: value is None or (isinstance(value, list) and all(map(_is_whole, value))),
     "contents": _is_contents,
     "anomalies": _is_anomalies,
+    "evaluation_missed": lambda value: isinstance(value, bool),
 }
 """Validation of each field of the facts as read from JSON."""
 

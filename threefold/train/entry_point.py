@@ -110,7 +110,9 @@ def train(
             *make_callbacks(run, callbacks),
         ]
         watch = make_watch(engine, loader, checkpoints.newest)
-        return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run, policy, watch).fit(step)
+        return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run, policy, watch).fit(
+            step, start.is_unsaved, start.evaluation_missed
+        )
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> None:  # noqa: B008

@@ -71,10 +71,16 @@ class TrainingLoop:
         self._evaluation: EvaluationRecord | None = None
         self._updated = 0  # the last step of this process that made an update
 
-    def fit(self, start: int = 0) -> Stopped | None:
+    def fit(self, start: int = 0, unsaved: bool = False, evaluation_missed: bool = False) -> Stopped | None:
         """Run the remaining updates of `train.max_steps`, after `start` updates.
 
-        A signal, or a callback's `stop`, ends it after the current step, with a checkpoint; an evaluation ends at once.
+        A signal, or a callback's `stop`, ends it after the current step, with a checkpoint; an evaluation ends at once,
+        and is made where the run continues.
+
+        Args:
+            start: updates made before.
+            unsaved: whether the state after them is in no checkpoint, so that one is saved if the run ends here.
+            evaluation_missed: whether an evaluation after them is still to be made.
 
         Returns:
             None after the last step; else the step at which a signal or a callback ended the run, the same on every
@@ -85,7 +91,7 @@ class TrainingLoop:
             UserError: divergence, a full disk, or what a callback says is the user's to correct.
         """
         try:
-            ended = self._run(start)
+            ended = self._run(start, unsaved, evaluation_missed)
         except BaseException as error:
             # With another error a rank may be lost, which what is being written would wait for.
             self.saving.end(_PATIENCE if isinstance(error, UserError) else 0)
@@ -96,7 +102,7 @@ class TrainingLoop:
         self._close()
         return ended
 
-    def _run(self, start: int) -> Stopped | None:
+    def _run(self, start: int, unsaved: bool, evaluation_missed: bool) -> Stopped | None:
         last, stop, mesh = self.config.train.max_steps, self.engine.stop, self.engine.mesh
         if self.run is not None:
             self._notify("setup", self.run)
@@ -104,6 +110,10 @@ class TrainingLoop:
         if self.watch is not None:
             self.watch.begin(start)
         if stop.agree(mesh):
+            if unsaved:
+                self._save_last(start)
+            return self._stopped(start)
+        if evaluation_missed and self._evaluates_after(start) and not self._evaluate(start):
             return self._stopped(start)
         done = start
         while done < last:
@@ -117,8 +127,8 @@ class TrainingLoop:
             ended, evaluates = self._epochs_ended(step), self._evaluates_after(step)
             if ended:
                 self._notify("after_epoch", self._epoch(step) - 1)
-            if evaluates and not stop.is_due:
-                self._evaluate(step)
+            if evaluates and (stop.is_due or not self._evaluate(step)):
+                stop.evaluation_missed = True
             if (ended or evaluates) and not stop.is_due:
                 stop.agree(mesh)
             if stop.save_ended:
@@ -243,15 +253,17 @@ class TrainingLoop:
         self._notify("after_rollback", step, start, response.reason)
         return start
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> bool:
+        """Returns whether it was made, and the run not ended before."""
         self.heartbeat.section(RunSection.EVALUATION, step)
         self._notify("before_evaluation", step)
         record = evaluate(self.engine, self.loader, self.config.train.eval_batches, step)
-        if record is None:  # the run is to end
-            return
+        if record is None:
+            return False
         self._evaluation = record
         self.saving.after_evaluation(record)
         self._notify("after_evaluation", record)
+        return True
 
     def _evaluates_after(self, step: int) -> bool:
         train = self.config.train
@@ -265,6 +277,7 @@ class TrainingLoop:
         ends = step == self.config.train.max_steps or self.engine.stop.is_due
         if not self.policy.rolls_back or not (ends or self.saving.will_save(self._is_due(step))):
             return None
+        self._finish_saving()  # a rollback may go back to it
         response = self.bad_steps.state_not_finite(step)
         if response is None or response.start is None:
             return None

@@ -27,6 +27,9 @@ class Start:
         kept: the states in memory of this rank, which are taken where no checkpoint is newer.
         attempt: which of the run this is.
 
+    Attributes:
+        is_unsaved: whether it is a state in memory that is newer than every checkpoint.
+
     Raises:
         UserError: on every rank, when no checkpoint fits the config.
     """
@@ -43,6 +46,7 @@ class Start:
         self._config, self._run_dir, self._resume, self._world = config, run_dir, resume, world
         self._kept, self._attempt = kept, attempt or Attempt()
         self._damaged: dict[Path, str] = {}
+        self.is_unsaved = False
         self._step_kept = self._newer_in_memory()
         self._found = self._find() if self._step_kept is None else None
 
@@ -57,6 +61,11 @@ class Start:
         if self._kept is not None and self._step_kept is not None:
             return self._kept.anomalies
         return self.resumed.facts.anomalies if self.resumed else None
+
+    @property
+    def evaluation_missed(self) -> bool:
+        """Whether the run was ended before an evaluation that was due where it goes on, after `load`."""
+        return self.resumed is not None and self.resumed.facts.evaluation_missed
 
     def load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
         """Load the starting point into the engine; all ranks skip a checkpoint that any rank finds damaged.
@@ -83,11 +92,13 @@ class Start:
         if step is None:
             return None
 
-        def is_newer() -> bool:
+        def newest_saved() -> int:
             saved = newest(self._run_dir)
-            return saved is None or saved.step <= step
+            return saved.step if saved else -1
 
-        return step if from_first(self._world, is_newer) else None
+        saved = from_first(self._world, newest_saved)
+        self.is_unsaved = saved < step
+        return step if saved <= step else None
 
     def _find(self) -> Resumption | WarmStart | None:
         def find() -> Resumption | WarmStart | None:

@@ -322,4 +322,5 @@ class Checkpoints:
             loss_scale=scale.value if scale else None,
             good_steps=scale.good_steps if scale else 0,
             anomalies=self.anomalies(),
+            evaluation_missed=self.engine.stop.evaluation_missed,
         )

@@ -74,6 +74,7 @@ class Stop:
         is_due: whether they agreed to end the run, for a signal, a callback's reason or its time limit.
         save_is_due: whether they agreed that a checkpoint is due by the clock; to be reset where it is saved.
         save_ended: whether they agreed that the checkpoint in the background is complete; to be reset likewise.
+        evaluation_missed: whether the end of the run came before an evaluation that was due, for the last checkpoint.
         clock: of the first rank, where there is one; the others have None.
     """
 
@@ -88,6 +89,7 @@ class Stop:
         self._reason: str | None = None
         self.signal = 0
         self.is_due = False
+        self.evaluation_missed = False
 
     def ask(self, reason: str) -> None:
         """Ask to end the run, from this rank alone; the ranks agree on it at their next all-reduce."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.faults import Fault, train_with
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, newest
@@ -20,7 +21,7 @@ from threefold.checkpoint.saving.background import BackgroundSaver
 from threefold.checkpoint.tensors import load_tensors_alone
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.train.callbacks.base import Callback
+from threefold.train.callbacks.base import Callback, StepRecord
 from threefold.train.entry_point import train
 
 ASYNC = ("checkpoint.async_save", True)
@@ -135,6 +136,43 @@ def test_callbacks_hear_of_complete_checkpoints_alike_on_all_ranks(
         assert moments == sorted(moments)
     assert first[-2:] == [("before", 5, True), ("complete", 5, True)]  # the last is waited for
     assert len(first) == 8
+
+
+class ToldOfRollbacks(Told):
+    """Has the checkpoint of a step written only after the next step."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self._late, self._made = late, threading.Event()
+        sys.addaudithook(self._hold)
+
+    def _hold(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "os.rename" and str(arguments[0]).endswith(f"step_{self._late:08d}.partial"):
+            self._made.wait(60)
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.step > self._late:
+            self._made.set()
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self.moments.append(("rollback", start, True))
+
+
+def told_of_rollback(run: Run, folder: Path) -> list[tuple[str, int, bool]]:
+    callback = ToldOfRollbacks(2)
+    train_with([Fault("updated", "blocks.1.mlp.up", 0, 3)], run, folder, callbacks=[callback])
+    return callback.moments
+
+
+def test_a_rollback_goes_back_to_a_checkpoint_that_callbacks_have_heard_of(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    """The update of step 3 is bad, which is seen when its checkpoint is due; that of step 2 is being written."""
+    run = small_run.but(set=(("checkpoint.every", 1), ("train.on_nan", "rollback"), ASYNC))
+    (moments,) = pool.run(1, told_of_rollback, run, tmp_path)
+    complete_at = moments.index(("complete", 2, True))
+    assert complete_at < moments.index(("rollback", 2, True))
+    assert moments.count(("complete", 2, True)) == 1
 
 
 def test_what_is_written_is_the_state_at_the_save(tmp_path: Path) -> None:

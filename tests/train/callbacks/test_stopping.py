@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.support.sweep import sweep
-from tests.train.support import Run, losses_of, record, steps_of
+from tests.train.support import Run, losses_of, record, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, stop_reason
 from threefold.train.callbacks.early_stopping import EarlyStopping
+from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.entry_point import train
 from threefold.train.stop import Stopped
 
@@ -136,6 +137,29 @@ def test_a_stop_at_each_moment(
     assert [stop for stop, _ in ended] == [expected] * 2
     assert len(steps_of(tmp_path)) == last
     assert ended[0][1] == ended[1][1]
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    """All steps and evaluations, but for their speed."""
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+
+
+def test_an_evaluation_that_a_stop_has_ended_is_made_when_the_run_continues(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    run = of(small_run, dp=2)
+    pool.run(2, stopped, run, tmp_path / "parts", OnOneRank(1, "before_evaluation", 2))
+    assert [line["step"] for line in lines_of(tmp_path / "parts")] == [1, 2]
+    saved = newest(tmp_path / "parts")
+    assert saved is not None
+    assert saved.facts.evaluation_missed
+    pool.run(2, train_rank, run, tmp_path / "parts", True)
+    pool.run(2, train_rank, run, tmp_path / "whole")
+    assert lines_of(tmp_path / "parts") == lines_of(tmp_path / "whole")
+    last = newest(tmp_path / "parts")
+    assert last is not None
+    assert not last.facts.evaluation_missed
 
 
 def test_the_order_of_the_moments_on_every_rank_of_a_pipeline(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

@@ -156,6 +156,8 @@ class GoodputLedger(Callback):
         self._write()
 
     def before_checkpoint(self, step: int) -> None:
+        if not self._started:  # a stop that came before the first step
+            self._start()
         self._pass()
         self._saving = True
 
