@@ -13,7 +13,7 @@ from threefold.checkpoint.folder import complete
 from threefold.checkpoint.selection import check_whole
 from threefold.train.callbacks.metrics import read_metrics_file
 
-LONGEST = 300.0
+LONGEST = 600.0
 """Seconds after which a run that ought to have ended is taken for one that hangs."""
 
 
@@ -91,7 +91,7 @@ def record(run: Path) -> list[dict[str, object]]:
 
 
 def undisturbed(config_file: Path, run: Path, *options: str) -> list[dict[str, object]]:
-    ended = subprocess.run(command(config_file, run, *options), text=True, capture_output=True, timeout=300)
+    ended = subprocess.run(command(config_file, run, *options), text=True, capture_output=True, timeout=LONGEST)
     assert (ended.returncode, ended.stderr) == (0, "")
     return record(run)
 

@@ -29,8 +29,9 @@ KINDS = ("step", "evaluation", "save")
 
 STEPS = ("train.max_steps=24", "train.eval_every=4", "checkpoint.every=3", "log.every=1", "model.hidden_dropout=0.1")
 PAIR = settings(*STEPS, "parallel.dp=2")
-FOUR = settings(*STEPS, "train.max_steps=80", "parallel.dp=2", "parallel.pp=2")
-"""A run that is long enough for ten kills."""
+LONG_PAIR = settings(*STEPS, "train.max_steps=80", "parallel.dp=2")
+"""Long enough for ten kills."""
+FOUR = [*LONG_PAIR, *settings("parallel.pp=2")]
 
 
 @pytest.mark.parametrize("memory", [1, pytest.param(0, marks=pytest.mark.sweep)])
@@ -62,19 +63,21 @@ def test_a_killed_rank_costs_no_step(config_file: Path, tmp_path: Path, memory: 
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> list[dict[str, object]]:
-    """The record of the run in which ranks are killed, undisturbed."""
+    """The record of the run of four ranks, undisturbed."""
     folder = tmp_path_factory.mktemp("whole")
     return undisturbed(write_config(folder, tokens), folder / "run", *FOUR)
 
 
-def kill_each(config_file: Path, tmp_path: Path, count: int, seed: int, memory: int) -> list[dict[str, object]]:
+def kill_each(
+    config_file: Path, tmp_path: Path, layout: list[str], ranks: int, count: int, seed: int, memory: int
+) -> list[dict[str, object]]:
     """Kill ranks 0, 1, … in turn in a step, an evaluation or a save, and return the record of the run."""
     run, told = tmp_path / "run", tmp_path / "told"
     more = settings(f"train.max_restarts={count}", f"checkpoint.memory_every={memory}", beacon(told))
-    process = start(command(config_file, run, *FOUR, *more))
+    process = start(command(config_file, run, *layout, *more))
     killer = Killer(process, told, seed)
     for number in range(count):
-        if killer.kill(number % 4, KINDS[number % 3]) is None:
+        if killer.kill(number % ranks, KINDS[number % 3]) is None:
             break
     code, output, error = end_of(process)
     assert (code, error) == (0, ""), output
@@ -85,8 +88,10 @@ def kill_each(config_file: Path, tmp_path: Path, count: int, seed: int, memory: 
 
 
 @pytest.mark.slow
-def test_each_rank_killed_in_turn(config_file: Path, tmp_path: Path, whole_run: list[dict[str, object]]) -> None:
-    assert kill_each(config_file, tmp_path, 8, 1, memory=1) == whole_run
+def test_each_rank_killed_in_turn(config_file: Path, tmp_path: Path) -> None:
+    """Eight kills."""
+    expected = undisturbed(config_file, tmp_path / "whole", *LONG_PAIR)
+    assert kill_each(config_file, tmp_path, LONG_PAIR, ranks=2, count=8, seed=1, memory=1) == expected
 
 
 @pytest.mark.sweep
@@ -95,7 +100,7 @@ def test_each_rank_killed_in_turn_often(
     config_file: Path, tmp_path: Path, whole_run: list[dict[str, object]], seed: int
 ) -> None:
     """Sixty kills; from memory that is newer than the checkpoints, from older memory, or from checkpoints alone."""
-    assert kill_each(config_file, tmp_path, 10, seed, memory=seed % 3) == whole_run
+    assert kill_each(config_file, tmp_path, FOUR, ranks=4, count=10, seed=seed, memory=seed % 3) == whole_run
 
 
 FAILING = """
@@ -128,7 +133,7 @@ def test_the_same_failure_twice_in_a_row_is_given_up(config_file: Path, tmp_path
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_same_rank_lost_twice_has_a_fallback_take_over(config_file: Path, tmp_path: Path) -> None:
     """With fewer ranks and the same global batch, on the exact next sample."""
     (tmp_path / "failing.py").write_text(FAILING)

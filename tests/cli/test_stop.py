@@ -158,8 +158,9 @@ def test_signal_at_start_up(config_file: Path, tmp_path: Path, number: signal.Si
 
 @pytest.mark.sweep
 @pytest.mark.skipif(not shutil.which("c++"), reason="train.compile needs a C++ compiler")
-def test_signal_while_the_model_is_compiled(config_file: Path, tmp_path: Path) -> None:
-    """In the first step, which is finished, with compilers of its own at work as the signal comes."""
+@pytest.mark.parametrize("to_group", [False, True])
+def test_signal_while_the_model_is_compiled(config_file: Path, tmp_path: Path, to_group: bool) -> None:
+    """In the first step, which is finished, with compilers of its own at work as the signal comes, to them too."""
     run, cache = tmp_path / "run", tmp_path / "compiled"
     process = start(
         command(config_file, run, *LONG, "--set", "train.compile=true", "--set", "model.num_layers=1"),
@@ -167,7 +168,7 @@ def test_signal_while_the_model_is_compiled(config_file: Path, tmp_path: Path) -
     )
     wait_for(lambda: any(cache.rglob("*.cpp")), process)
     assert not (run / "metrics.jsonl").read_text(), "the first step is made already"
-    process.send_signal(signal.SIGTERM)
+    (os.killpg if to_group else os.kill)(process.pid, signal.SIGTERM)
     code, output, error = end_of(process)
     assert (code, error) == (0, "")
     assert saved_step(output, "SIGTERM", run) == 1
