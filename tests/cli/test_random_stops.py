@@ -34,7 +34,7 @@ LENGTHS = {"start-up": 400, "compile": 300, "step": 3, "evaluation": 4, "save": 
 """How long into a phase the signal comes at most, in ticks of the processes' time, so that no clock decides."""
 TRIES = 8
 """Runs that may leave the phase before the signal is sent; what is promised holds for each of them, too."""
-STEPS = ("train.max_steps=120", "train.eval_every=3", "train.eval_batches=20", "checkpoint.every=4", "log.every=1")
+STEPS = ("train.max_steps=90", "train.eval_every=3", "train.eval_batches=8", "checkpoint.every=4", "log.every=1")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from threefold.torch_private.compilation import signals_kept_from_compilers
+from threefold.torch_private.compilation import keep_signals_from_compilers
 
 
 def blocked_in_a_child() -> int:
@@ -29,11 +29,12 @@ def test_what_a_compilation_starts_gets_no_signals() -> None:
         return value * 2
 
     terminate = 1 << (signal.SIGTERM - 1)
-    with signals_kept_from_compilers([signal.SIGTERM]):
-        torch.compile(doubled, backend=backend)(torch.ones(2))
-        assert not blocked_in_a_child() & terminate, "torch does not tell the end of a compilation"
+    torch.compiler.reset()
+    keep_signals_from_compilers()
+    torch.compile(doubled, backend=backend)(torch.ones(2))
     assert found
     assert found[0] & terminate, "torch does not tell the begin of a compilation"
-    torch._dynamo.reset()
+    assert not blocked_in_a_child() & terminate, "torch does not tell the end of a compilation"
+    torch.compiler.reset()
     torch.compile(doubled, backend=backend)(torch.ones(2))
-    assert not found[1] & terminate, "callbacks of torch.compile cannot be removed"
+    assert not found[1] & terminate, "torch keeps the callbacks when it is reset, so that each engine adds its own"

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +31,7 @@ from threefold.launch.restarts.fallbacks import Fallback, fallbacks_of, in_world
 from threefold.launch.restarts.policy import Restarts, launched_attempt
 from threefold.launch.run_lock import FILE as LOCK_FILE
 from threefold.launch.run_lock import cannot_write, require_folder, require_free, run_lock
-from threefold.launch.signals import NUMBERS, StopSignals
+from threefold.launch.signals import StopSignals
 from threefold.launch.worker import Device, RankInfo
 from threefold.output.durable import write_durably
 from threefold.train.callbacks.tensorboard import import_writer
@@ -376,10 +376,8 @@ def _train(
     source: "ModelSource | None" = None,
 ) -> "Stopped | None":
     from threefold.models.source import ConfigSource
-    from threefold.torch_private.compilation import signals_kept_from_compilers
     from threefold.train.entry_point import train as train_rank
 
     model = source or ConfigSource()
     reads = info.local_rank == 0
-    with signals_kept_from_compilers(NUMBERS) if config.train.compile else nullcontext():
-        return train_rank(config, run_dir, resume, info.asked, reads, callbacks, model, began, info.heartbeat, attempt)
+    return train_rank(config, run_dir, resume, info.asked, reads, callbacks, model, began, info.heartbeat, attempt)

@@ -29,6 +29,7 @@ from threefold.parallel.settings import TrainingSettings
 from threefold.parallel.shard_modules import shard_modules
 from threefold.parallel.weights import Weight, initialise_, make_weights
 from threefold.random.rng import RandomStreams, give_streams
+from threefold.torch_private.compilation import keep_signals_from_compilers
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ def _compile(stages: Sequence[Stage]) -> None:
     # Torch's caches belong to code, which all layers of a class and all engines of a process have in common: what an
     # earlier engine compiled would count towards the limit.
     torch.compiler.reset()
+    keep_signals_from_compilers()
     first = stages[0].model_plan.layers[0]
     layers = [stage.get_submodule(name) for stage in stages for name in stage.layer_names if name != first]
     for layer in layers:
