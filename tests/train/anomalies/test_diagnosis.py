@@ -149,7 +149,7 @@ PLACES = {
 }
 
 
-SLOW = ("dp2tp2", "pp2", "zbv", "deferred", "zero3", "bf16", "ep2")
+SLOW = ("dp2tp2", "pp2", "deferred", "zero3", "ep2")
 """Of which the first two are quick; the others are a sweep."""
 
 
@@ -235,7 +235,7 @@ def test_a_gradient_that_is_too_large_for_its_norm(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_what_differs_in_a_second_run_is_told(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     faults = [Fault("gradient", "blocks.0.mlp.up", 1, 2), Fault("weight", "blocks.2.mlp.up", 0, 2, 0, 1.0, (0,))]
     sentence = sentence_of(pool, run_of(small_run, PLACES["value"]), faults, tmp_path)
@@ -256,7 +256,7 @@ def test_an_overflow_at_a_loss_scale_is_no_bad_step(pool: WorkerPool, small_run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["value", "gradient"])
+@pytest.mark.parametrize("kind", ["value", pytest.param("gradient", marks=pytest.mark.sweep)])
 def test_a_nan_that_no_loss_scale_mends_is_named(pool: WorkerPool, small_run: Run, tmp_path: Path, kind: str) -> None:
     """fp16: the scale halves from 4 to 1, as for an overflow, and the next step is told in words."""
     run = run_of(small_run, PLACES["value"])

@@ -100,8 +100,10 @@ def test_skipped_samples_are_not_read(pool: WorkerPool, small_run: Run, tmp_path
     ("layout", "zero"),
     [
         ({"dp": 2}, 0),
-        ({"pp": 2}, 0),
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in [({"tp": 2}, 0), ({"dp": 2}, 2), ({}, 0)]),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in [({"tp": 2}, 0), ({"pp": 2}, 0), ({"dp": 2}, 2), ({}, 0)]
+        ),
     ],
     ids=str,
     quick=(0,),
