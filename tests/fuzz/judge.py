@@ -15,6 +15,8 @@ from threefold.errors import UserError
 
 PATIENCE: Final = 60.0
 """Seconds after which a reader counts as hanging; it takes a fraction of one."""
+_STARTING: Final = 600.0
+"""Seconds for the first answer of a process, which imports torch before it."""
 _MEMORY: Final = 4 << 30
 """Bytes of address space that a reader may ask for beyond what its process has at the start."""
 _LONGEST: Final = 1200
@@ -40,16 +42,18 @@ class Judge:
 
     def ask(self, read: Reader, folder: Path) -> Verdict:
         """What becomes of reading `folder`; `read` can be pickled."""
+        patience = PATIENCE
         if self._process is None:
+            patience = _STARTING
             context: Any = multiprocessing.get_context("spawn")  # this process may have run torch's threads
             self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
             self._process.start()
             theirs.close()
         self._pipe.send((read, folder))
-        if not self._pipe.poll(PATIENCE):
+        if not self._pipe.poll(patience):
             self.close()
-            return Verdict("hung", f"no answer within {PATIENCE:.0f} s")
+            return Verdict("hung", f"no answer within {patience:.0f} s")
         try:
             return Verdict(*self._pipe.recv())
         except EOFError:
