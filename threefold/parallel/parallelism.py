@@ -1,6 +1,5 @@
 """How a run's model is spread over a mesh: what `parallelize` and the pipeline need of the settings."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,15 +7,12 @@ import torch
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.config.schedules import Schedule
-from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.data.zero import ZeroSharding, make_zero_sharding
 from threefold.parallel.pipeline.deferred import DeferredGradients
-from threefold.parallel.pipeline.partition import stage_bounds
 from threefold.parallel.pipeline.placement import StageMap
-from threefold.parallel.pipeline.tied import between_stages_of_a_rank
+from threefold.parallel.pipeline.stage_map import partitioned
 from threefold.parallel.settings import TrainingSettings
 
 
@@ -70,7 +66,7 @@ class Parallelism:
         if pp > 1:
             schedule = settings.pipeline_schedule
             chunks = chunks or schedule.default_stages_per_rank
-            stages = _partitioned(plan, pp, schedule, chunks, settings.partition, settings.zero)
+            stages = partitioned(plan, pp, schedule, chunks, settings.partition, settings.zero)
         return cls(
             mesh,
             stages,
@@ -103,31 +99,3 @@ class Parallelism:
     def master_dtype(self) -> torch.dtype:
         """The dtype that weights are updated and gradients accumulated in."""
         return torch.promote_types(self.dtype, torch.float32) if self.master_weights else self.dtype
-
-
-def stage_map(plan: ModelPlan, config: Config) -> StageMap:
-    """The stages of a model's layers, as a config partitions them.
-
-    Raises:
-        UserError: the layers cannot be divided among the stages like that, or not with ZeRO.
-    """
-    parallel = config.parallel
-    if parallel.pp == 1:
-        return StageMap((0, len(plan.layers)), (0,))
-    return _partitioned(
-        plan, parallel.pp, parallel.pipeline_schedule, parallel.stage_chunks, parallel.partition, parallel.zero
-    )
-
-
-def _partitioned(
-    plan: ModelPlan, pp: int, schedule: Schedule, chunks: int, partition: str | Sequence[int], zero: int
-) -> StageMap:
-    ranks = schedule.stage_ranks(pp, chunks)
-    stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), partition, pp)), ranks)
-    if zero and (found := between_stages_of_a_rank(plan, stages)):
-        one, other, place = found
-        raise UserError(
-            f"parallel.zero is {zero} but {one} and {other} share weights and are on two stages of pp rank "
-            f"{place}; use 0 or a parallel.schedule of one stage a rank, such as 1f1b."
-        )
-    return stages

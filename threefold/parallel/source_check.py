@@ -10,7 +10,7 @@ from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource
 from threefold.parallel.gradient_step import check_whole_sequences
-from threefold.parallel.parallelism import stage_map
+from threefold.parallel.pipeline.stage_map import stage_map
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
 
 

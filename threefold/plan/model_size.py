@@ -13,7 +13,7 @@ from threefold.config import Config, ModelConfig
 from threefold.dtypes import DTYPES
 from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import ModelPlan, OverExperts, Split
-from threefold.parallel.parallelism import stage_map
+from threefold.parallel.pipeline.stage_map import stage_map
 from threefold.parallel.shard_shapes import Place, local_shape, place_of
 from threefold.train.optimizer import is_hidden_matrix
 from threefold.train.optimizers.base import UpdateRule

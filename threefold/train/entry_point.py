@@ -19,8 +19,8 @@ from threefold.data.loader import Loader, Share
 from threefold.host import keep_freed_memory
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
-from threefold.parallel.parallelism import stage_map
 from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.pipeline.stage_map import stage_map
 from threefold.parallel.source_check import check_layout, check_source
 from threefold.train.anomalies.policy import AnomalyPolicy
 from threefold.train.callbacks.base import Callback, RunContext

@@ -14,7 +14,6 @@ from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.sharding import ModelPlan, Normal, Replicated
-from threefold.parallel.parallelism import stage_map
 from threefold.parallel.pipeline.partition import (
     layers_by_rank,
     partition_by_class,
@@ -26,7 +25,7 @@ from threefold.parallel.pipeline.partition import (
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
-from threefold.parallel.pipeline.tied import shared_between
+from threefold.parallel.pipeline.stage_map import shared_between, stage_map
 from threefold.parallel.shard_modules import shard_modules
 
 

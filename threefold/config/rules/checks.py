@@ -1,5 +1,6 @@
 """Rules between settings, each one sentence when broken."""
 
+from collections.abc import Callable
 from math import lcm, log2
 
 from threefold.config.config_error import problem
@@ -21,17 +22,30 @@ def check(config: Config, vocab_size: int) -> None:
         UserError: the first rule that is broken.
     """
     check_model(config, vocab_size)
-    _check_data(config)
-    _check_layout(config)
-    _check_optimizer(config)
-    _check_precision(config)
-    _check_recompute(config)
-    _check_checkpoints(config)
-    if 0 < config.train.timeout < LEAST_TIMEOUT:
-        raise problem(config, "train.timeout", f"must be at least {LEAST_TIMEOUT} seconds, or 0; use {LEAST_TIMEOUT}")
-    check_together(config)
-    if config.precision.dtype == "fp64" and config.train.device == "cuda":
-        raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
+    for rule in rules():
+        rule(config)
+
+
+def rules() -> tuple[Callable[[Config], None], ...]:
+    """The rules between settings, in the order in which they are checked; each raises a `UserError` where it is broken.
+
+    A rule reads settings of the config alone, as its attributes, so that one that holds of a config holds of every
+    config with the same values of those that it reads: `plan.search` asks each only once for all of these.
+    """
+    return (
+        _check_data,
+        check_division,
+        check_pipeline,
+        _check_sequence,
+        _check_zero,
+        _check_optimizer,
+        _check_precision,
+        _check_recompute,
+        _check_checkpoints,
+        _check_timeout,
+        check_together,
+        _check_device,
+    )
 
 
 def _check_data(config: Config) -> None:
@@ -42,13 +56,6 @@ def _check_data(config: Config) -> None:
     if config.data.skipped.next_outside(1) > config.train.max_steps:
         rule = f"leaves none of the {config.train.max_steps} steps of train.max_steps; leave one of them out of it"
         raise problem(config, "data.skip_steps", rule)
-
-
-def _check_layout(config: Config) -> None:
-    check_division(config)
-    check_pipeline(config)
-    _check_sequence(config)
-    _check_zero(config)
 
 
 def _check_zero(config: Config) -> None:
@@ -174,6 +181,16 @@ def _check_hyper_parameters(config: Config) -> None:
     if optimizer.nesterov and not optimizer.momentum:
         rule = "optimizer.momentum is 0, and Nesterov's needs one; use false or momentum 0.9"
         raise problem(config, "optimizer.nesterov", rule)
+
+
+def _check_timeout(config: Config) -> None:
+    if 0 < config.train.timeout < LEAST_TIMEOUT:
+        raise problem(config, "train.timeout", f"must be at least {LEAST_TIMEOUT} seconds, or 0; use {LEAST_TIMEOUT}")
+
+
+def _check_device(config: Config) -> None:
+    if config.precision.dtype == "fp64" and config.train.device == "cuda":
+        raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
 
 
 _ACCEPTED = {("sgd", "betas"), ("sgd", "eps")}

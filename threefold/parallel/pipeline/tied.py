@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import product
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.pipeline.stage_map import covers, shared_between
 
 
 class TiedWeights:
@@ -53,45 +54,11 @@ class TiedWeights:
         """
         for owner, axis in self._axes.items():
             # In one order on every rank, whatever stages it holds.
-            mine = [gradients[name] for name in sorted(gradients) if _covers(owner, name)]
+            mine = [gradients[name] for name in sorted(gradients) if covers(owner, name)]
             axis.all_reduce_together_(mine, in_order)
 
     def _axis_of(self, name: str) -> Axis | None:
-        return next((axis for owner, axis in self._axes.items() if _covers(owner, name)), None)
-
-
-def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ...]]:
-    """Owner of each group of tied weights that more than one pp rank uses → those ranks, the owner's first."""
-    used: dict[str, tuple[int, ...]] = {}
-    for owner, *users in plan.tied_groups():
-        places = [_rank_of(name, plan, stages) for name in (owner, *users)]
-        ranks = tuple(dict.fromkeys(places))
-        if len(ranks) > 1:
-            used[owner] = ranks
-    return used
-
-
-def between_stages_of_a_rank(plan: ModelPlan, stages: StageMap) -> tuple[str, str, int] | None:
-    """Two names that share a weight from different stages of one pp rank, and that rank; None where none do."""
-    for group in plan.tied_groups():
-        places = [(name, _stage_of(name, plan, stages)) for name in group]
-        for (name, stage), (other, later) in combinations(places, 2):
-            if stage != later and stages.ranks[stage] == stages.ranks[later]:
-                return name, other, stages.ranks[stage]
-    return None
-
-
-def _covers(owner: str, name: str) -> bool:
-    """Whether the parameter `name` is the one called `owner`, or is in the module of that name."""
-    return name == owner or name.startswith(owner + ".")
-
-
-def _rank_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
-    return stages.ranks[_stage_of(name, plan, stages)]
-
-
-def _stage_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
-    return stages.stage_of(next(place for place, layer in enumerate(plan.layers) if _covers(layer, name)))
+        return next((axis for owner, axis in self._axes.items() if covers(owner, name)), None)
 
 
 def _axis(ranks: tuple[int, ...], mesh: Mesh) -> Axis | None:
