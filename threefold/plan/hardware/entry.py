@@ -1,0 +1,101 @@
+"""What the planner knows about a type of device: peak rates, memory, links, and the fractions of them that are reached.
+
+All in SI units: bytes, seconds, floating-point operations. Peaks are those of data sheets; what programs reach of them
+is a handful of constants for each type (`Achievable`), fitted to published training steps (docs/planner/cost-model.md).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from threefold.errors import UserError
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection of one device to others.
+
+    Attributes:
+        bandwidth: bytes per second, of each device in one direction.
+        latency: seconds that one step of a collective takes whatever its size.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Achievable:
+    """What programs reach of the peaks of a device.
+
+    Attributes:
+        matrix: fraction of the matrix rate, in products that are large in every dim.
+        matrix_depth: the inner dim at which a product spends as long on its start and end as on multiplying.
+        attention: fraction of the matrix rate, in the forward pass of fused (flash) attention on long sequences.
+        attention_backward: the same, of its backward pass.
+        memory: fraction of the memory bandwidth, in work on each element of a large tensor.
+        link: fraction of the bandwidth inside a node, in large collectives.
+        network: the same between nodes.
+        kernel: seconds between the end of one kernel and the start of the next.
+        step: seconds of a step that no other cause accounts for.
+    """
+
+    matrix: float = 0.75
+    matrix_depth: float = 200.0
+    attention: float = 0.5
+    attention_backward: float = 0.4
+    memory: float = 0.8
+    link: float = 0.75
+    network: float = 0.8
+    kernel: float = 4e-6
+    step: float = 0.02
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A type of device, in nodes of several.
+
+    Attributes:
+        name: in the catalogue.
+        title: for people.
+        device: `cuda` or `cpu`.
+        matrix_rates: peak operations per second by dtype: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `fp64`.
+        memory_bytes: of a device.
+        memory_bandwidth: bytes per second.
+        multiprocessors: that share the tiles of a matrix product; 1 where tiles make no difference.
+        gpus_per_node: devices of a node.
+        inside: the links between the devices of a node.
+        between: the links from node to node.
+        achievable: what programs reach of these peaks.
+        system: the training system whose kernels and overlap an estimate takes by default.
+        dollars_per_hour: of a device; None where it is not known.
+        sources: of the figures.
+    """
+
+    name: str
+    title: str
+    device: str
+    matrix_rates: Mapping[str, float]
+    memory_bytes: int
+    memory_bandwidth: float
+    multiprocessors: int
+    gpus_per_node: int
+    inside: Link
+    between: Link
+    achievable: Achievable = field(default_factory=Achievable)
+    system: str = "own"
+    dollars_per_hour: float | None = None
+    sources: tuple[str, ...] = ()
+
+    def matrix_rate(self, dtype: str) -> float:
+        """Peak operations per second of matrix products in a dtype.
+
+        Raises:
+            UserError: the device has no such products.
+        """
+        if dtype not in self.matrix_rates:
+            known = ", ".join(self.matrix_rates)
+            raise UserError(f"The hardware {self.name} has no matrix rate for {dtype}; use one of {known}.")
+        return self.matrix_rates[dtype]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
