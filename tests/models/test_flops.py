@@ -1,0 +1,62 @@
+"""Model FLOPs: equal to the formulas and the published figures of Megatron-LM, and without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from threefold.config import ModelConfig
+from threefold.models.flops import model_flops_per_token
+
+
+def filled(sequence_length: int, **settings: object) -> ModelConfig:
+    config = ModelConfig.model_validate(settings)
+    values = {name: value for name, value in config.filled(sequence_length).items() if getattr(config, name) is None}
+    return config.model_copy(update=values)
+
+
+@pytest.mark.parametrize(
+    ("heads", "hidden", "layers", "gpus", "batch", "teraflops", "seconds"),
+    [
+        (24, 2304, 24, 32, 512, 137, 3.53),
+        (32, 4096, 36, 128, 512, 142, 3.70),
+        (64, 8192, 48, 512, 1536, 138, 14.45),
+        (96, 12288, 80, 1536, 2304, 148, 24.82),
+        (128, 20480, 105, 2520, 2520, 163, 54.08),
+    ],
+)
+def test_the_rates_that_megatron_published(
+    heads: int, hidden: int, layers: int, gpus: int, batch: int, teraflops: float, seconds: float
+) -> None:
+    """arXiv 2104.04473, table 1: with full recompute, so that four thirds of the blocks' model FLOPs are computed."""
+    length, vocab = 2048, 51200
+    config = filled(length, num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=vocab)
+    flops = model_flops_per_token(config, length)
+    assert flops == pytest.approx(
+        72 * layers * hidden**2 * (1 + length / (6 * hidden) + vocab / (12 * layers * hidden))
+    )
+    head = 6 * hidden * vocab
+    computed = (4 / 3 * (flops - head) + head) * batch * length
+    assert computed / seconds / gpus / 1e12 == pytest.approx(teraflops, rel=0.02)
+
+
+def test_grouped_queries_windows_and_experts() -> None:
+    sizes = {"architecture": "llama", "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "ffn_hidden_size": 96}
+    attention = 64 * 16 * (4 + 2 + 2) + 4 * 16 * 64
+    dense = 6 * (2 * (attention + 3 * 64 * 96 + 2 * 4 * 16 * 32) + 64 * 100)
+    assert model_flops_per_token(filled(32, **sizes), 32) == dense
+    windowed = model_flops_per_token(filled(32, **sizes, sliding_window=8, full_attention_layers=1), 32)
+    assert windowed == dense - 6 * 2 * 4 * 16 * (32 - 8)
+    experts = {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 40, "moe_every": 2}
+    mixture = model_flops_per_token(filled(32, **sizes, **experts), 32)
+    assert mixture == dense + 6 * 64 * (3 * 3 * 40 + 8 - 3 * 96)
+
+
+def test_a_model_of_ones_own_tells_none() -> None:
+    assert model_flops_per_token(ModelConfig.model_validate({"architecture": "own", "file": "model.py"}), 32) is None
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, threefold.models.flops; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
