@@ -16,7 +16,7 @@ from threefold.errors import UserError
 PATIENCE: Final = 60.0
 """Seconds after which a reader counts as hanging; it takes a fraction of one."""
 _STARTING: Final = 600.0
-"""Seconds for the first answer of a process, which imports torch before it."""
+"""Seconds after which a process must have begun its reading; the first time it imports torch and the reader before."""
 _MEMORY: Final = 4 << 30
 """Bytes of address space that a reader may ask for beyond what its process has at the start."""
 _LONGEST: Final = 1200
@@ -34,28 +34,33 @@ class Verdict:
 
 
 class Judge:
-    """Reads folders in another process, which is started anew when it was lost."""
+    """Reads folders in another process, which is started anew when it was lost.
 
-    def __init__(self) -> None:
+    Args:
+        patience: seconds that a reading may take, not counting the start of the process.
+    """
+
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self._patience = patience
         self._process: Any = None
         self._pipe: Any = None
 
     def ask(self, read: Reader, folder: Path) -> Verdict:
         """What becomes of reading `folder`; `read` can be pickled."""
-        patience = PATIENCE
         if self._process is None:
-            patience = _STARTING
             context: Any = multiprocessing.get_context("spawn")  # this process may have run torch's threads
             self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
             self._process.start()
             theirs.close()
         self._pipe.send((read, folder))
-        if not self._pipe.poll(patience):
-            self.close()
-            return Verdict("hung", f"no answer within {patience:.0f} s")
         try:
-            return Verdict(*self._pipe.recv())
+            for step, seconds in (("begun", _STARTING), ("answered", self._patience)):
+                if not self._pipe.poll(seconds):
+                    self.close()
+                    return Verdict("hung", f"has not {step} within {seconds:.0f} s")
+                message = self._pipe.recv()
+            return Verdict(*message)
         except EOFError:
             self._process.join()
             code = self._process.exitcode
@@ -82,6 +87,7 @@ def _serve(pipe: Connection) -> None:
             read, folder = pipe.recv()
         except EOFError:
             return
+        pipe.send("begins")
         try:
             verdict = ("read", read(folder))
         except UserError as error:

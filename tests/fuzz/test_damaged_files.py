@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, models
 
 from tests.fuzz import readers
 from tests.fuzz.damage import damaged_file, flipped_file
-from tests.fuzz.judge import Judge, Reader, examine
+from tests.fuzz.judge import Judge, Reader, Verdict, examine
 from tests.support.archives import VERSION_1
 from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.hf_models import Silent, write_llama
@@ -211,8 +212,19 @@ def test_a_reader_that_guesses_is_found(judge: Judge, inputs: Path, tmp_path: Pa
     assert [finding.verdict.kind for finding in found] == ["crashed"]
 
 
+def test_the_first_reading_that_hangs_is_found_as_soon_as_any() -> None:
+    """However long the process takes to start."""
+    impatient = Judge(patience=1.0)
+    assert impatient.ask(hanging, Path()) == Verdict("hung", "has not answered within 1 s")
+
+
 def careless(folder: Path) -> str:
     return str(json.loads((folder / "data.json").read_bytes().decode("latin-1")))
+
+
+def hanging(folder: Path) -> str:
+    while True:
+        signal.pause()
 
 
 def crashing(folder: Path) -> str:
