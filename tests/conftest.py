@@ -61,6 +61,7 @@ def threefold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
     def call(*arguments: str | Path) -> Ended:
         monkeypatch.setattr(sys, "argv", ["threefold", *map(str, arguments)])
+        monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # as in the script
         capsys.readouterr()
         status = 0
         try:
