@@ -34,7 +34,7 @@ from threefold.models.sharding import Constant, ModelPlan, Replicated
 from threefold.ops.kernels import gradient_store
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.scheduled_stage import TimedAction
-from threefold.plan.simulate import simulate
+from threefold.plan.schedule.simulator import simulate
 from threefold.train.engine import Engine
 
 BLOCKS, PASS_SECONDS, WIDTH, VOCAB = 8, 0.008, 8, 64

@@ -18,6 +18,7 @@ from threefold.torch_private.pipelining import (
     RecvInfo,
     Schedule1F1BOfAnyCount,
     add_send_recv,
+    lone_schedule,
     planned_actions,
 )
 
@@ -129,6 +130,17 @@ def test_planned_actions(kind: Any, order: str) -> None:
     for name in ("_stage", "_n_microbatches", "_num_stages"):
         assert hasattr(schedule, name), f"torch's single-stage schedules have no {name} any more"
     assert " ".join(map(str, planned_actions(schedule))) == order, f"torch writes actions of {kind.__name__} otherwise"
+
+
+def test_lone_schedule() -> None:
+    lone = lone_schedule(ScheduleInterleaved1F1B, [0, 1, 0, 1], 2)
+    stages = [SimpleNamespace(**vars(stage(number, 4)) | {"group_rank": 0, "group_size": 2}) for number in (0, 2)]
+    with_sends = ScheduleInterleaved1F1B(stages, 2, loss_fn=loss, scale_grads=False)
+    assert [action.is_compute_op for action in lone.pipeline_order_with_comms[0]] == [True] * 8, (
+        "torch's schedules put sends among their actions elsewhere than in _prepare_schedule_with_comms"
+    )
+    assert planned_actions(lone, 0) == planned_actions(with_sends), "without sends torch's schedules have other actions"
+    assert {action.stage_index for action in planned_actions(lone, 1)} == {1, 3}, "torch's schedules lack other ranks"
 
 
 def test_every_part_has_a_canary() -> None:

@@ -61,48 +61,63 @@ def result_of(action: Action) -> Action:
     return action._replace(kind="I") if action.kind == "B" else action
 
 
-def needs_of(action: Action, stages: int) -> list[Action]:
-    """The results that an action waits for.
-
-    A forward pass needs that of the stage before; a backward pass the stage's own forward pass and the backward pass of
-    the stage after; weight gradients the stage's own backward pass.
-    """
-    stage, kind, micro_batch = action
-    if kind == "F":
-        return [Action(stage - 1, "F", micro_batch)] if stage else []
-    if kind == "W":
-        return [Action(stage, "I", micro_batch)]
-    after = [Action(stage + 1, "I", micro_batch)] if stage + 1 < stages else []
-    return [Action(stage, "F", micro_batch), *after]
-
-
 def stage_count(orders: Sequence[Sequence[Action]]) -> int:
     """Stages of the pipeline: one more than the largest number of a stage."""
     return 1 + max((action.stage for order in orders for action in order), default=0)
 
 
-def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action]]:
-    """Every action with its rank, after all that it needs, each rank's in its order.
+def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, int]]:
+    """Every action after all that it waits for, those of a rank in their order, in time linear in their number.
+
+    A forward pass waits for that of the stage before; a backward pass for the stage's own forward pass and the backward
+    pass of the stage after; weight gradients for the stage's own backward pass.
+
+    Returns:
+        the rank of each action, the action, and the number (from 0, as they are returned) of the action of the
+        neighbouring stage that it waits for; -1 where it waits for none.
 
     Raises:
         StuckError: no rank can continue.
     """
-    stages, done = stage_count(orders), set[Action]()
-    following = [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            while following[rank] < len(order) and done.issuperset(needs_of(order[following[rank]], stages)):
-                action = order[following[rank]]
-                done.add(result_of(action))
-                following[rank] += 1
-                moved = True
-                yield rank, action
-    for rank, order in enumerate(orders):
-        if following[rank] < len(order):
-            action = order[following[rank]]
-            raise StuckError(rank, action, next(each for each in needs_of(action, stages) if each not in done))
+    stages = stage_count(orders)
+    count = 1 + max((action.micro_batch for order in orders for action in order), default=0)
+    backward = stages * count  # results are numbers: of forward passes first, then of backward passes
+    made: dict[int, int] = {}
+    waiting: dict[int, list[int]] = {}
+    following, ready, number = [0] * len(orders), list(reversed(range(len(orders)))), 0
+    while ready:
+        rank = ready.pop()
+        order, place = orders[rank], following[rank]
+        while place < len(order):
+            action = order[place]
+            stage, kind, micro_batch = action
+            own = other = result = -1
+            forward = stage * count + micro_batch
+            if kind == "F":
+                other, result = forward - count if stage else -1, forward
+            elif kind == "W":
+                own = backward + forward
+            else:
+                own, result = forward, backward + forward
+                other = result + count if stage + 1 < stages else -1
+            missing = own if own >= 0 and own not in made else other if other >= 0 and other not in made else -1
+            if missing >= 0:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield rank, action, made[other] if other >= 0 else -1
+            if result >= 0:
+                made[result] = number
+                if result in waiting:
+                    ready += waiting.pop(result)
+            number += 1
+            place += 1
+        following[rank] = place
+    waits = {rank: result for result, ranks in waiting.items() for rank in ranks}
+    if waits:
+        rank = min(waits)
+        of_backward, place = divmod(waits[rank], backward)
+        missed = Action(place // count, "I" if of_backward else "F", place % count)
+        raise StuckError(rank, orders[rank][following[rank]], missed)
 
 
 def read_schedule_file(path: str) -> Orders:

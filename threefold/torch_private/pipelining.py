@@ -1,6 +1,7 @@
 """Private parts of `torch.distributed.pipelining`: why each is used, and what would replace it."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed.pipelining.schedules as _schedules
@@ -92,15 +93,15 @@ class Schedule1F1BOfAnyCount(Schedule1F1B):
         PipelineScheduleSingle.__init__(self, stage, n_microbatches, **options)  # type: ignore[arg-type]
 
 
-def planned_actions(schedule: PipelineSchedule) -> list[PipelineAction]:
-    """What a training schedule has this rank compute, in order.
+def planned_actions(schedule: PipelineSchedule, rank: int | None = None) -> list[PipelineAction]:
+    """What a training schedule has a rank compute, in order; this rank, unless another one's is asked for and known.
 
     Why: to show and to check what runs. A public accessor of a schedule's order would replace it.
     """
     if isinstance(schedule, PipelineScheduleRuntime):
         return [
             each
-            for action in schedule.pipeline_order_with_comms[schedule.rank]
+            for action in schedule.pipeline_order_with_comms[schedule.rank if rank is None else rank]
             for each in (action.sub_actions or () if action.computation_type == _schedules.OVERLAP_F_B else (action,))
             if each.is_compute_op
         ]
@@ -113,3 +114,30 @@ def planned_actions(schedule: PipelineSchedule) -> list[PipelineAction]:
         if ahead + number < count:
             order.append(PipelineAction(stage, _schedules.F, ahead + number))
     return order
+
+
+def lone_schedule(kind: type[PipelineScheduleRuntime], ranks: list[int], micro_batches: int) -> PipelineScheduleRuntime:
+    """A schedule of several stages a rank that has the actions of all ranks and can run none.
+
+    Why: a plan needs the actions of torch's schedules without their ranks, and without `_prepare_schedule_with_comms`,
+    which takes minutes for many micro-batches. Functions that give the actions alone would replace it.
+
+    Args:
+        kind: torch's class.
+        ranks: of each stage.
+        micro_batches: of a step.
+    """
+
+    class Lone(kind):  # type: ignore[misc,valid-type]
+        def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], *args: Any, **options: Any) -> None:
+            self.pipeline_order_with_comms = {
+                rank: [action for action in order if action is not None] for rank, order in actions.items()
+            }
+
+    count, size = len(ranks), 1 + max(ranks)
+    stages = [  # as much of them as the constructor looks at
+        SimpleNamespace(submod=None, stage_index=stage, num_stages=count, group_rank=0, group_size=size, is_last=False)
+        for stage, rank in enumerate(ranks)
+        if rank == 0
+    ]
+    return Lone(stages, micro_batches, loss_fn=lambda *_: None, scale_grads=False)

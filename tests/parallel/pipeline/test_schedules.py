@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
+from tests.support.pipelines import alone, chunked
 from tests.support.sweep import sweep
 from threefold.config.schedule_actions import Action
 from threefold.config.schedules import SCHEDULES as ROWS
@@ -22,8 +22,8 @@ from threefold.parallel.pipeline import runner
 from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
-from threefold.parallel.pipeline.torch_schedules import actions, training_schedule
-from threefold.plan.simulate import simulate
+from threefold.parallel.pipeline.torch_schedules import actions
+from threefold.plan.schedule.simulator import simulate
 from threefold.verify.compare import relative_error
 
 SINGLE = ["1f1b", "gpipe"]
@@ -33,11 +33,6 @@ SCHEDULES = ["interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 def check(pool, expected, case: Case) -> None:
     found = departures(expected(case), pool.run(case.world_size, in_layout, case), case)
     assert not found, "\n".join(found[:10])
-
-
-def chunked(schedule: str, chunks: int = 2, **changes) -> Case:
-    base = {"dtype": "fp64", "layers": 7, "dropout": 0.1, "steps": 2, "accumulation": 8}
-    return Case(**base | {"schedule": schedule, "settings": (("parallel.stage_chunks", chunks),)} | changes)
 
 
 @sweep(("pp", "tie"), [(2, False), (4, True)], ids=["pp2-untied", "pp4-tied"], quick=(1,))
@@ -111,19 +106,6 @@ def test_evaluation_leaves_training_alone(pool, expected, schedule: str) -> None
     for rank in pool.run(2, evaluated, case):
         assert rank == pytest.approx(one, rel=1e-12)
     assert one[0] == pytest.approx(expected(case).losses[0], rel=1e-12)
-
-
-def alone(schedule: str, pp: int, chunks: int, rank: int, micro_batches: int) -> Any:
-    """The schedule as a rank makes it, without any process."""
-    ranks = ROWS[schedule].stage_ranks(pp, chunks)
-    pipes = [
-        SimpleNamespace(num_stages=len(ranks), group_size=pp, group_rank=rank, submod=None, stage_index=number)
-        for number, place in enumerate(ranks)
-        if place == rank
-    ]
-    for pipe in pipes:
-        pipe.is_last = pipe.stage_index == len(ranks) - 1
-    return training_schedule(ROWS[schedule], pipes, micro_batches, lambda *_: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

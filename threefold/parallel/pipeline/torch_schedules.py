@@ -1,10 +1,10 @@
 """Pipeline schedules as objects of `torch.distributed.pipelining`: torch's own classes, and lists of actions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
-from threefold.config.schedule_actions import Action
+from threefold.config.schedule_actions import Action, Orders
 from threefold.config.schedules import FileSchedule, Schedule, TorchSchedule
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
@@ -14,6 +14,7 @@ from threefold.torch_private.pipelining import (
     PipelineSchedule,
     Schedule1F1BOfAnyCount,
     add_send_recv,
+    lone_schedule,
     planned_actions,
 )
 
@@ -89,5 +90,22 @@ def evaluation_schedule(
 
 def actions(schedule: PipelineSchedule) -> list[Action]:
     """The actions of this rank in a training schedule, in order."""
-    planned = planned_actions(schedule)
+    return _as_actions(planned_actions(schedule))
+
+
+def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
+    """The actions of each rank in a training schedule of several stages a rank, without any rank.
+
+    Args:
+        schedule: the row.
+        pp: pipeline ranks.
+        stages_per_rank: as in `parallel.stage_chunks`.
+        micro_batches: how many a step has; a number that the schedule accepts.
+    """
+    kind = get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
+    lone = lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
+    return tuple(tuple(_as_actions(planned_actions(lone, rank))) for rank in range(pp))
+
+
+def _as_actions(planned: Iterable[PipelineAction]) -> list[Action]:
     return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]
