@@ -1,0 +1,46 @@
+"""How well the planner predicts, as tables of predicted against published and measured numbers.
+
+    python -m benchmarks.planner [SECTION ...]
+
+Ends with a table of the goals, and with status 1 where one is missed. A section is a module of this package with a
+function `run(console) -> list[Goal]`, which prints its tables; it begins with a line of `SECTIONS`.
+"""
+
+import argparse
+import sys
+from importlib import import_module
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.planner.goals import Goal
+
+SECTIONS: Final = {
+    "schedules": "bubbles of pipeline schedules, against published ones",
+}
+"""Module of this package → what its tables show."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("--width", type=int, help="columns of the output; default: those of the terminal, at least 120")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"there is no section {unknown[0]}; there are {', '.join(SECTIONS)}")
+    console = Console(width=arguments.width or max(120, Console().width), highlight=False)
+    goals: list[tuple[str, Goal]] = []
+    for name in arguments.sections or SECTIONS:
+        console.rule(f"{name}: {SECTIONS[name]}")
+        goals += [(name, goal) for goal in import_module(f"benchmarks.planner.{name}").run(console)]
+    table = Table("section", "what", "found", "goal", "met", title="Goals")
+    for name, goal in goals:
+        table.add_row(name, *goal.cells())
+    console.print(table)
+    return 0 if all(goal.is_met for _, goal in goals) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
