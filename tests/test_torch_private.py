@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def test_every_part_has_a_canary() -> None:
     """By name: each of `threefold/torch_private/` is used by one of the tests here, or of its own room."""
     names: set[str] = set()
-    for file in ("tensors", "distributed"):  # tests/torch_private/test_pipelining.py has the others
+    for file in ("tensors", "distributed"):  # tests/torch_private/ has the others
         for node in ast.parse((ROOT / f"threefold/torch_private/{file}.py").read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
@@ -86,12 +86,13 @@ def test_onednn_linear() -> None:
 
 
 def test_storage_key() -> None:
-    from threefold.torch_private.tensors import storage_key
+    from threefold.torch_private.tensors import number_of, storage_key
 
     base, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
     said = "UntypedStorage._cdata no longer tells which meta tensors share memory"
     assert storage_key(base) == storage_key(base[1:]), said
     assert storage_key(base) != storage_key(other), said
+    assert storage_key(base) == number_of(base.untyped_storage()), said
 
 
 def test_child_names() -> None:

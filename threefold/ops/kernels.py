@@ -120,9 +120,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = No
     elif q.shape[2] == k.shape[2]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:  # torch's own causal mask would align the first query with the first key
-        mask = causal_lower_right(q.shape[2], k.shape[2])
+        mask = _causal_lower_right(q, k)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
+
+
+def _causal_lower_right(q: Tensor, k: Tensor) -> Tensor:
+    """Which keys [B, heads, K, d] come no later than each of the last queries [B, heads, Q, d]."""
+    queries, keys = q.shape[2], k.shape[2]
+    if q.is_cuda:
+        return causal_lower_right(queries, keys)  # which the fused kernels take without a mask in memory
+    return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
 def serve_heads(x: Tensor, heads: int, dim: int = 2) -> Tensor:

@@ -56,7 +56,12 @@ def storage_key(tensor: Tensor) -> int:
 
     Why: fake and meta tensors have no address (`data_ptr` is 0). Hashable storages would replace it.
     """
-    key: int = tensor.untyped_storage()._cdata
+    return number_of(tensor.untyped_storage())
+
+
+def number_of(storage: torch.UntypedStorage) -> int:
+    """The `storage_key` of the tensors whose memory a storage is."""
+    key: int = storage._cdata
     return key
 
 

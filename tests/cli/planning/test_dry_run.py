@@ -1,0 +1,68 @@
+"""`threefold dry-run`: its tables, its JSON document, and its errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+model: {num_layers: 4, hidden_size: 16, num_attention_heads: 2, vocab_size: 64}
+data: {path: nowhere, sequence_length: 8}
+parallel: {tp: 2, pp: 2}
+train: {global_batch_size: 8, gradient_accumulation_steps: 2}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_tables_of_all_stages(threefold, config: Path, tmp_path: Path) -> None:
+    status, output, error = threefold("dry-run", config, "--all-stages", "--world", "8", "--hardware", "h100")
+    assert (status, error) == (0, "")
+    assert output.startswith("Layout: dp 2 · tp 2 · pp 2, 8 ranks; fp32.\nOne step: 8 samples")
+    assert "embed to blocks.1" in output
+    assert "blocks.2 to head" in output
+    assert "all_reduce_max" in output
+    assert "fits into the 84.9 GB of NVIDIA H100" in output
+    assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_the_json_document(threefold, config: Path) -> None:
+    status, output, _ = threefold("dry-run", config, "--rank", "3", "--json")
+    assert status == 0
+    document = json.loads(output)
+    (rank,) = document["ranks"]
+    assert (document["world_size"], rank["rank"], rank["coordinates"]["pp"]) == (4, 3, 1)
+    assert rank["peak_bytes"] == document["peak_bytes"] == sum(rank["at_peak"].values())
+    assert {each["axis"] for each in rank["collectives"]} == {"tp", "pp", "tie", "world"}
+    assert rank["flops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--rank", "4"), "--rank is 4 but the layout has ranks 0 to 3; use 3."),
+        (("--rank", "-1"), "--rank is -1 but must be at least 0; use 0."),
+        (("--rank", "one"), "--rank is 'one' but must be a whole number, such as 0."),
+        (("--rank", "1", "--all-stages"), "--rank is 1 and --all-stages is given too; give one of them."),
+        (("--world", "7"), "--world is 7 but must be a multiple of tp · pp = 4; use 8."),
+        (("--world", "0"), "--world is 0 but must be at least 1; use 1."),
+        (
+            ("--world", "12", "--set", "parallel.dp=2"),
+            "--world is 12 but parallel.dp 2 makes a layout of 8 ranks; use --world 8, or --set parallel.dp=3.",
+        ),
+        (("--world", "12"), "train.global_batch_size is 8 but must be a multiple of"),
+        (("--hardware", "h10"), "h100"),
+        (("--set", "parallel.pp=8"), "each stage needs a layer"),
+    ],
+)
+def test_mistakes_are_one_sentence(threefold, config: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    status, output, error = threefold("dry-run", config, *arguments)
+    assert (status, output) == (2, "")
+    assert error.startswith("Error: ")
+    assert sentence in error
+    assert error.count("\n") == 1

@@ -1,0 +1,1 @@
+"""Commands that plan a layout before any of it runs."""

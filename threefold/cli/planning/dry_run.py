@@ -1,0 +1,103 @@
+"""`threefold dry-run`: one rank's training step without the cluster."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from threefold.cli.options import ConfigFile, Overrides
+from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from threefold.config import Config
+
+
+def dry_run(
+    config: ConfigFile,
+    rank: Annotated[str | None, typer.Option(metavar="R", help="Rank to run.", show_default="0")] = None,
+    all_stages: Annotated[bool, typer.Option("--all-stages", help="Run one rank of each pipeline stage.")] = False,
+    world: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Ranks of the run, from which parallel.dp follows where CONFIG has none."),
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(metavar="NAME", help="GPU type, to say whether the ranks fit into its memory.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document instead of tables.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Run the training code of one rank of CONFIG's layout for a step, on tensors without memory and without GPUs.
+
+    Prints the bytes of its weights, gradients, optimizer state and activations, every kind of collective, and
+    floating-point operations. Data need not exist. Exit status: 0, or 2 if the rank could not run.
+    """
+    if rank is not None and all_stages:
+        raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")
+    number = _whole_number("--rank", rank, 0) if rank is not None else 0
+    resolved = _resolve(config, overrides or [], None if world is None else _whole_number("--world", world, 1))
+    from threefold.plan.hardware.catalogue import find_hardware
+
+    on = None if hardware is None else find_hardware(hardware)
+    from threefold.comm.layout import Layout
+
+    last = Layout.of(resolved.parallel).world_size - 1
+    if not 0 <= number <= last:
+        raise UserError(
+            f"--rank is {number} but the layout has ranks 0 to {last}; use {0 if number < 0 else last}."
+            if last
+            else f"--rank is {number} but the layout has rank 0 alone; use 0."
+        )
+    from threefold.cli.planning.dry_run_view import print_reports, reports_as_json
+    from threefold.plan.dry_run.stages import run_ranks, stage_ranks
+
+    reports = run_ranks(resolved, stage_ranks(resolved) if all_stages else [number])
+    if json:
+        typer.echo(reports_as_json(resolved, reports, on))
+    else:
+        print_reports(resolved, reports, on)
+
+
+def _resolve(file: "Path", overrides: list[str], world: int | None) -> "Config":
+    """The resolved config, in a world of so many ranks."""
+    from threefold.config import load_config
+    from threefold.config.resolve import check_settings
+
+    given = load_config(file, overrides)
+    if world is not None:
+        given = load_config(file, [*overrides, f"parallel.dp={_replicas(given, world)}"])
+    check_settings(given)
+    from threefold.data.vocabulary import resolve_without_data
+
+    return resolve_without_data(given)
+
+
+def _replicas(config: "Config", world: int) -> int:
+    """`parallel.dp` of a world.
+
+    Raises:
+        UserError: the layout does not divide it, or the config has another `parallel.dp`.
+    """
+    parallel = config.parallel
+    each = parallel.tp * parallel.pp * parallel.cp
+    product = "tp · pp" if parallel.cp == 1 else "tp · pp · cp"
+    if world % each:
+        nearest = max(1, round(world / each)) * each
+        raise UserError(f"--world is {world} but must be a multiple of {product} = {each}; use {nearest}.")
+    replicas = world // each
+    if "dp" in config.given().get("parallel", {}) and parallel.dp != replicas:
+        raise UserError(
+            f"--world is {world} but parallel.dp {parallel.dp} makes a layout of {each * parallel.dp} ranks; use "
+            f"--world {each * parallel.dp}, or --set parallel.dp={replicas}."
+        )
+    return replicas
+
+
+def _whole_number(option: str, text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise UserError(f"{option} is {text!r} but must be a whole number, such as {least}.") from None
+    if number < least:
+        raise UserError(f"{option} is {number} but must be at least {least}; use {least}.")
+    return number

@@ -1,0 +1,71 @@
+"""One rank's training step, by the code that trains, on tensors without memory."""
+
+from dataclasses import replace
+
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Event
+from threefold.config import Config
+from threefold.errors import UserError
+from threefold.models.sharding import Constant
+from threefold.models.source import ConfigSource, ModelSource
+from threefold.plan.dry_run.fake_mesh import FakeMesh
+from threefold.plan.dry_run.fake_numbers import FakeNumbers
+from threefold.plan.dry_run.flops import FlopCount
+from threefold.plan.dry_run.report import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, CollectiveTotal, DryRunReport
+from threefold.plan.dry_run.step import batch_of, measure_step, totals
+from threefold.torch_private.fake import fake_process_group, fake_tensors
+from threefold.train.engine import Engine
+
+
+def dry_run(config: Config, rank: int = 0, source: ModelSource | None = None) -> DryRunReport:
+    """Run one training step of one rank on tensors without memory.
+
+    Args:
+        config: resolved; its data need not exist.
+        rank: of the layout.
+        source: of the model; None for the one that the config names.
+
+    Raises:
+        UserError: the layout has no such rank, or does not suit the model.
+        RuntimeError: this process has a process group.
+    """
+    return run_step(config, rank, source)[0]
+
+
+def run_step(config: Config, rank: int, source: ModelSource | None = None) -> tuple[DryRunReport, list[Event]]:
+    """As `dry_run`; also returns the collectives in order."""
+    layout, flops = Layout.of(config.parallel), FlopCount()
+    if not 0 <= rank < layout.world_size:
+        last = layout.world_size - 1
+        raise UserError(f"rank is {rank} but the layout {layout} has ranks 0 to {last}; use {0 if rank < 0 else last}.")
+    with fake_process_group(rank, layout.world_size):
+        mesh = FakeMesh(layout)
+        batch = batch_of(config, mesh.dp.index)
+        with fake_tensors(), FakeNumbers():
+            engine = _make_engine(config, mesh, source or ConfigSource())
+            measured = measure_step(engine, batch, flops)
+            layers = tuple(name for stage in engine.stages for name in stage.layer_names)
+            parameters = sum(weight.master.numel() for weight in engine.model.weights)
+    report = DryRunReport(
+        rank=rank,
+        coordinates=layout.coordinates(rank)._asdict(),
+        world_size=layout.world_size,
+        layers=layers,
+        micro_batches=config.train.gradient_accumulation_steps,
+        parameters=parameters,
+        parameter_bytes=measured.held[WEIGHTS],
+        gradient_bytes=measured.held[GRADIENTS],
+        optimizer_bytes=measured.held[OPTIMIZER],
+        activation_bytes=measured.peak[ACTIVATIONS],
+        peak_bytes=sum(measured.peak.values()),
+        at_peak=measured.peak,
+        collectives=[CollectiveTotal(*kind, *total) for kind, total in totals(measured.events).items()],
+        flops=flops.total,
+    )
+    return report, measured.events
+
+
+def _make_engine(config: Config, mesh: FakeMesh, source: ModelSource) -> Engine:
+    make_model, plan = source.load(config)
+    # The values of weights that have no memory do not matter.
+    return Engine(make_model, replace(plan, initial=lambda _: Constant(0.0)), mesh, config, loss=source.loss(config))
