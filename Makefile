@@ -22,11 +22,14 @@ demo: .venv/ready
 	@echo "  $(NEXT)"
 	@echo "  source .venv/bin/activate       # then \`threefold\` alone is enough"
 
+# Two workers share the files, in the order of tests/conftest.py.
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder --durations=40
+
 test: .venv/ready
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not sweep"
+	$(BIN)/pytest $(SHARED) -m "not slow and not sweep"
 
 test-slow: .venv/ready
-	$(BIN)/pytest -n 2 --dist loadfile -m "slow and not sweep"
+	$(BIN)/pytest $(SHARED) -m "slow and not sweep"
 
 # What takes too long for CI: many kills, long fuzzing.
 test-sweep: .venv/ready

@@ -1,29 +1,85 @@
 """The pool of local workers that distributed tests run on, and other fixtures of several folders."""
 
+import gc
+import importlib
 import json
+import pkgutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+import threefold as package
 from tests.support.command import Command, Ended
 from tests.support.parity import Case, Trace, one_process
 from tests.train.support import Run, write_tokens
 from threefold.cli import main
 from threefold.launch.worker_pool import WorkerPool
+from threefold.train.callbacks.tensorboard import import_writer
 
 settings.register_profile("house", database=None, deadline=None, derandomize=True)
 settings.load_profile("house")
 
 _POOL = pytest.StashKey[WorkerPool]()
 
+LONGEST = (
+    "cli/test_demo.py",
+    "test_guides.py",
+    "config/rules/test_compatibility.py",
+    "cli/test_stop.py",
+    "cli/test_streams.py",
+    "parallel/test_sockets.py",
+    "parallel/test_parity.py",
+    "train/optimizers/test_layouts.py",
+    "train/optimizers/test_own.py",
+    "cli/test_resume_auto.py",
+    "checkpoint/test_resume.py",
+    "train/corruption/test_watch.py",
+    "cli/test_launchers.py",
+    "cli/test_train.py",
+    "cli/test_own_model.py",
+    "cli/test_elastic.py",
+    "cli/test_restarts.py",
+    "test_api_page.py",
+    "fuzz/test_damaged_files.py",
+    "huggingface/test_models.py",
+    "api/test_example_scripts.py",
+    "plan/test_golden_collectives.py",
+    "parallel/expert/test_experts.py",
+    "parallel/data/test_zero.py",
+)
+"""Files that take longest, each for one worker: they begin first, so that none is left alone at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several workers share the tests: the longest files first, then the others, those with most tests first."""
+    if not hasattr(config, "workerinput"):
+        return
+    first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    assert [str(path) for path in first if not path.exists()] == []
+    count = Counter(item.path for item in items)
+    items.sort(key=lambda item: (first.get(item.path, len(first)), -count[item.path], item.path))
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Make the pool before the first test: afterwards this process has run torch operations and cannot be forked."""
     if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+        _import_for_workers()
         session.config.stash[_POOL] = WorkerPool(8)
+
+
+def _import_for_workers() -> None:
+    """Import what runs import on their way: every worker is forked with it, as is each that replaces a failed one."""
+    for module in pkgutil.walk_packages(package.__path__, "threefold."):
+        if not module.name.endswith(".__main__"):
+            importlib.import_module(module.name)
+    for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+        importlib.import_module(name)
+    import_writer()
+    gc.freeze()  # so that no collection of a worker walks all that
 
 
 @pytest.fixture(scope="session")

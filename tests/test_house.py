@@ -1,21 +1,32 @@
 """Rules of the package that no linter checks."""
 
 import ast
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
 import pytest
 
+import threefold as package
+
 ROOT = Path(__file__).parents[1]
 LONGEST_FILE = 400
 LARGEST_FOLDER = 15
 SLOW_TO_IMPORT = ("torch", "numpy", "tokenizers", "matplotlib", "yaml")
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The syntax tree of a file, flat."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 @pytest.mark.parametrize("folder", ["threefold", "tests"])
@@ -47,7 +58,7 @@ def test_a_class_has_one_meaning() -> None:
     """No two rooms have a class of one name; the parts that each family of models has are named alike."""
     places: dict[str, list[str]] = {}
     for path in (ROOT / "threefold").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and path.name != "model.py":
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
@@ -197,7 +208,7 @@ OTHERS = {"_asdict", "_replace", "_fields", "_exit", "_Unpickler"}
 def private_names(path: Path, own: set[str]) -> list[str]:
     """Underscored names that a file imports from torch, or looks up on anything though the package defines no such."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Import):
@@ -210,9 +221,9 @@ def private_names(path: Path, own: set[str]) -> list[str]:
     return found
 
 
-def defined(tree: ast.AST) -> Iterator[str]:
+def defined(path: Path) -> Iterator[str]:
     """Names that a module defines: functions, classes, variables, and attributes that are assigned to."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -224,28 +235,26 @@ def defined(tree: ast.AST) -> Iterator[str]:
 def test_private_parts_of_torch_are_in_one_place() -> None:
     """`threefold/torch_private/`, where each has its reason, and a canary in tests/test_torch_private.py."""
     files = [path for path in (ROOT / "threefold").rglob("*.py") if "torch_private" not in path.parts]
-    own = {name for path in files for name in defined(ast.parse(path.read_text()))}
+    own = {name for path in files for name in defined(path)}
     found = {str(path.relative_to(ROOT)): names for path in files if (names := private_names(path, own))}
     assert found == {}
 
 
 def test_no_private_method_of_torch_is_overridden() -> None:
     """Outside of `threefold/torch_private/`; what a class of ours has under an underscore, no base of torch's has."""
-    script = (
-        "import importlib, pkgutil, threefold\n"
-        "for found in pkgutil.walk_packages(threefold.__path__, 'threefold.'):\n"
-        "    if '__main__' in found.name or 'torch_private' in found.name: continue\n"
-        "    module = importlib.import_module(found.name)\n"
-        "    for kind in vars(module).values():\n"
-        "        if not isinstance(kind, type) or kind.__module__ != found.name: continue\n"
-        "        bases = [base for base in kind.__mro__[1:] if base.__module__.split('.')[0] == 'torch']\n"
-        "        for name in set(vars(kind)) - {'_abc_impl', '_backward_cls'}:\n"
-        "            private = name.startswith('_') and not name.startswith('__')\n"
-        "            if private and any(name in vars(base) for base in bases):\n"
-        "                print('overrides', kind, name)\n"
-    )
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert [line for line in output.splitlines() if line.startswith("overrides")] == []
+    overrides = []
+    for found in pkgutil.walk_packages(package.__path__, "threefold."):
+        if "__main__" in found.name or "torch_private" in found.name:
+            continue
+        for kind in vars(importlib.import_module(found.name)).values():
+            if not isinstance(kind, type) or kind.__module__ != found.name:
+                continue
+            bases = [base for base in kind.__mro__[1:] if base.__module__.split(".")[0] == "torch"]
+            for name in set(vars(kind)) - {"_abc_impl", "_backward_cls"}:
+                private = name.startswith("_") and not name.startswith("__")
+                if private and any(name in vars(base) for base in bases):
+                    overrides.append((kind, name))
+    assert overrides == []
 
 
 IMPORT_OF_A_TEST = re.compile(
