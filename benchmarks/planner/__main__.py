@@ -18,6 +18,7 @@ from benchmarks.planner.goals import Goal
 
 SECTIONS: Final = {
     "schedules": "bubbles of pipeline schedules, against published ones",
+    "steps": "times of training steps, against published ones",
 }
 """Module of this package → what its tables show."""
 

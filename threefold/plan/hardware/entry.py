@@ -5,7 +5,7 @@ is a handful of constants for each type (`Achievable`), fitted to published trai
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from threefold.errors import UserError
 
@@ -30,8 +30,11 @@ class Achievable:
     Attributes:
         matrix: fraction of the matrix rate, in products that are large in every dim.
         matrix_depth: the inner dim at which a product spends as long on its start and end as on multiplying.
-        attention: fraction of the matrix rate, in the forward pass of fused (flash) attention on long sequences.
+        attention: fraction of the matrix rate, in the forward pass of fused (flash) attention, at its best.
         attention_backward: the same, of its backward pass.
+        attention_length: positions at which it reaches half of that, as blocks of the diagonal are half masked.
+        attention_depth: width of a head at which it reaches half of that.
+        general_attention: share of these that kernels reach which are not written for the type of device.
         memory: fraction of the memory bandwidth, in work on each element of a large tensor.
         link: fraction of the bandwidth inside a node, in large collectives.
         network: the same between nodes.
@@ -43,6 +46,9 @@ class Achievable:
     matrix_depth: float = 200.0
     attention: float = 0.5
     attention_backward: float = 0.4
+    attention_length: float = 500.0
+    attention_depth: float = 20.0
+    general_attention: float = 1.0
     memory: float = 0.8
     link: float = 0.75
     network: float = 0.8
@@ -67,6 +73,10 @@ class Hardware:
         between: the links from node to node.
         achievable: what programs reach of these peaks.
         system: the training system whose kernels and overlap an estimate takes by default.
+        gpt_system: the same for GPTs, where most of those trained on it were of earlier years; empty for `system`.
+        sharded_system: the same with `parallel.zero` 3; empty for `system`.
+        uncertainty: by which share of the step most estimates are wrong at most; 9 of 10 published steps, where there
+            are any.
         dollars_per_hour: of a device; None where it is not known.
         sources: of the figures.
     """
@@ -83,6 +93,9 @@ class Hardware:
     between: Link
     achievable: Achievable = field(default_factory=Achievable)
     system: str = "own"
+    gpt_system: str = ""
+    sharded_system: str = ""
+    uncertainty: float = 0.3
     dollars_per_hour: float | None = None
     sources: tuple[str, ...] = ()
 
@@ -97,5 +110,18 @@ class Hardware:
             raise UserError(f"The hardware {self.name} has no matrix rate for {dtype}; use one of {known}.")
         return self.matrix_rates[dtype]
 
+    def shared_by(self, ranks: int) -> "Hardware":
+        """What each of so many ranks of one host has of a CPU, whose cores and memory they share; a GPU as it is."""
+        if self.device != "cpu" or ranks == self.gpus_per_node:
+            return self
+        share = self.gpus_per_node / ranks
+        return replace(
+            self,
+            matrix_rates={dtype: rate * share for dtype, rate in self.matrix_rates.items()},
+            memory_bytes=int(self.memory_bytes * share),
+            memory_bandwidth=self.memory_bandwidth * share,
+            gpus_per_node=ranks,
+        )
+
     def __hash__(self) -> int:
-        return hash(self.name)
+        return hash((self.name, self.gpus_per_node))

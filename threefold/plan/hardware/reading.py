@@ -13,10 +13,25 @@ from threefold.plugins import one_of
 
 _DTYPES: Final = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 _WHOLE: Final = ("memory_bytes", "multiprocessors", "gpus_per_node")
-_TEXTS: Final = ("title", "device", "system")
+_TEXTS: Final = ("title", "device", "system", "gpt_system", "sharded_system")
 _DEVICES: Final = ("cuda", "cpu")
-_UNLESS_GIVEN: Final = {"device": "cuda", "multiprocessors": 1, "system": "own"}
-_ZERO_ALLOWED: Final = ("latency", "matrix_depth", "kernel", "step", "dollars_per_hour")
+_UNLESS_GIVEN: Final = {
+    "device": "cuda",
+    "multiprocessors": 1,
+    "system": "own",
+    "gpt_system": "",
+    "sharded_system": "",
+    "uncertainty": 0.3,
+}
+_ZERO_ALLOWED: Final = (
+    "latency",
+    "matrix_depth",
+    "attention_length",
+    "attention_depth",
+    "kernel",
+    "step",
+    "dollars_per_hour",
+)
 
 Entries = dict[str, dict[str, Any]]
 
@@ -101,6 +116,9 @@ def _hardware(name: str, values: dict[str, Any], where: str) -> Hardware:
         between=_link(values, "between", where),
         achievable=Achievable(**{key: _number(reached, key, f"{where}, achievable") for key in reached}),
         system=values["system"],
+        gpt_system=values["gpt_system"],
+        sharded_system=values["sharded_system"],
+        uncertainty=_number(values, "uncertainty", where),
         dollars_per_hour=None if price is None else _number(values, "dollars_per_hour", where),
         sources=tuple(str(source) for source in sources),
     )

@@ -1,0 +1,79 @@
+"""Estimates: throughput, utilisation, memory, systems, and one sentence for what cannot be estimated."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.cost.ideal import GPT, LLAMA, config, ideal
+from threefold.errors import UserError
+from threefold.models.flops import model_flops_per_token
+from threefold.plan.cost.estimate import default_system, estimate
+from threefold.plan.hardware.catalogue import find_hardware
+
+
+def test_figures_follow_from_the_time() -> None:
+    given = config(LLAMA, dp=2, pp=2)
+    found = estimate(given, find_hardware("h100"))
+    assert found.tokens_per_second == pytest.approx(32 * 256 / found.step_seconds)
+    flops = model_flops_per_token(given.model, 256) * 32 * 256
+    assert found.mfu == pytest.approx(flops / (found.step_seconds * 4 * 989.4e12))
+    low, high = found.error_band
+    assert low < found.step_seconds < high
+    assert len(found.peak_bytes) == 2
+    assert found.fits
+    values = found.as_json()
+    wanted = {"step_seconds", "tokens_per_second", "mfu", "peak_bytes", "fits", "error_band"}
+    assert wanted <= values.keys()
+    assert values["step_seconds"] == pytest.approx(sum(values["seconds"].values()))
+    assert values["peak_bytes"] == [sum(stage.values()) for stage in values["memory"]]
+
+
+@pytest.mark.parametrize(("recompute", "hardware"), [("none", 1.0), ("full", 4 / 3)])
+def test_model_and_hardware_flops(recompute: str, hardware: float) -> None:
+    found = estimate(config({**GPT, "vocab_size": 16}, train={"recompute": recompute}), ideal())
+    assert found.hardware_flops == pytest.approx(hardware * found.model_flops, rel=2e-3)
+
+
+def test_selective_recompute_repeats_the_core() -> None:
+    found = estimate(config(train={"recompute": "selective"}), ideal())
+    core = 4 * 4 * 512 * 256  # four layers, two products of two operations
+    assert found.hardware_flops - found.model_flops == pytest.approx(core * 32 * 256)
+
+
+def test_usual_systems() -> None:
+    a100, h100 = find_hardware("a100-80"), find_hardware("h100")
+    assert default_system(config(LLAMA), a100).name == "llama-2023"
+    assert default_system(config(GPT), a100).name == "megatron-2022"
+    assert default_system(config(GPT), h100).name == "nemo"
+    assert default_system(config(LLAMA, dp=2, zero=3), h100).name == "fsdp"
+    assert default_system(config(LLAMA), replace(h100, device="cpu")).name == "own-cpu"
+    mine = replace(h100, system="own", sharded_system="")
+    assert default_system(config(LLAMA, train={"compile": True}), mine).name == "own-compiled"
+
+
+def test_ranks_share_a_cpu() -> None:
+    host = replace(ideal(), device="cpu", gpus_per_node=8)
+    one, four = host.shared_by(1), host.shared_by(4)
+    assert one.matrix_rate("bf16") == 8 * host.matrix_rate("bf16")
+    assert (four.gpus_per_node, four.memory_bytes) == (4, 2 * host.memory_bytes)
+    assert replace(host, device="cuda").shared_by(4).matrix_rate("bf16") == host.matrix_rate("bf16")
+    whole, split = estimate(config(GPT), host), estimate(config(GPT, dp=4), host)
+    assert split.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)
+
+
+def test_ranks_fill_nodes() -> None:
+    with pytest.raises(
+        UserError, match=r"parallel.dp is 3, which .* makes 12 ranks, but nodes of h100 have 8 .*; use 2"
+    ):
+        estimate(config(tp=4, dp=3, train={"global_batch_size": 33}), find_hardware("h100"))
+    assert estimate(config(dp=4), find_hardware("h100")).ranks == 4
+
+
+def test_dtype_without_rate() -> None:
+    with pytest.raises(UserError, match="v100 has no matrix rate for bf16; use one of fp16"):
+        estimate(config(), find_hardware("v100"))
+
+
+def test_unknown_system() -> None:
+    with pytest.raises(UserError, match=r"training system nemmo is unknown; .*nearest is nemo"):
+        estimate(config(), find_hardware("h100"), "nemmo")

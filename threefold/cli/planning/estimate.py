@@ -1,0 +1,60 @@
+"""`threefold estimate`: seconds, throughput and memory of a training step on hardware that need not be there."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from threefold.cli.options import ConfigFile, Overrides
+from threefold.errors import UserError
+
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="a100-80, h100, …, this-machine (after threefold doctor), or a YAML file of your own.",
+    ),
+]
+SystemName = Annotated[
+    str | None,
+    typer.Option(
+        "--system",
+        metavar="NAME",
+        help="Whose kernels and overlap: own (this package's), megatron-core, nemo, …",
+        show_default="the usual one on the hardware",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: seconds, bytes, tokens per second.")]
+
+
+def estimate(
+    config: ConfigFile,
+    hardware: HardwareName = None,
+    system: SystemName = None,
+    as_json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory."""
+    from threefold.config import load_config
+    from threefold.config.resolve import check_settings
+    from threefold.plan.cost.estimate import estimate as estimated
+    from threefold.plan.cost.system import find_system
+    from threefold.plan.hardware.catalogue import find_hardware, hardware_names
+
+    if hardware is None:
+        raise UserError(f"--hardware is missing; give the path of a YAML file or one of {', '.join(hardware_names())}.")
+    entry = find_hardware(hardware)
+    chosen = find_system(system) if system is not None else None
+    given = load_config(config, overrides or ())
+    check_settings(given)
+    from threefold.data.vocabulary import resolve_without_data
+
+    resolved = resolve_without_data(given)
+    found = estimated(resolved, entry, chosen)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+        return
+    from threefold.cli.planning.estimate_view import print_estimate
+
+    print_estimate(found, estimated(resolved, entry, "own") if system is None and entry.device == "cuda" else None)

@@ -1,0 +1,75 @@
+"""What `threefold estimate` prints."""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from threefold.byte_sizes import format_bytes
+from threefold.cli.data_view import print_table
+
+if TYPE_CHECKING:
+    from threefold.plan.cost.estimate import Estimate
+
+_SMALLEST = 0.005
+"""Share of a step below which a cause is not shown by itself."""
+
+
+def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
+    """Print an estimate, and in one line what this package's own kernels would make of it."""
+    from threefold.comm.layout import Layout
+
+    config, hardware = found.config, found.hardware
+    train = config.train
+    typer.echo(f"{Layout.of(config.parallel)}, {found.ranks:,} × {hardware.title}, {config.precision.dtype}.")
+    low, high = found.error_band
+    recomputed = f", with recompute {found.hfu:.1%}" if train.recompute != "none" else ""
+    typer.echo(
+        f"Step: {_seconds(found.step_seconds)} ({_seconds(low)} to {_seconds(high)}), "
+        f"{found.tokens_per_second:,.0f} tokens/s, {found.tokens_per_second / found.ranks:,.0f} per rank; "
+        f"MFU {found.mfu:.1%}{recomputed}."
+    )
+    typer.echo(f"As with {found.system.name}: {found.system.about}.")
+    _print_causes(found)
+    _print_memory(found)
+    if own is not None:
+        typer.echo(
+            f"With this package's own kernels: {_seconds(own.step_seconds)} a step, MFU {own.mfu:.1%}; "
+            "--system own shows it by cause."
+        )
+
+
+def _print_causes(found: "Estimate") -> None:
+    whole = found.step_seconds
+    rows = [(name, _seconds(each), f"{each / whole:.1%}") for name, each in found.time.causes.items()]
+    causes = found.time.causes
+    shown = [row for row in rows if causes[row[0]] >= _SMALLEST * whole]
+    rest = whole - sum(causes[row[0]] for row in shown)
+    print_table(("time of a step", "seconds", "share"), [*shown, ("other", _seconds(rest), f"{rest / whole:.1%}")])
+
+
+def _print_memory(found: "Estimate") -> None:
+    names = [name for name in found.stages[0].causes if any(stage.causes.get(name) for stage in found.stages)]
+    rows = [
+        (str(rank), *(format_bytes(stage.causes[name]) for name in names), format_bytes(stage.peak))
+        for rank, stage in enumerate(found.stages)
+        if rank in _extremes(found.peak_bytes)
+    ]
+    print_table(("pp rank", *names, "peak"), rows)
+    left = found.usable_bytes - max(found.peak_bytes)
+    room = format_bytes(found.usable_bytes)
+    typer.echo(
+        f"Fits: {format_bytes(left)} of {room} are left."
+        if found.fits
+        else f"Does not fit: {format_bytes(-left)} more than the {room} of {found.hardware.name}."
+    )
+
+
+def _extremes(peaks: list[int]) -> set[int]:
+    """The pp ranks to show: all of a few, else the first, the last and the largest."""
+    if len(peaks) <= 8:
+        return set(range(len(peaks)))
+    return {0, 1, len(peaks) // 2, len(peaks) - 1, max(range(len(peaks)), key=peaks.__getitem__)}
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

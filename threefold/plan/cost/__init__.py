@@ -1,0 +1,1 @@
+"""What a training step takes: seconds of matrix products, memory-bound work, collectives, pipeline and optimizer."""

@@ -1,0 +1,273 @@
+"""Seconds that a rank takes for one block and one micro-batch, forward and backward, by cause.
+
+The causes are added up: a GPU runs one kernel after the other. Collectives count what no computation hides.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from threefold.plan.cost.collectives import all_to_all_seconds, ring_seconds, send_seconds
+from threefold.plan.cost.kernels import attention_seconds, matrix_seconds, memory_seconds
+from threefold.plan.cost.sizes import BlockShape
+from threefold.plan.cost.system import System
+from threefold.plan.hardware.entry import Hardware
+
+_PIECES = 4
+"""Parts into which an overlapped tensor-parallel collective and the product beside it are cut: the first is exposed."""
+
+
+class Seconds(NamedTuple):
+    """Time of a rank by cause.
+
+    Attributes:
+        matrix: products of weights.
+        attention: the attention core.
+        memory: norms, activation functions, dropout, sums, softmax and loss, and sorting for experts.
+        tensor, context, experts: collectives of these axes that nothing hides.
+    """
+
+    matrix: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self[0] + self[1] + self[2] + self[3] + self[4] + self[5]
+
+    def plus(self, *others: "Seconds") -> "Seconds":
+        """The sum, cause by cause."""
+        return Seconds(*map(sum, zip(self, *others, strict=True)))
+
+    def times(self, factor: float) -> "Seconds":
+        return Seconds(*(each * factor for each in self))
+
+
+class Passes(NamedTuple):
+    """The passes of a layer for one micro-batch.
+
+    Attributes:
+        forward: of it.
+        backward: for the gradients of its input, what is recomputed among it.
+        weight: for the gradients of its weights.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    weight: Seconds
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total + self.weight.total
+
+    def plus(self, *others: "Passes") -> "Passes":
+        return Passes(*(first.plus(*rest) for first, *rest in zip(self, *others, strict=True)))
+
+    def times(self, factor: float) -> "Passes":
+        return Passes(*(each.times(factor) for each in self))
+
+
+NOTHING = Passes(Seconds(), Seconds(), Seconds())
+
+
+@lru_cache(1 << 14)
+def block_seconds(block: BlockShape, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
+    """What a block takes.
+
+    Args:
+        block: its sizes on the rank.
+        hardware, system: that compute it.
+        recompute: as `train.recompute`, for a block that it treats.
+    """
+    linear, core, memory, tensor = (
+        _linear(block, hardware),
+        _core(block, hardware, system),
+        _memory(block, hardware, system),
+        _tensor(block, hardware),
+    )
+    context, experts = _context(block, hardware), _dispatch(block, hardware)
+    weight_passes = _accumulation(block, hardware, system)
+    hidden_by_core = system.overlap_context
+    forward = Seconds(
+        matrix=linear,
+        attention=core[0],
+        memory=memory[0],
+        tensor=_exposed(tensor, linear / 2, system.overlap_tensor),
+        context=max(0.0, context - core[0] * (1 - 1 / block.cp.ranks)) if hidden_by_core else context,
+        experts=experts,
+    )
+    weight = Seconds(matrix=linear, memory=weight_passes)
+    backward_tensor = _exposed(tensor, linear / 2, system.overlap_tensor)
+    if system.overlap_tensor_backward and not system.overlap_tensor:
+        # Of the two sums of a half, that of the input's gradient runs beside the product for the weight.
+        backward_tensor = (
+            tensor / 2 + max(0.0, tensor / 2 - linear) if block.sequence_parallel else max(0.0, tensor - linear)
+        )
+    backward = Seconds(
+        matrix=linear,
+        attention=core[1],
+        memory=memory[1],
+        tensor=backward_tensor,
+        context=max(0.0, 2 * context - core[1] * (1 - 1 / block.cp.ranks)) if hidden_by_core else 2 * context,
+        experts=experts,
+    )
+    return Passes(forward, backward.plus(_replayed(forward, recompute, system)), weight)
+
+
+def _replayed(forward: Seconds, recompute: str, system: System) -> Seconds:
+    if recompute == "full":
+        return forward
+    if recompute == "selective" and system.replays_operations:
+        return forward._replace(matrix=forward.matrix / 2, attention=0.0)
+    if recompute == "selective":
+        return Seconds(attention=forward.attention, context=forward.context)
+    return Seconds()
+
+
+def _linear(block: BlockShape, hardware: Hardware) -> float:
+    """The products of a block's weights with its activations; as many operations each way."""
+    rows, hidden, ranks = block.tokens, block.hidden, block.tp.ranks
+    query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
+    found = _product(block, hardware, rows, query + keys, hidden) + _product(block, hardware, rows, hidden, query)
+    if block.experts is None:
+        return found + _feed_forward(block, hardware, rows, block.ffn // ranks)
+    experts = block.experts
+    count = max(1, experts.count // block.ep.ranks)
+    each = max(1, rows * experts.per_token * block.ep.ranks // experts.count)
+    found += _feed_forward(block, hardware, each, experts.inner // ranks, count)
+    found += _product(block, hardware, block.own_tokens, experts.count, hidden)
+    return found + (_feed_forward(block, hardware, rows, experts.shared // ranks) if experts.shared else 0.0)
+
+
+def _feed_forward(block: BlockShape, hardware: Hardware, rows: int, inner: int, count: int = 1) -> float:
+    up = inner * (2 if block.gated else 1)
+    return _product(block, hardware, rows, up, block.hidden, count) + _product(
+        block, hardware, rows, block.hidden, inner, count
+    )
+
+
+def _product(block: BlockShape, hardware: Hardware, rows: int, columns: int, depth: int, count: int = 1) -> float:
+    return matrix_seconds(hardware, block.dtype, rows, columns, depth, count, block.itemsize)
+
+
+def _core(block: BlockShape, hardware: Hardware, system: System) -> tuple[float, float]:
+    """The attention core, forward and backward."""
+    queries = block.tokens * block.own_heads
+    if system.flash and (system.drops_in_flash or not block.attention_dropout):
+        flops = 4 * queries * block.seen * block.head_dim
+        if not system.tuned_attention:
+            flops /= hardware.achievable.general_attention
+        length = min(block.window or block.length, block.length)
+        return (
+            attention_seconds(hardware, block.dtype, flops, length, block.head_dim),
+            attention_seconds(hardware, block.dtype, 2.5 * flops, length, block.head_dim, backward=True),
+        )
+    length, rows = block.length, block.length // block.cp.ranks
+    products = matrix_seconds(
+        hardware, block.dtype, rows, length, block.head_dim, block.samples * block.own_heads, block.itemsize
+    )
+    products += matrix_seconds(
+        hardware, block.dtype, rows, block.head_dim, length, block.samples * block.own_heads, block.itemsize
+    )
+    weights = queries * length
+    item = block.itemsize
+    softmax = (2 if system.fused else 6) * item
+    dropped = (2 * item + 1) if block.attention_dropout else 0
+    forward = products + memory_seconds(hardware, weights * (softmax + dropped), 2)
+    backward = 2 * products + memory_seconds(hardware, weights * ((3 if system.fused else 6) * item + dropped), 2)
+    return forward, backward
+
+
+def _memory(block: BlockShape, hardware: Hardware, system: System) -> tuple[float, float]:
+    """Passes over memory, forward and backward, in bytes that are read and written."""
+    item = block.itemsize
+    outer = block.own_tokens * block.hidden
+    norm_forward, norm_backward = (
+        (2 * item, 3 * item) if system.fused_norm or not block.rms else (6 * item + 24, 15 * item + 60)
+    )
+    mask = 1 if block.hidden_dropout else 0
+    forward = 2 * outer * (norm_forward + 3 * item + mask)
+    backward = 2 * outer * (norm_backward + 3 * item + (2 * item + mask) * mask)
+    kernels = 4.0
+    if not system.fused and block.hidden_dropout:
+        forward += 2 * outer * 2 * item
+        kernels += 2
+    inner = _inner(block)
+    if block.gated:
+        forward += inner * (3 if system.fused else 5) * item
+        backward += inner * (5 if system.fused else 8) * item
+    else:
+        forward += inner * 2 * item
+        backward += inner * 3 * item
+    kernels += 1 if system.fused else 2
+    if block.rotary:
+        turned = block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
+        passes = 2 if system.fused else 8
+        forward += turned * passes * item
+        backward += turned * passes * item
+        kernels += 1 if system.fused else 6
+    if block.experts is not None:
+        rows = block.own_tokens * block.experts.per_token * block.hidden
+        forward += 4 * 2 * rows * item
+        backward += 4 * 2 * rows * item
+        kernels += 8
+    return memory_seconds(hardware, forward, kernels), memory_seconds(hardware, backward, kernels)
+
+
+def _inner(block: BlockShape) -> int:
+    """Elements inside the feed-forward network, after its activation function."""
+    if block.experts is None:
+        return block.tokens * block.ffn // block.tp.ranks
+    experts = block.experts
+    return block.tokens * (experts.per_token * experts.inner + experts.shared) // block.tp.ranks
+
+
+def _accumulation(block: BlockShape, hardware: Hardware, system: System) -> float:
+    """Adding the gradients of weights to those of earlier micro-batches: read and written in fp32."""
+    query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
+    inner = block.ffn // block.tp.ranks
+    if block.experts is not None:
+        inner = block.experts.inner * max(1, block.experts.count // block.ep.ranks) // block.tp.ranks
+        inner += block.experts.shared // block.tp.ranks
+    elements = block.hidden * (2 * query + keys + inner * (3 if block.gated else 2))
+    return memory_seconds(hardware, elements * (8 if system.fused_gradients else 8 + 2 * block.itemsize), 0)
+
+
+def _tensor(block: BlockShape, hardware: Hardware) -> float:
+    """The tensor-parallel collectives of one pass: a sum after each half, or a gather before and a scatter after it.
+
+    Experts get each token as often as it is sent to one.
+    """
+    nbytes = block.tokens * block.hidden * block.itemsize
+    if block.sequence_parallel:
+        each = ring_seconds(hardware, block.tp, "all_gather", nbytes) + ring_seconds(
+            hardware, block.tp, "reduce_scatter", nbytes
+        )
+    else:
+        each = ring_seconds(hardware, block.tp, "all_reduce", nbytes)
+    return each * (2 if block.experts is None else 1 + block.experts.per_token)
+
+
+def _exposed(collective: float, beside: float, overlapped: bool) -> float:
+    """Of a collective that runs in pieces beside a product, the first piece, and what is longer than the product."""
+    if not overlapped:
+        return collective
+    return collective / _PIECES + max(0.0, collective * (1 - 1 / _PIECES) - beside)
+
+
+def _context(block: BlockShape, hardware: Hardware) -> float:
+    """Keys and values of the other ranks."""
+    own = 2 * block.tokens * block.own_key_heads * block.head_dim * block.itemsize
+    if block.ring:
+        return (block.cp.ranks - 1) * send_seconds(hardware, block.cp, own)
+    return ring_seconds(hardware, block.cp, "all_gather", own * block.cp.ranks)
+
+
+def _dispatch(block: BlockShape, hardware: Hardware) -> float:
+    """Tokens to their experts and back, one way through the block."""
+    if block.experts is None:
+        return 0.0
+    nbytes = block.own_tokens * block.experts.per_token * block.hidden * block.itemsize
+    return 2 * all_to_all_seconds(hardware, block.ep, nbytes)

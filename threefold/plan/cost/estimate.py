@@ -1,0 +1,210 @@
+"""What a config's step takes on a type of hardware: time, throughput, utilisation and memory, with an error band."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from threefold.config import Config
+from threefold.config.divisors import nearest_multiple
+from threefold.errors import UserError
+from threefold.models.flops import model_flops_per_token
+from threefold.plan.cost.step import StepTime, step_time
+from threefold.plan.cost.system import SYSTEMS, System, find_system
+from threefold.plan.hardware.entry import Hardware
+
+_SHARDED_WEIGHTS = 3  # values of parallel.zero
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of a pipeline rank at the peak of a step, by cause."""
+
+    causes: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.causes.values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A training step as it is expected.
+
+    Attributes:
+        config: resolved.
+        hardware: that it runs on.
+        system: whose kernels and overlap it has.
+        time: of a step, by cause.
+        stages: memory of each pipeline rank.
+        usable_bytes: that a rank may use.
+    """
+
+    config: Config
+    hardware: Hardware
+    system: System
+    time: StepTime
+    stages: tuple[StageBytes, ...]
+    usable_bytes: int
+
+    @property
+    def step_seconds(self) -> float:
+        return self.time.seconds
+
+    @property
+    def ranks(self) -> int:
+        parallel = self.config.parallel
+        return parallel.dp * parallel.tp * parallel.pp * parallel.cp
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.global_batch_size * self.config.data.sequence_length
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.tokens_per_step / self.step_seconds
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Operations of a step, over all ranks, that the model needs however it is computed."""
+        per_token = model_flops_per_token(self.config.model, self.config.data.sequence_length)
+        return (per_token or 0.0) * self.tokens_per_step
+
+    @cached_property
+    def hardware_flops(self) -> float:
+        """Operations of a step that are computed: those of the model, and those that recompute repeats."""
+        return self.model_flops + recomputed_flops_per_token(self.config) * self.tokens_per_step
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the share of the peak matrix rate that the model's operations take."""
+        return self._share(self.model_flops)
+
+    @property
+    def hfu(self) -> float:
+        """The same of the operations that are computed."""
+        return self._share(self.hardware_flops)
+
+    def _share(self, flops: float) -> float:
+        rate = self.hardware.matrix_rate(self.config.precision.dtype)
+        return flops / (self.step_seconds * self.ranks * rate)
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """Of each pipeline rank."""
+        return [stage.peak for stage in self.stages]
+
+    @property
+    def fits(self) -> bool:
+        return max(self.peak_bytes) <= self.usable_bytes
+
+    @property
+    def error_band(self) -> tuple[float, float]:
+        """Seconds between which a step is expected in nine cases of ten."""
+        share = self.hardware.uncertainty
+        return self.step_seconds / (1 + share), self.step_seconds * (1 + share)
+
+    @property
+    def limit(self) -> str:
+        """The cause that takes longest."""
+        causes = self.time.causes
+        return max(causes, key=causes.__getitem__)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: seconds, bytes, operations."""
+        return {
+            "step_seconds": self.step_seconds,
+            "error_band": list(self.error_band),
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "model_flops": self.model_flops,
+            "hardware_flops": self.hardware_flops,
+            "peak_bytes": self.peak_bytes,
+            "usable_bytes": self.usable_bytes,
+            "fits": self.fits,
+            "hardware": self.hardware.name,
+            "system": self.system.name,
+            "ranks": self.ranks,
+            "limited_by": self.limit,
+            "seconds": {name: seconds for name, seconds in self.time.causes.items() if seconds},
+            "memory": [stage.causes for stage in self.stages],
+        }
+
+
+def default_system(config: Config, hardware: Hardware) -> System:
+    """The training system that is usual for such a run on such hardware."""
+    if hardware.device == "cpu":
+        return SYSTEMS["own-cpu"]
+    sharded = hardware.sharded_system if config.parallel.zero == _SHARDED_WEIGHTS else ""
+    gpt = hardware.gpt_system if config.model.architecture == "gpt" else ""
+    found = find_system(sharded or gpt or hardware.system)
+    return SYSTEMS["own-compiled"] if found.name == "own" and config.train.compile else found
+
+
+def estimate(config: Config, hardware: Hardware, system: System | str | None = None) -> Estimate:
+    """What a step of a config takes.
+
+    Args:
+        config: resolved.
+        hardware: an entry of the catalogue, or of one's own.
+        system: a training system, or its name; None for the usual one of the hardware.
+
+    Raises:
+        UserError: the ranks do not fill nodes; the hardware has no matrix rate for the dtype; the model is of one's
+            own; the system is unknown.
+    """
+    parallel = config.parallel
+    world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
+    _require_whole_nodes(config, hardware, world)
+    hardware = hardware.shared_by(world)
+    if system is None:
+        system = default_system(config, hardware)
+    elif isinstance(system, str):
+        system = find_system(system)
+    time = step_time(config, hardware, system)
+    stages, usable = _memory(config, hardware)
+    return Estimate(config, hardware, system, time, stages, usable)
+
+
+def recomputed_flops_per_token(config: Config) -> float:
+    """Operations of a token's share of a step that recompute repeats, counted as `model_flops_per_token` counts."""
+    train, model = config.train, config.model
+    if train.recompute == "none":
+        return 0.0
+    whole = model_flops_per_token(model, config.data.sequence_length) or 0.0
+    treated = -(-model.num_layers // train.recompute_every) / model.num_layers
+    length = config.data.sequence_length
+    windows = [min(model.window(layer) or length, length) for layer in range(model.num_layers)]
+    core = 2 * 2 * model.num_attention_heads * model.head_dim * sum(windows)
+    if train.recompute == "selective":
+        return core * treated
+    head = 2 * model.hidden_size * model.vocab_size
+    return (whole / 3 - head) * treated
+
+
+def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None:
+    per_node = hardware.gpus_per_node
+    if hardware.device == "cpu" or world <= per_node or world % per_node == 0:
+        return
+    rest = world // config.parallel.dp
+    dp = next(dp for dp in range(config.parallel.dp, 0, -1) if dp == 1 or dp * rest % per_node == 0)
+    better = f"use {dp}" if dp * rest % per_node == 0 else f"use {nearest_multiple(config.parallel.dp, per_node)}"
+    raise UserError(
+        f"parallel.dp is {config.parallel.dp}, which with the other axes makes {world:,} ranks, but nodes of "
+        f"{hardware.name} have {per_node} and are rented whole; {better}."
+    )
+
+
+def _memory(config: Config, hardware: Hardware) -> tuple[tuple[StageBytes, ...], int]:
+    from threefold.plan.memory import activation_bytes
+    from threefold.plan.model_size import ModelSize
+
+    size = ModelSize(config)
+    stages = []
+    for rank in range(config.parallel.pp):
+        held = size.largest_rank(rank)
+        activations = activation_bytes(config, hardware.device, size, rank)
+        causes = {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
+        stages.append(StageBytes({**causes, "activations": activations}))
+    return tuple(stages), hardware.memory_bytes
