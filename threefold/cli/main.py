@@ -10,7 +10,7 @@ import typer
 
 from threefold import __version__
 from threefold.cli import checkpoint, config, data, eval, generate, inspect, train, verify
-from threefold.cli.planning import dry_run, estimate
+from threefold.cli.planning import dry_run, estimate, simulate
 from threefold.cli.streams import guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import shown
@@ -35,6 +35,7 @@ app.command("verify")(verify.verify)
 app.command("dry-run")(dry_run.dry_run)
 app.command("estimate")(estimate.estimate)
 app.command("inspect")(inspect.inspect)
+app.command("simulate")(simulate.simulate)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")

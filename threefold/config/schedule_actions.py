@@ -146,6 +146,44 @@ def read_schedule_file(path: str) -> Orders:
     return orders
 
 
+def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
+    """Write actions as a CSV file that `read_schedule_file` reads.
+
+    Raises:
+        UserError: the name has another ending, there is another file, or it cannot be written.
+    """
+    text = "".join(",".join(map(str, order)) + "\n" for order in orders)
+    check_schedule_path(path)
+    if len(text) > LARGEST_FILE:
+        rule = f"would have {len(text):,} bytes and is read up to {LARGEST_FILE:,}; use fewer micro-batches"
+        raise UserError(f"The pipeline schedule {shown(path)} {rule}.")
+    try:
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            raise UserError(
+                f"The pipeline schedule {shown(path)} is there already and has other actions; remove it first."
+            )
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The pipeline schedule {shown(path)} cannot be written: {error.strerror or error}.") from None
+
+
+def check_schedule_path(path: Path) -> None:
+    """Refuse a path that no schedule can be written to, before the work for it.
+
+    Raises:
+        UserError: the ending is not .csv, or there is no such folder.
+    """
+    if path.suffix.lower() != ".csv":
+        use = shown(path.with_suffix(".csv"))
+        raise UserError(
+            f"The pipeline schedule {shown(path)} must end in .csv, as parallel.schedule names it; use {use}."
+        )
+    if not path.parent.is_dir():
+        raise UserError(
+            f"The pipeline schedule {shown(path)} cannot be written: there is no folder {shown(path.parent)}."
+        )
+
+
 class _File:
     """The state of reading a schedule file."""
 

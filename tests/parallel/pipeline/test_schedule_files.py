@@ -9,9 +9,10 @@ from tests.support.parity import Case, departures, in_layout, make_engine
 from tests.train.support import Run, losses_of, steps_of, train_rank
 from tests.verify.support import task, verify
 from threefold.checkpoint.folder import newest, stored_config
-from threefold.config.schedule_actions import read_schedule_file
+from threefold.config.schedule_actions import read_schedule_file, write_schedule_file
 from threefold.errors import UserError
 from threefold.parallel.pipeline.runner import PipelineRunner
+from threefold.plan.schedule.orders import orders_of
 
 OUT_OF_TURN = """\
 0F1,0F0,0B1,0F3,0F2,0B0,0B3,0B2
@@ -55,6 +56,13 @@ def case_of(name: str, micro_batches: int) -> Case:
 
 def test_a_file_trains_what_one_process_trains(pool, expected, schedule: tuple[str, int]) -> None:
     case = case_of(*schedule)
+    found = departures(expected(case), pool.run(4, in_layout, case), case)
+    assert not found, "\n".join(found[:10])
+
+
+def test_zb_h2_as_the_planner_writes_it_trains_what_one_process_trains(pool, expected, tmp_path: Path) -> None:
+    write_schedule_file(tmp_path / "h2.csv", orders_of("zb-h2", 4, 1, 8))
+    case = Case(dtype="fp64", layers=7, dropout=0.1, pp=4, schedule=str(tmp_path / "h2.csv"), accumulation=8, batch=8)
     found = departures(expected(case), pool.run(4, in_layout, case), case)
     assert not found, "\n".join(found[:10])
 

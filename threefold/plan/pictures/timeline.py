@@ -20,7 +20,8 @@ KINDS: Final = {
     "other": style.BROWN,
 }
 """What ranks do → its colour. Time without a span is waiting."""
-_OF_ACTION: Final = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
+OF_ACTION: Final = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
+"""Kind of an action → what ranks do."""
 _LIGHT: Final = ("backward", "backward input", "backward weight")
 _WIDTH, _MOST_DRAWN, _MOST_LABELS, _SMALLEST_LABEL = 16.0, 4000, 5000, 4.5
 
@@ -50,7 +51,7 @@ def spans_of(timeline: Timeline) -> list[TimeSpan]:
     for rank, order in enumerate(timeline.spans):
         chunk = {stage: number for number, stage in enumerate(sorted({action.stage for action, _, _ in order}))}
         for (stage, kind, micro_batch), start, end in order:
-            found.append(TimeSpan(rank, _OF_ACTION[kind], str(micro_batch), start, end, chunk[stage]))
+            found.append(TimeSpan(rank, OF_ACTION[kind], str(micro_batch), start, end, chunk[stage]))
     return found
 
 

@@ -1,0 +1,104 @@
+"""`threefold simulate`: the timeline and the bubble of a pipeline schedule."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from threefold.errors import UserError
+
+_TIME = "per stage and micro-batch, in ms; several between commas are those of each stage."
+
+
+def simulate(
+    schedule: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="1f1b, interleaved, zbv … or FILE.csv, as parallel.schedule; or zb-h1, zb-h2."
+        ),
+    ] = "1f1b",
+    stages: Annotated[str | None, typer.Option(metavar="N", help="Pipeline stages (ranks, as parallel.pp).")] = None,
+    micro_batches: Annotated[
+        str | None, typer.Option("--microbatches", metavar="M", help="Micro-batches of a step.")
+    ] = None,
+    forward: Annotated[str, typer.Option(metavar="MS", help=f"Forward pass {_TIME}")] = "1",
+    backward_input: Annotated[
+        str | None,
+        typer.Option(metavar="MS", help="Backward pass for the input, likewise.", show_default="as --forward"),
+    ] = None,
+    backward_weight: Annotated[
+        str | None,
+        typer.Option(metavar="MS", help="Backward pass for the weights, likewise.", show_default="as --forward"),
+    ] = None,
+    transfer: Annotated[
+        str, typer.Option(metavar="MS", help="From a stage to the next; it delays that one and occupies neither.")
+    ] = "0",
+    chunks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="V", help="Stages of each rank, which share its times.", show_default="as the schedule has them"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw the timeline, as .png or .svg.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Write the actions, for parallel.schedule: FILE.csv.")
+    ] = None,
+) -> None:
+    """Simulate a step under a pipeline schedule: its bubble, its time and what each stage holds.
+
+    The actions are those that a run has. The bubble is (cost − m(F + B + W)) / cost,
+    where cost is the longest time of a stage from its first action to its last.
+    """
+    from threefold.cli.planning.options import times, whole_number
+    from threefold.config.schedule_actions import check_schedule_path, write_schedule_file
+    from threefold.plan.schedule.orders import find_planned
+    from threefold.plan.schedule.simulation import simulated
+
+    if csv is not None:
+        check_schedule_path(csv)
+    if picture is not None:
+        from threefold.plan.pictures.style import check_picture
+
+        check_picture(picture)
+    row = find_planned(schedule)
+    pp = _count(stages, "--stages", row.ranks)
+    count = _count(micro_batches, "--microbatches", row.micro_batches)
+    per_rank = row.default_stages_per_rank if chunks is None else whole_number(chunks, "--chunks")
+    passes = [
+        times(text, option)
+        for text, option in (
+            (forward, "--forward"),
+            (forward if backward_input is None else backward_input, "--backward-input"),
+            (forward if backward_weight is None else backward_weight, "--backward-weight"),
+        )
+    ]
+    found = simulated(row, pp, per_rank, count, passes, times(transfer, "--transfer"))
+    if picture is not None:
+        from threefold.plan.pictures.timeline import draw_timeline, spans_of
+
+        rows = "stage" if len(row.stage_ranks(pp, per_rank)) == pp else "rank"
+        title = f"{row.name}, {pp} stages, {count} micro-batches: bubble {found.timeline.bubble:.1%}"
+        draw_timeline(picture, spans_of(found.timeline), f"{title}, step {found.timeline.length:,.4g} ms", called=rows)
+    if csv is not None:
+        write_schedule_file(csv, found.timeline.program.orders)
+    if as_json:
+        typer.echo(json.dumps(found.facts()))
+    else:
+        from threefold.cli.planning.simulate_view import print_simulation
+
+        print_simulation(found)
+
+
+def _count(text: str | None, option: str, of_file: int | None) -> int:
+    """The number of an option, which a schedule of a file has of itself."""
+    from threefold.cli.planning.options import whole_number
+
+    if text is not None:
+        return whole_number(text, option)
+    if of_file is None:
+        raise UserError(f"{option} is missing, which the schedule needs; give it, such as {option} 8.")
+    return of_file
