@@ -26,6 +26,7 @@ def test_version(threefold) -> None:
         ("config", "show"),
         ("config", "size"),
         ("verify",),
+        ("simulate",),
     ],
 )
 def test_every_command_has_help(threefold, command: tuple[str, ...]) -> None:
