@@ -54,3 +54,9 @@ def test_sends() -> None:
     hidden = pipeline_seconds(stages, stages, stages, "interleaved", 2, 8, send=0.1, overlapped=True)
     assert hidden.sends == pytest.approx(0.1 * 2 * 3)
     assert pipeline_seconds([1.0], [1.0], [1.0], "1f1b", 1, 8, send=0.1).total == 24
+
+
+@pytest.mark.parametrize(("chunks", "count"), [(1, 1), (1, 3), (4, 1), (4, 2), (4, 3), (4, 4)])
+def test_with_fewer_micro_batches_than_ranks_each_waits_for_its_turn(chunks: int, count: int) -> None:
+    closed, simulated = _both("1f1b" if chunks == 1 else "interleaved", 4, chunks, count, [TIMES["published"]] * 4)
+    assert closed == pytest.approx(simulated, rel=1e-9)

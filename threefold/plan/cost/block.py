@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from threefold.plan.cost.collectives import all_to_all_seconds, ring_seconds, send_seconds
-from threefold.plan.cost.kernels import attention_seconds, matrix_seconds, memory_seconds
+from threefold.plan.cost.kernels import attention_seconds, larger, matrix_seconds, memory_seconds, positive
 from threefold.plan.cost.sizes import BlockShape
 from threefold.plan.cost.system import System
 from threefold.plan.hardware.entry import Hardware
@@ -72,8 +72,7 @@ class Passes(NamedTuple):
 NOTHING = Passes(Seconds(), Seconds(), Seconds())
 
 
-@lru_cache(1 << 14)
-def block_seconds(block: BlockShape, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
+def block_passes(block: BlockShape, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
     """What a block takes.
 
     Args:
@@ -95,7 +94,7 @@ def block_seconds(block: BlockShape, hardware: Hardware, system: System, recompu
         attention=core[0],
         memory=memory[0],
         tensor=_exposed(tensor, linear / 2, system.overlap_tensor),
-        context=max(0.0, context - core[0] * (1 - 1 / block.cp.ranks)) if hidden_by_core else context,
+        context=positive(context - core[0] * (1 - 1 / block.cp.ranks)) if hidden_by_core else context,
         experts=experts,
     )
     weight = Seconds(matrix=linear, memory=weight_passes)
@@ -103,17 +102,21 @@ def block_seconds(block: BlockShape, hardware: Hardware, system: System, recompu
     if system.overlap_tensor_backward and not system.overlap_tensor:
         # Of the two sums of a half, that of the input's gradient runs beside the product for the weight.
         backward_tensor = (
-            tensor / 2 + max(0.0, tensor / 2 - linear) if block.sequence_parallel else max(0.0, tensor - linear)
+            tensor / 2 + positive(tensor / 2 - linear) if block.sequence_parallel else positive(tensor - linear)
         )
     backward = Seconds(
         matrix=linear,
         attention=core[1],
         memory=memory[1],
         tensor=backward_tensor,
-        context=max(0.0, 2 * context - core[1] * (1 - 1 / block.cp.ranks)) if hidden_by_core else 2 * context,
+        context=positive(2 * context - core[1] * (1 - 1 / block.cp.ranks)) if hidden_by_core else 2 * context,
         experts=experts,
     )
     return Passes(forward, backward.plus(_replayed(forward, recompute, system)), weight)
+
+
+block_seconds = lru_cache(1 << 14)(block_passes)
+"""The same of a block whose sizes are numbers, kept."""
 
 
 def _replayed(forward: Seconds, recompute: str, system: System) -> Seconds:
@@ -135,7 +138,7 @@ def _linear(block: BlockShape, hardware: Hardware) -> float:
         return found + _feed_forward(block, hardware, rows, block.ffn // ranks)
     experts = block.experts
     count = max(1, experts.count // block.ep.ranks)
-    each = max(1, rows * experts.per_token * block.ep.ranks // experts.count)
+    each = larger(1, rows * experts.per_token * block.ep.ranks // experts.count)
     found += _feed_forward(block, hardware, each, experts.inner // ranks, count)
     found += _product(block, hardware, block.own_tokens, experts.count, hidden)
     return found + (_feed_forward(block, hardware, rows, experts.shared // ranks) if experts.shared else 0.0)
@@ -254,7 +257,7 @@ def _exposed(collective: float, beside: float, overlapped: bool) -> float:
     """Of a collective that runs in pieces beside a product, the first piece, and what is longer than the product."""
     if not overlapped:
         return collective
-    return collective / _PIECES + max(0.0, collective * (1 - 1 / _PIECES) - beside)
+    return collective / _PIECES + positive(collective * (1 - 1 / _PIECES) - beside)
 
 
 def _context(block: BlockShape, hardware: Hardware) -> float:

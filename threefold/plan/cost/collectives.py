@@ -9,6 +9,7 @@ of the links inside.
 from dataclasses import dataclass
 from math import ceil, log2
 
+from threefold.plan.cost.kernels import larger
 from threefold.plan.hardware.entry import Hardware
 
 _WIRE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -76,7 +77,7 @@ def all_to_all_seconds(hardware: Hardware, group: Group, nbytes: float) -> float
     inside = nbytes * (group.in_node - 1) / group.ranks
     outside = nbytes * (group.ranks - group.in_node) / group.ranks
     reached = hardware.achievable
-    return max(
+    return larger(
         inside / (hardware.inside.bandwidth * reached.link), outside / (hardware.between.bandwidth * reached.network)
     ) + latency(hardware, group)
 

@@ -10,8 +10,7 @@ from threefold.plan.cost.system import System
 from threefold.plan.hardware.entry import Hardware
 
 
-@lru_cache(1 << 14)
-def embedding_seconds(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
+def embedding_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
     """Of the look-up and its gradient."""
     block = ends.block
     outer = block.own_tokens * block.hidden * block.itemsize
@@ -32,8 +31,11 @@ def embedding_seconds(ends: EndShapes, hardware: Hardware, system: System) -> Pa
     )
 
 
-@lru_cache(1 << 14)
-def head_seconds(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
+embedding_seconds = lru_cache(1 << 14)(embedding_passes)
+"""The same of sizes that are numbers, kept."""
+
+
+def head_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
     """Of the last norm, the logits and their loss."""
     block = ends.block
     rows, columns = block.tokens, -(-ends.vocab // block.tp.ranks)
@@ -59,3 +61,7 @@ def head_seconds(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
         Seconds(matrix=product + replayed, memory=memory_seconds(hardware, backward + 3 * outer, 3), tensor=sums[1]),
         Seconds(matrix=product, memory=memory_seconds(hardware, 8 * table, 0)),
     )
+
+
+head_seconds = lru_cache(1 << 14)(head_passes)
+"""The same of sizes that are numbers, kept."""

@@ -4,8 +4,6 @@ A roofline: what a kernel multiplies at an achievable share of the peak, or what
 bandwidth, whichever takes longer (Williams et al., "Roofline", CACM 2009), and the time between two kernels.
 """
 
-from functools import lru_cache
-from math import ceil
 from typing import Final
 
 from threefold.plan.hardware.entry import Hardware
@@ -21,7 +19,16 @@ def positive(value: float) -> float:
     return (value + abs(value)) / 2
 
 
-@lru_cache(1 << 16)
+def larger(one: float, other: float) -> float:
+    """The larger of two values; of each pair of elements of arrays."""
+    is_more = one > other
+    if isinstance(is_more, bool):
+        return one if is_more else other
+    import numpy as np  # there are arrays, so that it is imported
+
+    return np.where(is_more, one, other)
+
+
 def matrix_seconds(
     hardware: Hardware, dtype: str, rows: int, columns: int, depth: int, count: int = 1, itemsize: int = 2
 ) -> float:
@@ -44,7 +51,7 @@ def matrix_seconds(
     )
     moved = itemsize * count * (rows * depth + depth * columns + rows * columns)
     return (
-        max(flops / (hardware.matrix_rate(dtype) * fraction), moved / (hardware.memory_bandwidth * reached.memory))
+        larger(flops / (hardware.matrix_rate(dtype) * fraction), moved / (hardware.memory_bandwidth * reached.memory))
         + reached.kernel
     )
 
@@ -56,10 +63,10 @@ def _filled(multiprocessors: int, rows: int, columns: int, count: int) -> float:
         return 1.0
     best = 0.0
     for tile_rows, tile_columns, speed in _TILES:
-        tiles = count * ceil(rows / tile_rows) * ceil(columns / tile_columns)
-        waves = ceil(tiles / multiprocessors)
+        tiles = count * -(-rows // tile_rows) * -(-columns // tile_columns)
+        waves = -(-tiles // multiprocessors)
         used = count * rows * columns / (waves * multiprocessors * tile_rows * tile_columns)
-        best = max(best, used * speed)
+        best = larger(best, used * speed)
     return best
 
 

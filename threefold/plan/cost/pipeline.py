@@ -60,10 +60,38 @@ def pipeline_seconds(
     busy = micro_batches * totals[slowest]
     if ranks == 1:
         return Pipeline(busy, 0.0, 0.0)
-    others = (sum(totals) - totals[slowest]) / chunks
-    filled = (sum(weight) - weight[slowest]) / chunks  # work for the bubble
+    others = bubble_seconds(sum(totals), totals[slowest], sum(weight), weight[slowest], schedule, chunks, micro_batches)
+    return Pipeline(busy, others, send_waits(ranks, chunks, micro_batches, send, overlapped))
+
+
+def bubble_seconds(
+    everything: float,
+    slowest: float,
+    weights: float,
+    of_slowest: float,
+    schedule: str,
+    chunks: int,
+    micro_batches: int,
+) -> float:
+    """In which the slowest rank waits while the others fill and drain; or, with fewer micro-batches than ranks, for the
+    next stage's turn, as a micro-batch goes through all stages one after the other.
+
+    Args:
+        everything: seconds of a micro-batch through all ranks.
+        slowest: of it, those of the slowest rank.
+        weights, of_slowest: of both, those of gradients of weights.
+        schedule, chunks, micro_batches: as of `pipeline_seconds`.
+    """
+    waits, through = (everything - slowest) / chunks, everything
     if schedule in _DEFERRING:  # (p - 1)(F + B - W) of (p - 1)(F + B + W) is left
-        others = positive(others - 2 * filled)
+        waits = positive(waits - 2 * (weights - of_slowest) / chunks)
+        through = everything - weights
+    through = through + (micro_batches - 1) * slowest / chunks
+    return waits + positive(through - micro_batches * slowest - waits)
+
+
+def send_waits(ranks: int, chunks: int, micro_batches: int, send: float, overlapped: bool) -> float:
+    """Transfers that no computation hides; arguments as of `pipeline_seconds`."""
     hops = 2 * (ranks - 1)  # to the last rank and back
     steady = 0.0 if overlapped and chunks > 1 else 2 * chunks * micro_batches * send
-    return Pipeline(busy, others, hops * send + steady)
+    return hops * send + steady

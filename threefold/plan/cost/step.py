@@ -123,7 +123,7 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
         for rank, weights in zip(ranks, held, strict=True)
     )
     share = group.ranks if parallel.zero or system.sharded_optimizer else 1
-    states = _STATES.get(config.optimizer.name, 2)
+    states = optimizer_tensors(config)
     found = StepTime(
         compute=slowest.forward.plus(slowest.backward, slowest.weight).times(train.gradient_accumulation_steps),
         bubble=line.bubble,
@@ -134,6 +134,11 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     )
     world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
     return replace(found, slowest_device=found.seconds * waiting_share(world))
+
+
+def optimizer_tensors(config: Config) -> int:
+    """Tensors of the optimizer's state for each weight, at most."""
+    return _STATES.get(config.optimizer.name, 2)
 
 
 def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
