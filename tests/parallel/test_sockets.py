@@ -11,7 +11,7 @@ from threefold.comm.shared_memory import SharedMemoryGroup
 AXES = [(2, 1, 1), (3, 1, 1), (1, 2, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 3), (2, 2, 2), (1, 8, 1)]
 CASES = {
     "dp{}-tp{}-pp{}".format(*layout): Case(
-        layers=7, heads=24, ffn=72, dropout=0.2, dtype="fp64", shared_memory=False
+        layers=4, heads=24, ffn=72, dropout=0.2, dtype="fp64", shared_memory=False
     ).with_layout(*layout)
     for layout in AXES
 }

@@ -64,6 +64,7 @@ def tied_weight(case: Case, steps: int) -> bytes | None:
     return bits(entries["embed.tokens.weight"].master) if "embed.tokens.weight" in entries else None
 
 
+@pytest.mark.slow  # `tests/parallel/test_parity.py` has twenty steps of it
 def test_tied_weights_stay_bit_equal(pool: WorkerPool) -> None:
     case = Case(layers=3, steps=50).with_layout(2, 1, 3)
     shares = pool.run(6, tied_weight, case, 50)

@@ -1,5 +1,6 @@
 """One flipped bit in the weights or optimizer state of one rank is found, and the rank is named; nothing else is."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -107,7 +108,7 @@ def check_names(found: list[tuple[int, str, tuple[int, ...], str]]) -> None:
     assert wrong == []
 
 
-@sweep(("layout", "kind"), zip(LAYOUTS, ["weights", "state"] * 4, strict=True), quick=(0, 3, 4))
+@sweep(("layout", "kind"), zip(LAYOUTS, ["weights", "state"] * 4, strict=True), quick=(3, 4))
 def test_a_flipped_bit_is_named(pool: WorkerPool, layout: str, kind: str) -> None:
     """One bit on each of the eight ranks in turn, within the step that is watched: with or without copies."""
     case = LAYOUTS[layout]
@@ -121,10 +122,12 @@ def test_twenty_of_twenty(pool: WorkerPool, layout: str, kind: str) -> None:
     check_names(pool.run(8, named, LAYOUTS[layout], kind, list(range(100, 120)), 1)[0])
 
 
-@pytest.mark.parametrize("kind", ["weights", pytest.param("state", marks=pytest.mark.slow)])
-def test_the_majority_names_a_rank_whose_bit_flipped_steps_ago(pool: WorkerPool, kind: str) -> None:
+@sweep(("kind", "ranks"), [("weights", (1, 6)), ("weights", range(8)), ("state", range(8))], quick=(0,), ids=str)
+def test_the_majority_names_a_rank_whose_bit_flipped_steps_ago(
+    pool: WorkerPool, kind: str, ranks: Sequence[int]
+) -> None:
     """Before the interval in which the rank compares its state with itself; by then its gradients have reached all."""
-    check_names(pool.run(8, named, LAYOUTS["dp4-tp2"], kind, list(range(8)), 3)[0])
+    check_names(pool.run(8, named, LAYOUTS["dp4-tp2"], kind, list(ranks), 3)[0])
 
 
 @pytest.mark.slow

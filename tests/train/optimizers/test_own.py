@@ -8,6 +8,7 @@ import yaml
 
 from tests.support.command import Command
 from tests.support.parity import Case, departures, in_layout
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, same, steps_of
 from threefold.config import Config, resolve
 from threefold.config.optimizer import OptimizerConfig
@@ -162,17 +163,10 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", LAYOUTS[:2], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS[:3])
+@sweep("changes", LAYOUTS, quick=(0, 1), ids=str)
+@sweep("name", OPTIMIZERS, quick=(0, 1, 2))
 def test_the_same_weights_in_every_layout(pool, expected, file: Path, name: str, changes: dict[str, Any]) -> None:
     """In fp64 over several steps: element-wise over shards, and with whole matrices where the class says so."""
-    check(pool, expected, own(file, name, **changes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_in_every_layout(pool, expected, file: Path, name: str, changes: dict[str, Any]) -> None:
     check(pool, expected, own(file, name, **changes))
 
 
