@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from threefold.comm.mesh import Axis
-
-
-def shard_bounds(size: int, shards: int, index: int) -> tuple[int, int]:
-    """First and past-the-last element of a shard, cut as `torch.chunk` does: the last may be short or empty."""
-    step = -(-size // shards)
-    return min(index * step, size), min((index + 1) * step, size)
+from threefold.comm.shards import shard_bounds
 
 
 def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -4,7 +4,7 @@ An optimizer is one file of `train/optimizers/` and one row of `BUILT_IN`; a lea
 `train/lr_schedules/` and one row of `LR_SCHEDULES`. Other packages add theirs through entry points.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import Field
@@ -19,22 +19,29 @@ class OptimizerRow(NamedTuple):
     Attributes:
         implementation: `module:attribute` of its `UpdateRule`.
         reads: which of `HYPER_PARAMETERS` it reads, and their defaults (None: as the section says).
+        states: (the section, whether a weight is a hidden matrix) → tensors of its shape that it keeps for the weight.
     """
 
     implementation: str
     reads: Mapping[str, Any]
+    states: "Callable[[OptimizerConfig, bool], int]"
 
 
 _ADAM: Final = {"betas": None, "eps": None}
 
 BUILT_IN: Final = {
-    "adamw": OptimizerRow("threefold.train.optimizers.adamw:AdamW", _ADAM),
-    "adam": OptimizerRow("threefold.train.optimizers.adam:Adam", _ADAM),
-    "sgd": OptimizerRow("threefold.train.optimizers.sgd:SGD", {"momentum": 0.0, "nesterov": False}),
-    "lion": OptimizerRow("threefold.train.optimizers.lion:Lion", {"betas": None}),
+    "adamw": OptimizerRow("threefold.train.optimizers.adamw:AdamW", _ADAM, lambda config, hidden: 2),
+    "adam": OptimizerRow("threefold.train.optimizers.adam:Adam", _ADAM, lambda config, hidden: 2),
+    "sgd": OptimizerRow(
+        "threefold.train.optimizers.sgd:SGD",
+        {"momentum": 0.0, "nesterov": False},
+        lambda config, hidden: 1 if config.momentum else 0,
+    ),
+    "lion": OptimizerRow("threefold.train.optimizers.lion:Lion", {"betas": None}, lambda config, hidden: 1),
     "muon": OptimizerRow(
         "threefold.train.optimizers.muon:Muon",
         {**_ADAM, "momentum": 0.95, "nesterov": True, "newton_schulz_steps": 5, "lr_scaling": "match_rms_adamw"},
+        lambda config, hidden: 1 if hidden else 2,
     ),
 }
 HYPER_PARAMETERS: Final = ("betas", "eps", "momentum", "nesterov", "newton_schulz_steps", "lr_scaling")

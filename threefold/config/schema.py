@@ -205,6 +205,9 @@ class TrainConfig(Section):
         return bool(self.eval_every or self.eval_every_epochs)
 
 
+_ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+
+
 class PrecisionConfig(Section):
     """Number formats of the computation."""
 
@@ -219,6 +222,16 @@ class PrecisionConfig(Section):
     master_weights: bool = True
     """Whether weights, gradients and optimizer states are fp32 where `dtype` is narrower. With false, which needs
     `bf16`, they are bf16 too: less memory, but an update below a 256th of its weight is lost."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element that is computed with."""
+        return _ITEMSIZES[self.dtype]
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of an element of what is updated: weights, their gradients and optimizer states."""
+        return max(4, self.itemsize) if self.master_weights else self.itemsize
 
 
 class CheckpointConfig(Section):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from threefold.comm.collectives import shard_bounds
+from threefold.comm.shards import shard_bounds
 from threefold.errors import UserError
 from threefold.inference.model import Model
 from threefold.parallel.tensor.loss import ParallelCrossEntropy

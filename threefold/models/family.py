@@ -1,5 +1,6 @@
 """What a family of models is made of, so that one name in the registry is enough to find all of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     from threefold.models.hf.model_type import HuggingFaceType
     from threefold.models.layers.decoder import Decoder
     from threefold.models.sharding import ModelPlan
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Names of parameters, and their shapes."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Family:
         plan: the function of such a config and the tokens of a sample that returns its `ModelPlan`.
         huggingface: its `HuggingFaceType`s in a tuple, the first that fits a model being the one it is exported as;
             None for a family that is not imported or exported.
+        shapes: the function of such a config and the name of a layer that returns the `Shapes` of its parameters,
+            without torch; None where the model itself, on the meta device, has to say.
     """
 
     title: str
@@ -30,6 +37,7 @@ class Family:
     model: str
     plan: str
     huggingface: str | None = None
+    shapes: str | None = None
 
     def make_model(self, config: ModelConfig) -> "Decoder":
         """The whole, single-device model of a resolved config."""
@@ -40,6 +48,13 @@ class Family:
         """How it is sharded."""
         made: ModelPlan = resolve_name(self.plan)(config, sequence_length)
         return made
+
+    def layer_shapes(self, config: ModelConfig, layer: str) -> Shapes | None:
+        """The shapes of the parameters of a layer, without torch; None where the family does not say them."""
+        if self.shapes is None:
+            return None
+        found: Shapes = resolve_name(self.shapes)(config, layer)
+        return found
 
     def huggingface_types(self) -> "tuple[HuggingFaceType, ...]":
         """The kinds of Hugging Face models that it can be imported from and exported to."""

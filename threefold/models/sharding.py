@@ -344,6 +344,20 @@ class ModelPlan:
         """Whether a parameter has a rule by itself."""
         return bool(self.bare) and Patterns(self.bare).naming(parameter) is not None
 
+    def is_hidden_matrix(self, name: str, dims: int) -> bool:
+        """Whether a parameter is a weight of two dims or more of a layer between the model's first and its last.
+
+        Args:
+            name: in the whole model; a tied weight's is that of its first use.
+            dims: how many it has.
+        """
+        parts = name.split(".")
+        return dims >= 2 and any(".".join(parts[:end]) in self._hidden_layers for end in range(1, len(parts)))
+
+    @cached_property
+    def _hidden_layers(self) -> frozenset[str]:
+        return frozenset(self.layers[1:-1])
+
     def divided_settings(self, axis: str) -> dict[str, int]:
         """The settings of the model's config that the size of an axis has to divide, and their values.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from threefold.comm.axis import Axis
-from threefold.comm.collectives import shard_bounds
+from threefold.comm.shards import shard_bounds
 from threefold.parallel.parameter import cut_dims, offset
 
 

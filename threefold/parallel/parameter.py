@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from threefold.comm.collectives import local_part, shard_bounds
+from threefold.comm.collectives import local_part
 from threefold.comm.mesh import Axis
+from threefold.comm.shards import shard_bounds
 
 
 def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from threefold.comm.collectives import shard_bounds
 from threefold.comm.layout import Coordinates
+from threefold.comm.shards import shard_bounds
 from threefold.config.schema import ParallelConfig
 from threefold.models.sharding import OverExperts, Split
 

@@ -1,52 +1,16 @@
-"""Parameter counts of a model, and the memory of each rank's shards: counted on the meta device, without processes."""
+"""Parameter counts of a model, and the memory of each rank's shards: counted from shapes, without processes."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from math import prod
 from typing import NamedTuple
 
-import torch
-from torch import nn
-
 from threefold.comm.layout import Coordinates
-from threefold.config import Config, ModelConfig
-from threefold.dtypes import DTYPES
-from threefold.models.registry import make_model, model_plan
-from threefold.models.sharding import ModelPlan, OverExperts, Split
+from threefold.config import Config, OptimizerConfig
+from threefold.config.optimizer import BUILT_IN
 from threefold.parallel.pipeline.stage_map import stage_map
-from threefold.parallel.shard_shapes import Place, local_shape, place_of
-from threefold.train.optimizer import is_hidden_matrix
-from threefold.train.optimizers.base import UpdateRule
-from threefold.train.optimizers.own import update_rule
+from threefold.parallel.shard_shapes import Place, place_of
+from threefold.plan.model_weights import model_weights
 
 _STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
-
-
-class WeightShape(NamedTuple):
-    """A parameter of the whole model.
-
-    Attributes:
-        name: the one name that it has; a tied weight's is that of its first use.
-        split: how its module is cut.
-        shape: of the whole weight.
-    """
-
-    name: str
-    split: Split
-    shape: tuple[int, ...]
-
-    def held(self, place: Place) -> int:
-        """How many of its elements the rank at `place` holds."""
-        return prod(self.held_shape(place))
-
-    def held_shape(self, place: Place) -> tuple[int, ...]:
-        """The shape of the shard that the rank at `place` holds."""
-        return local_shape(self.shape, self.split, self.own_name, place)
-
-    @property
-    def own_name(self) -> str:
-        """Its name in its module."""
-        return self.name.rpartition(".")[2]
 
 
 class StageSize(NamedTuple):
@@ -93,6 +57,8 @@ class ModelSize:
     Attributes:
         parameters: of the whole model, tied weights counted once.
         active: parameters active per token: of the experts, as many as each token is sent to.
+        weights: of the whole model.
+        map: its pipeline stages.
 
     Raises:
         UserError: the layers cannot be partitioned into the stages as the config says.
@@ -100,23 +66,20 @@ class ModelSize:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._plan = plan = model_plan(config.model, config.data.sequence_length)
-        self._rule: type[UpdateRule] = update_rule(config.optimizer)
-        self._map = stage_map(plan, config)
-        self._layers = weights_by_layer(config.model, plan)
-        self.parameters = _count(self._whole())
-        experts = _count(weight for weight in self._whole() if isinstance(weight.split, OverExperts))
+        self.weights = model_weights(config.model, config.data.sequence_length)
+        self.map = stage_map(self.weights.plan, config)
+        whole = self.weights.held(self.weights.layers, Place())
+        self.parameters = whole.all
         idle = config.model.num_experts - config.model.experts_per_token
-        self.active = self.parameters - (experts // config.model.num_experts * idle if experts else 0)
+        self.active = self.parameters - (whole.experts // config.model.num_experts * idle if whole.experts else 0)
 
     def stages(self) -> list[StageSize]:
         """The stages of the pipeline, in order."""
-        found, counted = [], set[WeightShape]()
-        for number, pp_rank in enumerate(self._map.ranks):
-            names = self._names(number)
-            new = {weight for name in names for weight in self._layers[name]} - counted
-            counted |= new
-            found.append(StageSize(pp_rank, names, _count(new)))
+        found, counted = [], 0
+        for number, pp_rank in enumerate(self.map.ranks):
+            until = self.weights.held(self._names(0, number), Place()).all
+            found.append(StageSize(pp_rank, self.layers_of(number), until - counted))
+            counted = until
         return found
 
     def rank(self, pp_rank: int, place: Place) -> RankSize:
@@ -129,18 +92,17 @@ class ModelSize:
             place: its coordinates on the others.
         """
         precision, zero = self._config.precision, self._config.parallel.zero
-        dtype = DTYPES[precision.dtype]
-        narrow = dtype.itemsize
-        wide = torch.promote_types(dtype, torch.float32).itemsize if precision.master_weights else narrow
-        held = sum(weight.held(place) for weight in self._of_rank(pp_rank))
-        states = sum(weight.held(place) * self._states(weight) for weight in self._of_rank(pp_rank)) * wide
+        narrow, wide = precision.itemsize, precision.master_itemsize
+        layers = self.layers_of_rank(pp_rank)
+        own = self.weights.held(layers, place)
+        held = own.all
+        hidden, others = (optimizer_states(self._config.optimizer, hidden) for hidden in (True, False))
+        states = (own.hidden * hidden + own.others * others) * wide
         if not zero:
             copies = held * narrow if narrow < wide else 0
             return RankSize(held, held * wide + copies, held * wide, states)
-        whole = sum(weight.held(place.unshared) for weight in self._of_rank(pp_rank))
-        largest = max(
-            sum(weight.held(place.unshared) for weight in group) for group in self._gathered_together(pp_rank)
-        )
+        whole = self.weights.held(layers, place.unshared).all
+        largest = max(max(group) for group in self.gathered_together(pp_rank, place.unshared))
         gathered = (largest if zero == _WEIGHTS_TOO else whole) * narrow
         if zero == _STATE_ALONE:
             gradients = max(held * wide, whole * wide + (largest * narrow if narrow < wide else 0))
@@ -150,60 +112,57 @@ class ModelSize:
 
     def largest_rank(self, pp_rank: int) -> RankSize:
         """Of the ranks at a place of the pp axis, the one that holds the most: the first, as none has longer parts."""
-        return self.rank(pp_rank, place_of(self._config.parallel, Coordinates(0, pp_rank, 0, 0)))
+        return self.rank(pp_rank, self.largest_place(pp_rank))
 
-    def _states(self, weight: WeightShape) -> int:
-        """Tensors of its shape that the optimizer keeps for a weight."""
-        hidden = is_hidden_matrix(weight.name, len(weight.shape), self._plan)
-        return self._rule.states_per_element(self._config.optimizer, hidden)
+    def largest_place(self, pp_rank: int) -> Place:
+        """The place of the rank that holds the most."""
+        return place_of(self._config.parallel, Coordinates(0, pp_rank, 0, 0))
 
-    def _names(self, stage: int) -> tuple[str, ...]:
-        first, end = self._map.layers(stage)
-        return tuple(self._layers)[first:end]
+    def layers_of(self, stage: int) -> tuple[str, ...]:
+        """The names of the layers of a stage."""
+        return self._names(stage, stage)
 
-    def _whole(self) -> set[WeightShape]:
-        return {weight for weights in self._layers.values() for weight in weights}
+    def layers_of_rank(self, pp_rank: int) -> list[str]:
+        """Those of all stages of a rank."""
+        return [name for stage in self.map.held_by(pp_rank) for name in self.layers_of(stage)]
 
-    def _of_rank(self, pp_rank: int) -> set[WeightShape]:
-        """Distinct weights, those among them that another rank holds as well."""
-        stages = self._map.held_by(pp_rank)
-        return {weight for stage in stages for name in self._names(stage) for weight in self._layers[name]}
+    def gathered_together(self, pp_rank: int, place: Place) -> list[tuple[int, int]]:
+        """With ZeRO: the elements that a rank gathers at once, weights and experts that are gathered by themselves; for
+        each layer, and for the layers of each stage that share weights, which come last.
 
-    def _gathered_together(self, pp_rank: int) -> Iterator[set[WeightShape]]:
-        """With ZeRO: the weights of each layer, and those of the layers of a stage that share any; experts that the
-        replicas share by themselves."""
-        for stage in self._map.held_by(pp_rank):
-            layers = [set(self._layers[name]) for name in self._names(stage)]
-            if self._config.parallel.ep > 1:
-                experts = [{weight for weight in layer if isinstance(weight.split, OverExperts)} for layer in layers]
-                yield from experts
-                layers = [layer - own for layer, own in zip(layers, experts, strict=True)]
-            uses = Counter(weight for layer in layers for weight in layer)
-            sharing = [layer for layer in layers if any(uses[weight] > 1 for weight in layer)]
-            yield from (layer for layer in layers if layer not in sharing)
-            yield set().union(*sharing)
+        Args:
+            pp_rank: coordinate of the rank on the pp axis.
+            place: the others, without those of ZeRO.
+        """
+        apart = self._config.parallel.ep > 1
+        found = []
+        for stage in self.map.held_by(pp_rank):
+            layers = self.layers_of(stage)
+            uses = Counter(weight for name in layers for weight in self.weights.shared[name])
+            together = [name for name in layers if any(uses[weight] > 1 for weight in self.weights.shared[name])]
+            groups = [[name] for name in layers if name not in together]
+            for group in [*groups, together]:
+                held = self.weights.held(group, place)
+                found.append((held.dense, held.experts) if apart else (held.all, 0))
+        return found
 
-
-def weights_by_layer(config: ModelConfig, plan: ModelPlan) -> dict[str, tuple[WeightShape, ...]]:
-    """The parameters of each layer of a model, in order; counted on the meta device."""
-    with torch.device("meta"):
-        model = make_model(config)
-    return {name: _weights(model, name, plan) for name in plan.layers}
+    def _names(self, first: int, last: int) -> tuple[str, ...]:
+        """The layers of some stages, the last included."""
+        return self.weights.plan.layers[self.map.bounds[first] : self.map.bounds[last + 1]]
 
 
-def _weights(model: nn.Module, layer: str, plan: ModelPlan) -> tuple[WeightShape, ...]:
-    """The parameters of a layer."""
-    named = model.get_submodule(layer).named_parameters(layer)
-    return tuple(WeightShape(plan.whole_name(name), _split(name, plan), tuple(weight.shape)) for name, weight in named)
+def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
+    """Tensors of a weight's shape that the optimizer keeps for it.
 
+    Args:
+        config: which optimizer.
+        hidden: whether it is a matrix of a layer between the first and the last.
 
-def _split(name: str, plan: ModelPlan) -> Split:
-    """How the module of a parameter of the whole model is cut."""
-    found = plan.split_of(plan.whole_name(name))
-    if found is None:
-        raise ValueError(f"the split table says nothing about the parameter {name!r}")
-    return found
+    Raises:
+        UserError: the optimizer is another package's or the user's and cannot be imported or made.
+    """
+    if config.name in BUILT_IN:
+        return BUILT_IN[config.name].states(config, hidden)
+    from threefold.train.optimizers.own import update_rule  # imports torch
 
-
-def _count(weights: Iterable[WeightShape]) -> int:
-    return sum(prod(weight.shape) for weight in weights)
+    return update_rule(config).states_per_element(config, hidden)

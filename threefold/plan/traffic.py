@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from threefold.comm.collectives import shard_bounds
 from threefold.comm.layout import Coordinates
+from threefold.comm.shards import shard_bounds
 from threefold.config import Config
 from threefold.models.registry import model_plan
 from threefold.parallel.data.grad_buckets import in_buckets
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.shard_shapes import Place, ShardIndex
-from threefold.plan.model_size import WeightShape, weights_by_layer
+from threefold.plan.model_weights import WeightShape, weights_by_layer
 
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _COUNT = 2 * 8  # bytes of the number of valid tokens, and of padding tokens

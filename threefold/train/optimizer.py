@@ -47,7 +47,7 @@ class Optimizer:
         self.entries: list[Entry] = []
         for weight in weights:
             parameter = weight.parameter
-            whole, hidden = ShardedMatrix(parameter, axes), is_hidden_matrix(weight.name, parameter.dim(), plan)
+            whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
             self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, whole, hidden))
         self.rule: UpdateRule = update_rule(config)(self.entries, config)
         self.restorations = 0
@@ -80,14 +80,3 @@ class Optimizer:
         for entry in self.entries:
             for state, value in self.rule.state(entry).items():
                 yield entry.name, state, value
-
-
-def is_hidden_matrix(name: str, dims: int, plan: ModelPlan) -> bool:
-    """Whether a parameter is a weight of two dims or more of a layer between the model's first and its last.
-
-    Args:
-        name: in the whole model; a tied weight's is that of its first use.
-        dims: how many it has.
-        plan: the model's layers.
-    """
-    return dims >= 2 and any(name.startswith(f"{layer}.") for layer in plan.layers[1:-1])

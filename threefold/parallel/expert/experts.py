@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
-from threefold.comm.collectives import copy_to, gather_shares, reduce_from, reduce_to_shares, shard_bounds
+from threefold.comm.collectives import copy_to, gather_shares, reduce_from, reduce_to_shares
+from threefold.comm.shards import shard_bounds
 from threefold.models.layers.experts import Experts, swiglu, through
 from threefold.models.layers.router import Choice
 from threefold.models.sharding import OverExperts

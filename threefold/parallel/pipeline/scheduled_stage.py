@@ -132,6 +132,8 @@ class ScheduledStage(BufferedPipelineStage):
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             else:
                 self._skip_backward(bwd_chunk_id, full_backward)
+        if loss is not None:
+            loss.detach_()  # torch's schedules keep it to the end of the step, and its graph the receive buffer
         _drop(self.args_recv_info[bwd_chunk_id])
         _drop(self.grad_recv_info[bwd_chunk_id])
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
-from threefold.comm.collectives import shard_bounds
+from threefold.comm.shards import shard_bounds
 from threefold.errors import UserError
 from threefold.parallel.tensor.initial_values import Initializer, keep_shard_
 from threefold.parallel.tensor.layers import (

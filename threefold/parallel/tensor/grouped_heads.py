@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.collectives import gather_shares, shard_bounds
+from threefold.comm.collectives import gather_shares
 from threefold.comm.mesh import Axis
+from threefold.comm.shards import shard_bounds
 from threefold.models.sharding import Unit
 from threefold.parallel.tensor.layers import ColumnParallelLinear
 

@@ -24,9 +24,9 @@ from threefold.comm.collectives import (
     reduce_from,
     reduce_to_shares,
     scatter_to,
-    shard_bounds,
 )
 from threefold.comm.mesh import Axis
+from threefold.comm.shards import shard_bounds
 from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Split, Vocab
 from threefold.ops.kernels import embedding, linear

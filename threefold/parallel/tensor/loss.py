@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.collectives import shard_bounds
 from threefold.comm.mesh import Axis
+from threefold.comm.shards import shard_bounds
 from threefold.labels import IGNORE_INDEX
 from threefold.ops.cross_entropy import check_labels
 from threefold.parallel.tensor.chunked_loss import parallel_chunked_cross_entropy

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from threefold.config import OptimizerConfig
+from threefold.config.optimizer import BUILT_IN
 from threefold.train.optimizers.base import TorchRule, zeros
 
 
@@ -25,4 +26,4 @@ class AdamW(TorchRule):
 
     @classmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
-        return 2
+        return BUILT_IN["adamw"].states(config, is_hidden_matrix)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from threefold.config import OptimizerConfig
+from threefold.config.optimizer import BUILT_IN
 from threefold.train.optimizers.base import Entry, UpdateRule, zeros
 
 
@@ -32,4 +33,4 @@ class Lion(UpdateRule):
 
     @classmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
-        return 1
+        return BUILT_IN["lion"].states(config, is_hidden_matrix)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from threefold.config import OptimizerConfig
+from threefold.config.optimizer import BUILT_IN
 from threefold.train.optimizers.adamw import AdamW
 from threefold.train.optimizers.base import Entry, UpdateRule, zeros
 
@@ -67,7 +68,7 @@ class Muon(UpdateRule):
 
     @classmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
-        return 1 if is_hidden_matrix else AdamW.states_per_element(config, is_hidden_matrix)
+        return BUILT_IN["muon"].states(config, is_hidden_matrix)
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:

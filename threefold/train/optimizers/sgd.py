@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from threefold.config import OptimizerConfig
+from threefold.config.optimizer import BUILT_IN
 from threefold.train.optimizers.base import TorchRule, zeros
 
 
@@ -21,4 +22,4 @@ class SGD(TorchRule):
 
     @classmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
-        return 1 if config.momentum else 0
+        return BUILT_IN["sgd"].states(config, is_hidden_matrix)
