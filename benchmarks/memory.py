@@ -23,7 +23,8 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.plan.activations import BlockSizes, block_bytes, recording_saved
+from threefold.plan.activations import BlockSizes, block_bytes
+from threefold.plan.saved_tensors import recording_saved
 from threefold.train.engine import Engine
 
 LENGTH, MICRO_BATCH, MICRO_BATCHES = 256, 2, 8

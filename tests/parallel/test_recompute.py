@@ -19,7 +19,8 @@ from threefold.models.sharding import Constant, ModelPlan, Replicated
 from threefold.parallel.parameter import local, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import Recomputed, apply_recompute, chosen_layers, unwrapped
-from threefold.plan.activations import block_bytes, recording_saved
+from threefold.plan.activations import block_bytes
+from threefold.plan.saved_tensors import recording_saved
 from threefold.random.dropout import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)

@@ -85,7 +85,7 @@ class _Checked:
             return self.resolved
         if config.model.architecture == OWN:  # whose activations no formula gives
             return self.resolved
-        from threefold.plan.memory import largest_micro_batch  # imports torch, which no check needs
+        from threefold.plan.memory.micro_batch import largest_micro_batch  # imports torch, which no check needs
 
         room = memory_per_rank(device, self.local_world_size)
         return _on(device, resolve(config, self.vocab_size, largest_micro_batch(config, self.vocab_size, room, device)))

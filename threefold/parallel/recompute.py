@@ -8,7 +8,7 @@ Collectives inside a module are repeated too. Torch ends a recomputation at the 
 needs; all ranks of a group run the same operations and so end at the same one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from threefold.errors import UserError
 from threefold.models.name_pattern import matches
 from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.recomputed_layers import chosen_layers
 from threefold.random.rng import RandomStreams, draws_in_sequence
 from threefold.torch_private.tensors import share_contents
 
@@ -115,24 +116,6 @@ def apply_recompute(stages: Sequence[Stage], mode: str, every: int = 1, streams:
                     made[module] = Recomputed(module, streams if draws else None)
                 parent, _, attribute = name.rpartition(".")
                 stage.get_submodule(parent).register_module(attribute, made[module])
-
-
-def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:
-    """The layers of a model in which `mode` recomputes something.
-
-    Args:
-        layers: of the whole model, in order.
-        patterns: mode → the modules that it recomputes, as in `ModelPlan`.
-        mode, every: as in `apply_recompute`.
-    """
-    if mode == "none":
-        return []
-    return [layer for layer in layers if any(_is_within(pattern, layer) for pattern in patterns[mode])][::every]
-
-
-def _is_within(pattern: str, layer: str) -> bool:
-    depth = layer.count(".") + 1
-    return matches(layer, ".".join(pattern.split(".")[:depth]))
 
 
 def _matching(stage: Stage, layer: str, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:

@@ -1,26 +1,45 @@
-"""Activation memory that the forward pass keeps for the backward pass: counted, and by formula.
+"""Activation memory that the forward pass keeps for the backward pass, by formula; `saved_tensors` counts it.
 
 After Korthikanti et al., "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 4,
 for the layers of this package: dropout keeps its mask in the activations' dtype, and attention without dropout keeps
 only its inputs, its output and one number per row where torch's fused kernel serves.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
-
-import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-
-from threefold.torch_private.tensors import storage_key
 
 Attention = Literal["fused", "plain", "dropped"]
 """How the attention core computes: torch's fused kernel, plain products, or plain products with dropout."""
 _KEPT_BY_ACTIVATION = {"relu": 1, "quick_gelu": 3}
 """Tensors of the inner features that are kept, the input of the next layer among them; others keep 2, the first layer's
 output and the function of it. ReLU's backward pass needs its result alone."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What kernels keep for the backward pass, where systems and devices differ.
+
+    Attributes:
+        fused_norm: whether a norm of the root mean square keeps its input and a number for each row, as one kernel
+            does; otherwise it keeps its input and the normalised one, in fp32 at least.
+        fused_gate: whether SiLU and product of a gated network keep the gates and what they gate alone; otherwise
+            SiLU's result too.
+        fused_rotary: whether turned queries and keys replace those before; otherwise both are kept.
+        mask_bytes: of an element of a dropout mask; 0 for that of the activations.
+        replays_operations: whether `selective` recompute keeps the results of every second product and of attention
+            and computes all else again (torchtitan), not only the attention core.
+        wide_statistics: whether norms keep their numbers for each row in fp32 whatever they compute in.
+        gradients_in_place: whether products for weights add to the fp32 gradients themselves, so that there is no
+            gradient of a weight beside the sum.
+    """
+
+    fused_norm: bool = False
+    fused_gate: bool = False
+    fused_rotary: bool = False
+    mask_bytes: int = 0
+    replays_operations: bool = False
+    wide_statistics: bool = False
+    gradients_in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,7 @@ class ExpertSizes:
         inner: the features inside each; `tp` divides it.
         shared: the features inside the one that every token goes through; 0 for none.
         spread: whether they are sharded over ranks; a rank may then receive more tokens than it sends.
+        held: how many of them a rank has; 0 for all.
     """
 
     count: int
@@ -40,6 +60,7 @@ class ExpertSizes:
     inner: int
     shared: int = 0
     spread: bool = False
+    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,7 @@ class BlockSizes:
         head_norms: whether there is QK-norm.
         masked: whether there is an attention mask of documents or a sliding window.
         experts: in the place of the feed-forward network.
+        kernels: what they keep; of this package on a CPU by default.
     """
 
     samples: int
@@ -85,6 +107,7 @@ class BlockSizes:
     head_norms: bool = False
     masked: bool = False
     experts: ExpertSizes | None = None
+    kernels: Kernels = Kernels()
 
     @property
     def tokens(self) -> int:
@@ -132,18 +155,36 @@ def block_bytes(sizes: BlockSizes, recompute: str = "none") -> int:
     outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
     if recompute == "full":
         return outer
-    norm = 2 * outer + 2 * sizes.own_tokens * sizes.itemsize  # its input and output, mean and deviation of each token
+    if recompute == "selective" and sizes.kernels.replays_operations:
+        return _kept_between_operations(sizes, outer)
+    # Input and output of a norm, mean and deviation of each token.
+    norm = 2 * outer + 2 * sizes.own_tokens * _statistic(sizes)
     if sizes.llama:
         norm = _rms_bytes(sizes, sizes.own_tokens, outer) + outer
     core = _kept_for_core(sizes, recompute == "selective")
-    masks = 2 * outer if sizes.hidden_dropout else 0
+    masks = 2 * outer // sizes.itemsize * (sizes.kernels.mask_bytes or sizes.itemsize) if sizes.hidden_dropout else 0
     feed_forward = _feed_forward_bytes(sizes) if sizes.experts is None else _experts_bytes(sizes, sizes.experts)
     return 2 * norm + core + sizes.queries + feed_forward + masks  # queries: what attention hands to its projection
+
+
+def _statistic(sizes: BlockSizes) -> int:
+    """Bytes of a number that a layer norm keeps for a token."""
+    return sizes.wide if sizes.kernels.wide_statistics else sizes.itemsize
+
+
+def _kept_between_operations(sizes: BlockSizes, outer: int) -> int:
+    """The block's input, and the results of attention and of every second product: of those for queries, values, the
+    first of the feed-forward network and its last."""
+    sums = sizes.samples * sizes.heads // sizes.tp * sizes.positions // sizes.cp * sizes.wide
+    inner = sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
+    return 2 * outer + 2 * sizes.queries + sums + sizes.keys + inner
 
 
 def _rms_bytes(sizes: BlockSizes, rows: int, nbytes: int) -> int:
     """What a norm of the root mean square keeps of an input of `nbytes`: itself and the normalised one, in fp32 at
     least, and a number for each row."""
+    if sizes.kernels.fused_norm:
+        return nbytes + rows * sizes.wide
     return 2 * nbytes * sizes.wide // sizes.itemsize + rows * sizes.wide
 
 
@@ -152,7 +193,7 @@ def _kept_for_core(sizes: BlockSizes, replayed: bool) -> int:
     heads, key_heads = sizes.heads // sizes.tp, sizes.own_key_heads
     split = sizes.queries + 2 * sizes.keys  # queries, keys and values, as the layer before gives them
     inputs, before = split, 0
-    if sizes.rotary:
+    if sizes.rotary and not sizes.kernels.fused_rotary:
         tables = sizes.positions // sizes.cp * (sizes.head_dim or sizes.hidden // sizes.heads) * sizes.wide
         before += tables
         inputs += sizes.queries + sizes.keys
@@ -193,7 +234,7 @@ def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
 def _feed_forward_bytes(sizes: BlockSizes) -> int:
     """Before and after the activation function; of a gated network gates and what they gate, the gates' SiLU and the
     product."""
-    count = 4 if sizes.llama else _KEPT_BY_ACTIVATION.get(sizes.activation, 2)
+    count = (3 if sizes.kernels.fused_gate else 4) if sizes.llama else _KEPT_BY_ACTIVATION.get(sizes.activation, 2)
     return count * sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
 
 
@@ -222,43 +263,10 @@ def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
     """
     tokens, own, wide = sizes.tokens, sizes.own_tokens, sizes.wide
     outer = own * sizes.hidden * sizes.itemsize
-    norm = _rms_bytes(sizes, own, outer) + outer if sizes.llama else 2 * outer + 2 * own * sizes.itemsize
+    norm = _rms_bytes(sizes, own, outer) + outer if sizes.llama else 2 * outer + 2 * own * _statistic(sizes)
     split = sizes.tp > 1
     labels = tokens * (8 + (2 if split else 0))
     if chunk_size:  # the largest logit and the sum of the exponentials; with tp the factor to the common maximum too
         return norm + labels + tokens * ((4 if split else 2) * wide + (0 if split else 1))
     probabilities = tokens * -(-vocab // sizes.tp) * wide
     return norm + labels + probabilities + (0 if split else wide)  # one number for the weight of all tokens together
-
-
-@dataclass
-class Saved:
-    """The memory of tensors that autograd saved; counted once however many tensors share it."""
-
-    _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-
-    def add(self, tensor: Tensor) -> None:
-        self._storages[storage_key(tensor)] = tensor.untyped_storage()  # held, so that no other takes its place
-
-    @property
-    def nbytes(self) -> int:
-        """The memory held now, without storages that were freed meanwhile (and are filled again when needed)."""
-        return sum(storage.nbytes() for storage in self._storages.values())
-
-
-@contextmanager
-def recording_saved(parameters: Iterable[Tensor]) -> Iterator[Saved]:
-    """Count what the forward pass of a block keeps, without the given parameters.
-
-    Refers to what it counts until the result is dropped.
-    """
-    known = {storage_key(parameter) for parameter in parameters}
-    saved = Saved()
-
-    def pack(tensor: Tensor) -> Tensor:
-        if storage_key(tensor) not in known:
-            saved.add(tensor)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved

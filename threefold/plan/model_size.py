@@ -1,6 +1,5 @@
 """Parameter counts of a model, and the memory of each rank's shards: counted from shapes, without processes."""
 
-from collections import Counter
 from typing import NamedTuple
 
 from threefold.comm.layout import Coordinates
@@ -138,8 +137,7 @@ class ModelSize:
         found = []
         for stage in self.map.held_by(pp_rank):
             layers = self.layers_of(stage)
-            uses = Counter(weight for name in layers for weight in self.weights.shared[name])
-            together = [name for name in layers if any(uses[weight] > 1 for weight in self.weights.shared[name])]
+            together = self.weights.sharing(layers)
             groups = [[name] for name in layers if name not in together]
             for group in [*groups, together]:
                 held = self.weights.held(group, place)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from threefold.config.model import FAMILIES, OWN, ModelConfig
 from threefold.models.registry import family_of, make_model, model_plan
 from threefold.models.sharding import ModelPlan, OverExperts, Split
+from threefold.parallel.recomputed_layers import chosen_layers
 from threefold.parallel.shard_shapes import Place, local_shape
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class ModelWeights:
             if kind == len(self._own):
                 self._own.append(own)
         self._held: dict[tuple[int, Place], Held] = {}
+        self._recomputed: dict[tuple[str, int], frozenset[str]] = {}
 
     def held(self, layers: Iterable[str], place: Place) -> Held:
         """What the rank at `place` holds of some layers, weights that they share once."""
@@ -127,6 +129,23 @@ class ModelWeights:
     def of_shared(self, layers: Iterable[str], place: Place) -> Held:
         """What it holds of the weights that some layers share with others, each once."""
         return self._sum({weight for name in layers for weight in self.shared[name]}, place)
+
+    def sharing(self, layers: Iterable[str]) -> list[str]:
+        """Those of the layers that share weights with another of them."""
+        layers = list(layers)
+        uses = Counter(weight for name in layers for weight in set(self.shared[name]))
+        return [name for name in layers if any(uses[weight] > 1 for weight in self.shared[name])]
+
+    def recomputed(self, mode: str, every: int) -> frozenset[str]:
+        """The layers in which `train.recompute` computes activations again.
+
+        Args:
+            mode, every: as `train.recompute` and `train.recompute_every`.
+        """
+        if (mode, every) not in self._recomputed:
+            chosen = chosen_layers(self.plan.layers, self.plan.recompute, mode, every)
+            self._recomputed[mode, every] = frozenset(chosen)
+        return self._recomputed[mode, every]
 
     def _sum(self, weights: Iterable[WeightShape], place: Place) -> Held:
         hidden = others = experts = 0

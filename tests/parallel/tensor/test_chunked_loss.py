@@ -24,7 +24,8 @@ from threefold.ops import cross_entropy
 from threefold.parallel.parameter import local
 from threefold.parallel.tensor.layers import ColumnParallelLinear
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
-from threefold.plan.activations import head_bytes, recording_saved
+from threefold.plan.activations import head_bytes
+from threefold.plan.saved_tensors import recording_saved
 
 CHUNK = ("train.loss_chunk_size", 7)
 HIDDEN = 6

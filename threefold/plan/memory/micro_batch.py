@@ -9,13 +9,10 @@ from math import ceil
 from threefold.config import Config, resolve
 from threefold.config.resolve import default_largest
 from threefold.config.rules.batch import default_micro_batches
-from threefold.dtypes import DTYPES
-from threefold.parallel.recompute import chosen_layers
-from threefold.plan.activations import Attention, BlockSizes, ExpertSizes, block_bytes, head_bytes
+from threefold.plan.activations import BlockSizes, block_bytes, head_bytes
+from threefold.plan.memory.block_sizes import block_sizes
 from threefold.plan.model_size import ModelSize
 
-_LONGEST_PLAIN = 512
-"""Tokens up to which bf16 attention on a CPU keeps its weights (`kernels`)."""
 _SCATTERED = {"cpu": 1.4, "cuda": 1.0}
 """By how much activations take more than their bytes: what the C library keeps between them (`host`), as measured."""
 
@@ -67,8 +64,7 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
     train = config.train
     layers = [name for stage in size.stages() if stage.pp_rank == pp_rank for name in stage.layers]
     blocks = [f"blocks.{number}" for number in range(config.model.num_layers)]
-    patterns = dict.fromkeys(("selective", "full"), ("blocks.*",))
-    replayed = set(chosen_layers(blocks, patterns, train.recompute, train.recompute_every))
+    replayed = size.weights.recomputed(train.recompute, train.recompute_every)
     kept = moment = 0
     for name in layers:
         block = block_sizes(config, device, int(name.partition(".")[2]) if name in blocks else 0)
@@ -88,51 +84,6 @@ def _logits(config: Config, block: BlockSizes) -> int:
     """Bytes of the logits that the head has at once."""
     columns = -(-config.model.vocab_size // config.parallel.tp)
     return block.tokens * min(columns, config.train.loss_chunk_size or columns) * block.wide
-
-
-def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
-    """A rank's sizes of a block, for the formulas of `plan.activations`.
-
-    Args:
-        config: resolved.
-        device: `cpu` or `cuda`.
-        layer: number of the block.
-    """
-    model, parallel, data = config.model, config.parallel, config.data
-    llama, itemsize = model.architecture == "llama", DTYPES[config.precision.dtype].itemsize
-    attention: Attention = "fused"
-    masked = data.separate_documents or model.window(layer) > 0
-    grouped = llama and model.num_key_value_heads < model.num_attention_heads
-    if model.attention_dropout or (device == "cuda" and masked and grouped):  # no fused kernel of a GPU does both
-        attention = "dropped"
-    elif device == "cpu" and config.precision.dtype == "bf16" and data.sequence_length <= _LONGEST_PLAIN:
-        attention = "plain"
-    experts = None
-    if model.has_experts(layer):
-        shared = model.shared_expert_ffn_hidden_size
-        inner = model.expert_ffn_hidden_size
-        experts = ExpertSizes(model.num_experts, model.experts_per_token, inner, shared, parallel.ep > 1)
-    return BlockSizes(
-        samples=config.train.micro_batch_size,
-        positions=data.sequence_length,
-        hidden=model.hidden_size,
-        heads=model.num_attention_heads,
-        ffn=model.ffn_hidden_size,
-        itemsize=itemsize,
-        hidden_dropout=model.hidden_dropout > 0,
-        attention=attention,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        sequence_parallel=parallel.sequence_parallel,
-        head_dim=model.head_dim if llama else 0,
-        key_heads=model.num_key_value_heads if llama else 0,
-        rotary=model.position_embedding == "rope",
-        activation=model.activation,
-        llama=llama,
-        head_norms=model.qk_norm,
-        masked=masked,
-        experts=experts,
-    )
 
 
 def _under_way(config: Config, pp_rank: int) -> float:

@@ -19,9 +19,10 @@ from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.parameter import local
-from threefold.plan.activations import block_bytes, head_bytes, recording_saved
-from threefold.plan.memory import _under_way, activation_bytes, block_sizes, largest_micro_batch, step_bytes
+from threefold.plan.activations import block_bytes, head_bytes
+from threefold.plan.memory.micro_batch import _under_way, activation_bytes, block_sizes, largest_micro_batch, step_bytes
 from threefold.plan.model_size import ModelSize
+from threefold.plan.saved_tensors import recording_saved
 from threefold.random.dropout import sample_keys
 
 LLAMA: tuple[tuple[str, Any], ...] = (("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4))
@@ -205,7 +206,7 @@ from threefold.models.registry import make_model, model_plan
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.train.engine import Engine
-from threefold.plan.memory import step_bytes
+from threefold.plan.memory.micro_batch import step_bytes
 keep_freed_memory()
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,136 @@
+"""What a layer of a stage needs memory for: kept for its backward pass, and in passing at its largest moments.
+
+The moments are those of this package's layers (`models`, `parallel`), in the order in which autograd runs: the first
+product of a block's backward pass has the gradients of the block's output and of the inner features beside all that is
+kept; a head has its logits, their probabilities and the gradients of both.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from threefold.plan.activations import BlockSizes, block_bytes, head_bytes
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of a layer and a micro-batch.
+
+    Attributes:
+        kept: from the forward to the backward pass.
+        forward: beside it, at the largest moment of the forward pass.
+        backward: beside it, at the largest moment of the backward pass, before anything of the layer is freed;
+            gradients of weights are not among it.
+        ending: beside what layers before it keep, when the last gradients of its weights are computed.
+        largest: elements of the weight whose gradient is there at the moment of `backward`.
+        deferred: from a backward pass for the input to the pass for the weights.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    ending: int
+    largest: int
+    deferred: int = 0
+
+
+@lru_cache(maxsize=65536)
+def block_layer(sizes: BlockSizes, recompute: str) -> LayerBytes:
+    """Those of a transformer block.
+
+    Args:
+        sizes: of the block.
+        recompute: as `train.recompute`, for a block that it treats.
+    """
+    outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
+    whole = sizes.tokens * sizes.hidden * sizes.itemsize
+    kept, everything = block_bytes(sizes, recompute), block_bytes(sizes)
+    inner, width = _inner(sizes)
+    # A sequence-parallel rank gathers the gradient of its output, and the input of the feed-forward network again.
+    gathered = whole if sizes.sequence_parallel and sizes.tp > 1 else 0
+    backward = outer + gathered + inner
+    if recompute == "full":
+        backward += everything - outer
+    if recompute == "selective":
+        backward = max(backward, _core_again(sizes, kept, everything) + 2 * outer)
+    # At the products for queries, keys and values: their gradients, the layer's input and norm, two gradients of it.
+    queries = sizes.queries + 2 * sizes.keys
+    ending = 2 * queries + 3 * outer + (whole if gathered else 0)
+    return LayerBytes(kept, 0, backward, ending, width, _deferred(sizes, whole, inner))
+
+
+def _core_again(sizes: BlockSizes, kept: int, everything: int) -> int:
+    """What the attention core has when it is computed again: what it keeps otherwise, and where attention weights are
+    among that, their gradients; without what the feed-forward network has freed."""
+    inner, _ = _inner(sizes)
+    again = everything - kept
+    return again + (again // 2 if sizes.attention != "fused" else 0) - 2 * inner
+
+
+def _inner(sizes: BlockSizes) -> tuple[int, int]:
+    """Bytes of the gradient of the inner features, and elements of the product after them."""
+    if sizes.experts is None:
+        inner = sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
+        return inner, sizes.ffn // sizes.tp * sizes.hidden
+    experts = sizes.experts
+    rows = sizes.tokens * experts.per_token
+    width = (experts.held or experts.count) * experts.inner // sizes.tp * sizes.hidden
+    return rows * (experts.inner // sizes.tp + 2 * sizes.hidden) * sizes.itemsize, width
+
+
+def _deferred(sizes: BlockSizes, whole: int, inner: int) -> int:
+    """Inputs of linear layers and gradients of their outputs."""
+    rows = sizes.queries + 2 * sizes.keys
+    products = (2 if sizes.llama else 1) * inner
+    return 4 * whole + sizes.queries + rows + inner + products
+
+
+@lru_cache(maxsize=65536)
+def head_layer(sizes: BlockSizes, vocab: int, chunk_size: int) -> LayerBytes:
+    """Those of the final norm, the product with the vocabulary and the loss.
+
+    Args:
+        sizes: of the blocks before.
+        vocab: rows of the whole table.
+        chunk_size: as `train.loss_chunk_size`.
+    """
+    outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
+    whole = sizes.tokens * sizes.hidden * sizes.itemsize
+    columns, item, wide = -(-vocab // sizes.tp), sizes.itemsize, sizes.wide
+    narrow = item < wide
+    kept = outer + head_bytes(sizes, vocab, chunk_size) - outer  # its input is the output of the layer before
+    gathered = whole if sizes.sequence_parallel and sizes.tp > 1 else 0
+    weight = columns * sizes.hidden
+    if chunk_size:
+        logits = sizes.tokens * min(chunk_size, columns)
+        again = 0 if chunk_size >= columns else item
+        forward = logits * (wide + item if narrow else wide + again) + gathered
+        backward = logits * (wide + item + again if narrow else wide + again) + whole // item * wide + gathered
+        return LayerBytes(kept, forward, backward, 3 * whole, weight)
+    logits = sizes.tokens * columns
+    normed = kept - logits * wide  # the probabilities are freed before the products
+    if sizes.tp > 1:
+        forward = backward = logits * (wide + item if narrow else wide)
+    else:
+        forward, backward = logits * (wide + item if narrow else item), 2 * logits * wide
+    ending = normed + logits * item + whole + gathered
+    return LayerBytes(kept, forward + gathered, backward + gathered, ending, 0, logits * item + whole)
+
+
+@lru_cache(maxsize=65536)
+def embedding_layer(sizes: BlockSizes, vocab: int, positions: int, dropout: bool, device: str) -> LayerBytes:
+    """Those of the embeddings, whose output is the input of the first block and counted there.
+
+    Args:
+        sizes: of the blocks after it.
+        vocab: rows of the whole table.
+        positions: rows of the table of learned positions; 0 for none.
+        dropout: whether its output has any.
+        device: `cpu` or `cuda`.
+    """
+    outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
+    whole = sizes.tokens * sizes.hidden * sizes.itemsize
+    kept = sizes.tokens * (8 + (1 if sizes.tp > 1 else 0)) + (outer if dropout else 0)
+    backward = outer + (whole if sizes.tp > 1 else 0)
+    if device == "cpu" and sizes.itemsize < sizes.wide:  # gradients of a token are added up in fp32
+        backward += whole + sizes.tokens * sizes.hidden * sizes.wide
+    return LayerBytes(kept, 0, backward, backward, -(-vocab // sizes.tp) * sizes.hidden)
