@@ -29,6 +29,8 @@ class Kernels:
         replays_operations: whether `selective` recompute keeps the results of every second product and of attention
             and computes all else again (torchtitan), not only the attention core.
         wide_statistics: whether norms keep their numbers for each row in fp32 whatever they compute in.
+        grouped: whether one kernel computes the products of all experts, and the gradient of their weights as one
+            tensor; otherwise each has a gradient of its own before they are joined.
         gradients_in_place: whether products for weights add to the fp32 gradients themselves, so that there is no
             gradient of a weight beside the sum.
     """
@@ -39,6 +41,7 @@ class Kernels:
     mask_bytes: int = 0
     replays_operations: bool = False
     wide_statistics: bool = False
+    grouped: bool = False
     gradients_in_place: bool = False
 
 
@@ -53,6 +56,7 @@ class ExpertSizes:
         shared: the features inside the one that every token goes through; 0 for none.
         spread: whether they are sharded over ranks; a rank may then receive more tokens than it sends.
         held: how many of them a rank has; 0 for all.
+        even: whether each is chosen as often as every other; otherwise those of a rank up to twice as often.
     """
 
     count: int
@@ -61,6 +65,7 @@ class ExpertSizes:
     shared: int = 0
     spread: bool = False
     held: int = 0
+    even: bool = False
 
 
 @dataclass(frozen=True)
@@ -245,7 +250,8 @@ def _experts_bytes(sizes: BlockSizes, experts: ExpertSizes) -> int:
     rows = 3 * chosen * sizes.hidden * item  # what goes to the experts, what they answer, and that weighted
     inside = 4 * chosen * experts.inner // sizes.tp * item
     if experts.spread:
-        rows, inside = 3 * rows, 2 * inside  # sent and received; the experts of one rank may be chosen more often
+        # What comes back by all-to-all is kept too; or the experts of a rank are chosen more often than others.
+        rows, inside = (4 * rows // 3, inside) if experts.even else (3 * rows, 2 * inside)
     shared = 4 * tokens * experts.shared // sizes.tp * item + tokens * (sizes.hidden * item + wide)
     return routing + rows + inside + (shared if experts.shared else 0)
 

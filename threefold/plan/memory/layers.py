@@ -44,10 +44,10 @@ def block_layer(sizes: BlockSizes, recompute: str) -> LayerBytes:
     outer = sizes.own_tokens * sizes.hidden * sizes.itemsize
     whole = sizes.tokens * sizes.hidden * sizes.itemsize
     kept, everything = block_bytes(sizes, recompute), block_bytes(sizes)
-    inner, width = _inner(sizes)
     # A sequence-parallel rank gathers the gradient of its output, and the input of the feed-forward network again.
     gathered = whole if sizes.sequence_parallel and sizes.tp > 1 else 0
-    backward = outer + gathered + inner
+    passing, largest, inner = _feed_forward(sizes)
+    backward = outer + gathered + passing
     if recompute == "full":
         backward += everything - outer
     if recompute == "selective":
@@ -55,26 +55,31 @@ def block_layer(sizes: BlockSizes, recompute: str) -> LayerBytes:
     # At the products for queries, keys and values: their gradients, the layer's input and norm, two gradients of it.
     queries = sizes.queries + 2 * sizes.keys
     ending = 2 * queries + 3 * outer + (whole if gathered else 0)
-    return LayerBytes(kept, 0, backward, ending, width, _deferred(sizes, whole, inner))
+    return LayerBytes(kept, 0, backward, ending, largest, _deferred(sizes, whole, inner))
 
 
 def _core_again(sizes: BlockSizes, kept: int, everything: int) -> int:
     """What the attention core has when it is computed again: what it keeps otherwise, and where attention weights are
     among that, their gradients; without what the feed-forward network has freed."""
-    inner, _ = _inner(sizes)
+    *_, inner = _feed_forward(sizes)
     again = everything - kept
     return again + (again // 2 if sizes.attention != "fused" else 0) - 2 * inner
 
 
-def _inner(sizes: BlockSizes) -> tuple[int, int]:
-    """Bytes of the gradient of the inner features, and elements of the product after them."""
-    if sizes.experts is None:
-        inner = sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
-        return inner, sizes.ffn // sizes.tp * sizes.hidden
-    experts = sizes.experts
+def _feed_forward(sizes: BlockSizes) -> tuple[int, int, int]:
+    """The largest moment of the backward pass of a feed-forward network: bytes of activations' gradients less what is
+    freed by then, elements of gradients of weights; and bytes of the inner features."""
+    item, experts = sizes.itemsize, sizes.experts
+    if experts is None:  # the product for the weights of its second layer
+        inner = sizes.tokens * sizes.ffn // sizes.tp * item
+        return inner, sizes.ffn // sizes.tp * sizes.hidden, inner
     rows = sizes.tokens * experts.per_token
-    width = (experts.held or experts.count) * experts.inner // sizes.tp * sizes.hidden
-    return rows * (experts.inner // sizes.tp + 2 * sizes.hidden) * sizes.itemsize, width
+    inner = rows * experts.inner // sizes.tp * item
+    width = (1 if sizes.kernels.grouped else 2) * (experts.held or experts.count) * experts.inner // sizes.tp
+    second = inner, width * sizes.hidden
+    first = -rows * sizes.hidden * item - 2 * inner, 2 * width * sizes.hidden  # that of the first, twice as wide
+    passing, largest = max(first, second, key=lambda moment: moment[0] + item * moment[1])
+    return passing, largest, inner
 
 
 def _deferred(sizes: BlockSizes, whole: int, inner: int) -> int:

@@ -94,7 +94,12 @@ class LayoutMemory:
             precision = self._config.precision
             groups = self.size.gathered_together(pp_rank, self.size.largest_place(pp_rank).unshared)
             largest = max(sum(group) for group in groups)
-            yield Moment(buffers=largest * precision.master_itemsize, weights=-largest * precision.itemsize)
+            all_new = 0 if self._micro_batches > 1 else sum(sum(group) for group in groups) * precision.master_itemsize
+            yield Moment(
+                buffers=largest * precision.master_itemsize,
+                weights=-largest * precision.itemsize,
+                gradients=all_new,
+            )
 
     def _states(self, pp_rank: int) -> RankSize:
         """What there is from the first micro-batch to the update: of ZeRO without what is gathered for a layer."""
@@ -106,7 +111,7 @@ class LayoutMemory:
         narrow, wide = precision.itemsize, precision.master_itemsize
         whole = self.size.weights.held(self.size.layers_of_rank(pp_rank), place.unshared).all
         gathered = whole * narrow if parallel.zero < 3 else 0
-        gradients = (whole if parallel.zero == 1 else found.parameters) * wide
+        gradients = (whole if parallel.zero == 1 else found.parameters) * wide if self._micro_batches > 1 else 0
         return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
 
     def _stage(self, number: int, pp_rank: int) -> StageRuns:
@@ -163,7 +168,9 @@ class LayoutMemory:
         key = model.has_experts(layer), model.window(layer), replayed
         if key not in self._blocks:
             sizes = block_sizes(self._config, self._device, layer)
-            sizes = replace(sizes, kernels=self.keeps.kernels, attention=self.keeps.attention(sizes.attention))
+            experts = None if sizes.experts is None else replace(sizes.experts, even=True)
+            attention = self.keeps.attention(sizes.attention)
+            sizes = replace(sizes, kernels=self.keeps.kernels, attention=attention, experts=experts)
             self._blocks[key] = sizes, block_layer(sizes, self._config.train.recompute if replayed else "none")
         return self._blocks[key]
 

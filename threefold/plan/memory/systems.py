@@ -41,4 +41,4 @@ def keeps_of(system: str, device: str) -> Keeps:
     """
     if device == "cpu":
         return Keeps()
-    return Keeps(Kernels(fused_norm=True, wide_statistics=True))
+    return Keeps(Kernels(fused_norm=True, wide_statistics=True, grouped=True))

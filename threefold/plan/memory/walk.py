@@ -83,7 +83,15 @@ class Sharing:
         """Whether the gradients of a layer are reduce-scattered after its backward pass."""
         return self.zero > 1
 
+    def new_gradients(self, elements: float) -> float:
+        """Bytes of gradients, added up over micro-batches, that a backward pass has made of so many elements; 0 where
+        they were there before."""
+        if not self.zero or self.repeated:
+            return 0
+        return elements * self.wide / (1 if self.zero == 1 else self.ranks)
+
     def gradient(self, elements: float) -> float:
+        """Bytes of gradients of weights as a backward pass computes them."""
         return 0 if self.in_place else elements * self.narrow
 
 
@@ -107,7 +115,7 @@ def backward_moments(runs: Sequence[Run], sharing: Sharing, deferring: bool) -> 
         deferring: whether gradients of weights wait for a pass of their own.
     """
     scattered = _last_group(runs, sharing) if sharing.reduces_each and sharing.repeated else 0
-    freed, tied = 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
+    freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
     for place in range(len(runs) - 1, -1, -1):
         run, layer = runs[place], runs[place].layer
         before = runs[place - 1].elements if place else 0
@@ -116,8 +124,11 @@ def backward_moments(runs: Sequence[Run], sharing: Sharing, deferring: bool) -> 
             ahead = run.elements if number < run.count - 1 else before
             if number:
                 scattered = run.elements
-            yield from _of_layer(run, sharing, freed + number * each, tied, ahead, scattered, deferring)
+            new = sharing.new_gradients(reduced + number * run.elements)
+            for moment in _of_layer(run, sharing, freed + number * each, tied, ahead, scattered, deferring):
+                yield moment.plus(gradients=new)
         freed += run.count * each
+        reduced += run.count * run.elements
         scattered = run.elements or scattered
         tied = layer.largest or (run.count and sharing.tied) if run.is_head else tied
 
