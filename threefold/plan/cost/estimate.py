@@ -1,5 +1,6 @@
 """What a config's step takes on a type of hardware: time, throughput, utilisation and memory, with an error band."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from threefold.models.flops import model_flops_per_token
 from threefold.plan.cost.step import StepTime, step_time
 from threefold.plan.cost.system import SYSTEMS, System, find_system
 from threefold.plan.hardware.entry import Hardware
+from threefold.plan.memory.stages import stage_memory, usable_bytes
 
 _SHARDED_WEIGHTS = 3  # values of parallel.zero
 
@@ -19,7 +21,7 @@ _SHARDED_WEIGHTS = 3  # values of parallel.zero
 class StageBytes:
     """Bytes of a pipeline rank at the peak of a step, by cause."""
 
-    causes: dict[str, int]
+    causes: Mapping[str, int]
 
     @property
     def peak(self) -> int:
@@ -163,7 +165,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
     elif isinstance(system, str):
         system = find_system(system)
     time = step_time(config, hardware, system)
-    stages, usable = _memory(config, hardware)
+    stages, usable = _memory(config, hardware, system)
     return Estimate(config, hardware, system, time, stages, usable)
 
 
@@ -196,15 +198,7 @@ def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None
     )
 
 
-def _memory(config: Config, hardware: Hardware) -> tuple[tuple[StageBytes, ...], int]:
-    from threefold.plan.memory import activation_bytes
-    from threefold.plan.model_size import ModelSize
-
-    size = ModelSize(config)
-    stages = []
-    for rank in range(config.parallel.pp):
-        held = size.largest_rank(rank)
-        activations = activation_bytes(config, hardware.device, size, rank)
-        causes = {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
-        stages.append(StageBytes({**causes, "activations": activations}))
-    return tuple(stages), hardware.memory_bytes
+def _memory(config: Config, hardware: Hardware, system: System) -> tuple[tuple[StageBytes, ...], int]:
+    found = stage_memory(config, hardware.device, system.name)
+    usable = usable_bytes(hardware.memory_bytes) if hardware.device == "cuda" else hardware.memory_bytes
+    return tuple(StageBytes(stage.causes) for stage in found), usable

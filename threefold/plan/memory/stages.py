@@ -4,7 +4,7 @@ States are those of `plan.model_size`, kept activations those of `plan.activatio
 own actions hold (`flight`), working sets those of `layers` at the largest moment of a pass (`walk`). Needs no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from threefold.config import Config
@@ -45,22 +45,19 @@ class StageMemory:
     fragmentation: int
 
     @property
+    def causes(self) -> dict[str, int]:
+        """Bytes by the name of the cause."""
+        return {name: value for name, value in asdict(self).items() if name != "pp_rank"}
+
+    @property
     def peak(self) -> int:
         """All of it."""
-        return self.tensors + self.fragmentation
+        return sum(self.causes.values())
 
     @property
     def tensors(self) -> int:
         """Without what the allocator loses."""
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.working
-            + self.logits
-            + self.buffers
-        )
+        return self.peak - self.fragmentation
 
 
 def usable_bytes(memory_bytes: int) -> int:
