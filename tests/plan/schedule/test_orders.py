@@ -1,5 +1,6 @@
 """The actions that a plan has of a schedule are those that a run has."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,10 @@ from tests.support.parity import Case, make_engine, shard_of
 from tests.support.pipelines import alone, chunked
 from tests.support.sweep import sweep
 from threefold.config.schedule_actions import Action
-from threefold.config.schedules import SCHEDULES, find_schedule
+from threefold.config.schedules import SCHEDULES, TorchSchedule, find_schedule
 from threefold.errors import UserError
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.parallel.pipeline.torch_schedules import actions
-from threefold.plan.schedule import orders as planned_orders
+from threefold.parallel.pipeline.torch_schedules import actions, orders_of_all_ranks
 from threefold.plan.schedule.orders import ONLY_PLANNED, find_planned, orders_of, program_of
 
 CANNOT = "The schedule {} cannot have {} micro-batches, as it"
@@ -69,13 +69,20 @@ def test_orders_are_what_ranks_do(pool, schedule: str, chunks: int, pp: int, cou
     assert all(planned == done for planned, done in ranks)
 
 
-def test_a_rank_of_a_large_pipeline_is_taken_from_torch_without_its_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `Rounds` writes is what torch's classes give at sizes where working out their sends takes minutes."""
-    own = {name: orders_of(name, 16, 2, 64) for name in ("interleaved", "zero-bubble")}
-    monkeypatch.setattr(planned_orders, "_ROUNDS", {})
-    planned_orders._orders_of.cache_clear()
-    assert {name: orders_of(name, 16, 2, 64) for name in own} == own
-    planned_orders._orders_of.cache_clear()
+@pytest.mark.parametrize("name", ["interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"])
+def test_what_is_written_here_is_what_torchs_classes_give(name: str) -> None:
+    """At sizes where working out their sends takes long."""
+    row = SCHEDULES[name]
+    assert isinstance(row, TorchSchedule)
+    for pp, count in ((5, 10), (6, 13), (7, 28), (16, 64)):
+        if row.accepts(pp, count):
+            assert orders_of(name, pp, 2, count) == orders_of_all_ranks(row, pp, 2, count)
+
+
+def test_a_schedule_that_is_not_written_here_is_asked_of_torch() -> None:
+    row = SCHEDULES["interleaved"]
+    assert isinstance(row, TorchSchedule)
+    assert orders_of(replace(row, name="new"), 3, 2, 6) == orders_of("interleaved", 3, 2, 6)
 
 
 def test_a_csv_file(tmp_path: Path) -> None:

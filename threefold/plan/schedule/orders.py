@@ -1,24 +1,31 @@
 """The actions of each rank under any schedule, as data: without ranks, a model or a process group."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from threefold.config.schedule_actions import Orders
+from threefold.config.schedule_actions import Action, Orders
 from threefold.config.schedules import SCHEDULES, FileSchedule, Schedule, TorchSchedule, find_schedule, is_schedule_file
 from threefold.errors import UserError
-from threefold.plan.schedule.rounds import Rounds
+from threefold.plan.schedule.folded import dualpipev_order, zbv_order
+from threefold.plan.schedule.rounds import Rounds, looped_bfs_order
 from threefold.plan.schedule.simulator import Program
 from threefold.plugins import one_of
 
-_ROUNDS: Final[Mapping[str, Rounds]] = {
-    "1f1b": Rounds(hop=1),
-    "gpipe": Rounds(hop=None),
-    "interleaved": Rounds(hop=2),
-    "zero-bubble": Rounds(hop=1, wait=1),
+RankOrder = Callable[[int, int, int, int], tuple[Action, ...]]
+"""From pipeline ranks, a rank, stages of each rank and micro-batches to the actions of the rank."""
+
+_WRITTEN: Final[Mapping[str, RankOrder]] = {
+    "1f1b": Rounds(hop=1).order,
+    "gpipe": Rounds(hop=None).order,
+    "interleaved": Rounds(hop=2).order,
+    "looped-bfs": looped_bfs_order,
+    "zero-bubble": Rounds(hop=1, wait=1).order,
+    "zbv": zbv_order,
+    "dualpipev": dualpipev_order,
 }
-"""Schedules of the config that need no torch to be written down; the others come from torch's classes."""
+"""Schedules of the config whose actions are written down here, without torch; any other is asked of torch's class."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +117,9 @@ def _checked(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int)
 def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Orders:
     if isinstance(row, FileSchedule):
         return row.orders
-    rounds = row.rounds if isinstance(row, OneStageZeroBubble) else _ROUNDS.get(row.name)
-    if rounds is not None:
-        return tuple(rounds.order(pp, rank, chunks, micro_batches) for rank in range(pp))
+    order = row.rounds.order if isinstance(row, OneStageZeroBubble) else _WRITTEN.get(row.name)
+    if order is not None:
+        return tuple(order(pp, rank, chunks, micro_batches) for rank in range(pp))
     from threefold.parallel.pipeline.torch_schedules import orders_of_all_ranks  # imports torch
 
     assert isinstance(row, TorchSchedule)

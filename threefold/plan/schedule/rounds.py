@@ -55,3 +55,10 @@ class Rounds:
             order.append(backward)
             order += weights[number - behind : number - behind + 1] if number >= behind else ()
         return (*order, *weights[max(0, passes - behind) :])
+
+
+def looped_bfs_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
+    """Breadth-first pipeline parallelism (Lamy-Poirier, arXiv 2211.05953): all micro-batches through one of a rank's
+    stages before the next, and back in the opposite order."""
+    forwards = [Action(chunk * pp + rank, "F", number) for chunk in range(chunks) for number in range(micro_batches)]
+    return (*forwards, *(action._replace(kind="B") for action in reversed(forwards)))
