@@ -107,6 +107,16 @@ def memory() -> int:
     return min([physical, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
+def peak_memory() -> int:
+    """Bytes of memory that this process has had resident at most; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return 0
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
 def _group_limits(groups: Path, root: Path) -> list[int]:
     """The memory limits of a process's control group and of those around it.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from threefold.checkpoint.folder import complete
 from threefold.checkpoint.selection import check_whole
-from threefold.train.callbacks.metrics import read_metrics_file
+from threefold.train.callbacks.metrics import MEASURED, read_metrics_file
 
 LONGEST = 600.0
 """Seconds after which a run that ought to have ended is taken for one that hangs."""
@@ -87,7 +87,7 @@ def record(run: Path) -> list[dict[str, object]]:
     """All steps and evaluations of a run's metrics but their speed; a line that appears twice is an error."""
     found = read_metrics_file(run / "metrics.jsonl")
     assert (found.damaged, found.repeated) == ((), ())
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in found.lines]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in found.lines]
 
 
 def undisturbed(config_file: Path, run: Path, *options: str) -> list[dict[str, object]]:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 PAGE_BYTES: Final = 4096
 _HEADER_BYTES: Final = 128
 _BEATS, _PROGRESS, _SECTION, _STEP, _ACTIVITY, _WAIT, _WAITED, _TEXT_BYTES, _ASKED, _ANSWERED = range(10)
-_WORKED, _ASIDE = 10, 11
+_WORKED, _ASIDE, _MEMORY = 10, 11, 12
 _STAGE_BITS, _MICRO_BATCH_BITS = 8, 24
 _MOST_LISTED_RANKS = 64
 
@@ -122,6 +122,7 @@ class RankState:
         name: of the callback that it is in.
         process: what identifies its process, where the rank has told.
         answered: whether it has done what it was asked by `ask`.
+        memory: bytes that it has taken at most; 0 where it has not told.
     """
 
     beats: int = 0
@@ -138,6 +139,7 @@ class RankState:
     name: str = ""
     process: str = ""
     answered: bool = False
+    memory: int = 0
 
     def __str__(self) -> str:
         """Such as `in the forward pass of micro-batch 3 in stage 1 in step 7`."""
@@ -265,6 +267,10 @@ class Heartbeat:
             if code:
                 self.wait(code)
 
+    def memory(self, largest: int) -> None:
+        """This rank has taken `largest` bytes of memory at most."""
+        self._numbers[_MEMORY] = largest
+
     # -- of its process ------------------------------------------------------------------------------------------------
 
     def beat(self, worked: float = 0.0) -> None:
@@ -285,6 +291,11 @@ class Heartbeat:
     def answer(self) -> None:
         """It is done."""
         self._numbers[_ANSWERED] = 1
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which this rank has waited in collectives, but for one that it is in."""
+        return float(self._numbers[_WAITED]) / 1e9
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -356,6 +367,7 @@ def read(page: Page | bytes) -> RankState:
         name=names[stage] if kind is Activity.CALLBACK and stage < len(names) else "",
         process=known["process"],
         answered=bool(numbers[_ANSWERED]),
+        memory=numbers[_MEMORY],
     )
 
 

@@ -32,7 +32,8 @@ from threefold.launch.restarts.policy import Restarts, launched_attempt
 from threefold.launch.run_lock import FILE as LOCK_FILE
 from threefold.launch.run_lock import cannot_write, require_folder, require_free, run_lock
 from threefold.launch.signals import StopSignals
-from threefold.launch.worker import Device, RankInfo
+from threefold.launch.training_rank import train_as_rank
+from threefold.launch.worker import Device
 from threefold.output.durable import write_durably
 from threefold.train.callbacks.tensorboard import import_writer
 from threefold.train.recovery.attempt import Attempt
@@ -195,7 +196,7 @@ class TrainingRun:
         here = find_launched_rank() is None
         restarts = Restarts(self.config, self.run_dir, self.fallbacks, self.began, self._args) if here else None
         ended = run(
-            _train,
+            train_as_rank,
             restarts.first() if restarts else self._args(self.config),
             Layout.of(self.config.parallel).world_size,
             device=device,
@@ -244,9 +245,9 @@ class TrainingRun:
         joined = joined_rank()
         if joined is None and find_launched_rank() is not None:
             options: dict[str, Any] = {"own": self._folder, "signals": signals, "timeout": self.config.train.timeout}
-            ended = run(_train, args, size, device=device, run_dir=self.run_dir, **options)
+            ended = run(train_as_rank, args, size, device=device, run_dir=self.run_dir, **options)
         else:
-            ended = run_in_process(_train, args, size, device=device, own=self._folder, signals=signals)
+            ended = run_in_process(train_as_rank, args, size, device=device, own=self._folder, signals=signals)
         return cast("Stopped | None", ended)
 
     def _args(self, config: Config, attempt: Attempt | None = None) -> tuple[Any, ...]:
@@ -363,21 +364,3 @@ def _require_no_foreign(run_dir: Path) -> None:
 def _require_no_checkpoints(run_dir: Path) -> None:
     if newest(run_dir):
         raise UserError(f"{run_dir} already has checkpoints; resume with --resume, or choose another --run-dir.")
-
-
-def _train(
-    info: RankInfo,
-    config: Config,
-    run_dir: Path,
-    resume: Resume,
-    began: float,
-    attempt: Attempt,
-    callbacks: "Sequence[Callback]" = (),
-    source: "ModelSource | None" = None,
-) -> "Stopped | None":
-    from threefold.models.source import ConfigSource
-    from threefold.train.entry_point import train as train_rank
-
-    model = source or ConfigSource()
-    reads = info.local_rank == 0
-    return train_rank(config, run_dir, resume, info.asked, reads, callbacks, model, began, info.heartbeat, attempt)

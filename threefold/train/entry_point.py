@@ -49,6 +49,7 @@ def train(
     began: float | None = None,
     heartbeat: Heartbeat | None = None,
     attempt: Attempt | None = None,
+    peak_rate: float | None = None,
 ) -> Stopped | None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
@@ -63,6 +64,7 @@ def train(
         began: when the run was started, as `time.time` has it; None for now.
         heartbeat: where this rank notes what it does; None where nobody reads it.
         attempt: which of the run this is; None for the first.
+        peak_rate: as of `RunContext`.
 
     Returns:
         None after the last step; else the step at which a signal or a callback ended the run, the same on every rank.
@@ -102,7 +104,7 @@ def train(
                 _announce(config, mesh, loader, make_model, plan)
             for line in lines:
                 say(line)
-        run = RunContext(config, run_dir, mesh, attempt)
+        run = RunContext(config, run_dir, mesh, attempt, peak_rate)
         all_callbacks = [
             kept,
             DataCheck(mesh, config.log.every, loader.share.rows.tolist()),

@@ -24,6 +24,7 @@ from threefold.train.corruption.watch import CorruptionWatch
 from threefold.train.divergence import CheckpointStore, SafeSaving
 from threefold.train.engine import Engine, NonFiniteStep
 from threefold.train.evaluate import evaluate, several
+from threefold.train.performance import PerformanceMeter
 from threefold.train.schedule import learning_rate
 from threefold.train.stop import Stopped
 
@@ -68,6 +69,8 @@ class TrainingLoop:
         self.policy = policy or AnomalyPolicy(config)
         self.bad_steps = BadSteps(engine, loader, self.saving, store, self.policy)
         self.heartbeat = engine.mesh.heartbeat
+        began = None if run is None else run.attempt.began
+        self.meter = PerformanceMeter(engine.mesh, config, None if run is None else run.peak_rate, began)
         self._evaluation: EvaluationRecord | None = None
         self._updated = 0  # the last step of this process that made an update
 
@@ -157,6 +160,7 @@ class TrainingLoop:
         """Make the step after `done` updates, or skip it; returns how many were made then, fewer after a rollback."""
         started = time.perf_counter()
         self.heartbeat.section(RunSection.STEP, done + 1)
+        self.meter.before_step()
         if reason := self.policy.skipped_for(done + 1):
             self._pass_over(done, reason, started)
             return done + 1
@@ -214,6 +218,7 @@ class TrainingLoop:
             consumed_samples=self._consumed_by(done + 1),
             unit="samples" if nested else "tokens",
             reason="" if response is None else response.reason,
+            performance=self.meter.after_step(ended - started),
         )
         if not result.skipped:
             self.policy.updated(result.loss, result.grad_norm)

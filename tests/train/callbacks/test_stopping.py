@@ -17,7 +17,7 @@ from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, stop_reason
 from threefold.train.callbacks.early_stopping import EarlyStopping
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics import MEASURED, read_metrics
 from threefold.train.entry_point import train
 from threefold.train.stop import Stopped
 
@@ -142,7 +142,7 @@ def test_a_stop_at_each_moment(
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     """All steps and evaluations, but for their speed."""
     lines = read_metrics(run_dir / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
 def test_an_evaluation_that_a_stop_has_ended_is_made_when_the_run_continues(

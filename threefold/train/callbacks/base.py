@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from threefold.config import Config
 from threefold.errors import UserError
+from threefold.train.performance import Performance
 from threefold.train.recovery.attempt import Attempt
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class StepRecord:
             global batch, as the size has changed; else None.
         reason: why no update was made, in words; empty where one was, or where the gradient overflowed. Of a step that
             `data.skip_steps` or a rollback skips no samples are read, so that loss and norm are NaN and the tokens 0.
+        performance: how well it used its hardware; None of a step whose samples were not read.
     """
 
     step: int
@@ -63,6 +65,7 @@ class StepRecord:
     unit: Literal["tokens", "samples"] = "tokens"
     consumed_samples: int | None = None
     reason: str = ""
+    performance: Performance | None = None
 
     @property
     def is_read(self) -> bool:
@@ -106,12 +109,14 @@ class RunContext:
         run_dir: the run's folder, which exists.
         mesh: this rank's place in the layout, with the process groups of its axes.
         attempt: which attempt of the run this is, as its launcher may start the ranks again.
+        peak_rate: FLOP/s that a rank can reach at most in the dtype of the config; None where that is not known.
     """
 
     config: Config
     run_dir: Path
     mesh: "Mesh"
     attempt: Attempt = field(default_factory=Attempt)
+    peak_rate: float | None = None
 
 
 class CallbackFailed(UserError):

@@ -13,12 +13,26 @@ from threefold.output.durable import sync
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import LineFile
+from threefold.train.performance import Performance
 from threefold.train.recovery import goodput
 
 FILE = "metrics.jsonl"
 _BEGINNING = b'{"step": '
 _KINDS = ("loss", "valid_loss", "goodput")
 """What lines of each kind have; of one step they come in this order."""
+MEASURED = (
+    "tokens_per_second",
+    "seconds",
+    "phases",
+    "tflops",
+    "mfu",
+    "memory",
+    "largest_memory",
+    "largest_rank",
+    "waited",
+    "wall_clock",
+)
+"""Keys of a step that tell of its time and its hardware; all others are the same whenever the step is made."""
 _NAMED_LINES = 5
 """Largest number of damaged lines that a warning lists."""
 
@@ -69,7 +83,12 @@ class MetricsFile(Callback):
             "lr": record.lr,
             "tokens": record.tokens,
             "tokens_per_second": round(record.tokens_per_second, 1),
+            "seconds": round(record.seconds, 6),
         }
+        if record.phases:
+            values["phases"] = {phase: round(seconds, 6) for phase, seconds in record.phases.items()}
+        if record.performance is not None:
+            values |= _of_hardware(record.performance)
         if record.loss_scale is not None:
             values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
         if record.reason:
@@ -120,6 +139,21 @@ class MetricsFile(Callback):
         except OSError:
             fresh.unlink(missing_ok=True)
             raise
+
+
+def _of_hardware(used: Performance) -> dict[str, Any]:
+    rates: dict[str, Any] = {}
+    if used.flops_per_second is not None:
+        rates["tflops"] = float(f"{used.flops_per_second / 1e12:.4g}")
+    if used.mfu is not None:
+        rates["mfu"] = float(f"{used.mfu:.4g}")
+    return rates | {
+        "memory": used.memory,
+        "largest_memory": used.largest_memory,
+        "largest_rank": used.largest_rank,
+        "waited": round(used.waited, 6),
+        "wall_clock": round(used.wall_clock, 3),
+    }
 
 
 def _number(value: float) -> float | None:

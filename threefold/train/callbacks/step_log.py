@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from threefold.byte_sizes import format_bytes
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import on_terminal, say
 from threefold.train.callbacks.line_file import LineFile
+from threefold.train.performance import MeanRates
 
 FILE = "train.log"
 
@@ -99,4 +101,22 @@ def step_line(since: list[StepRecord], ranks: int) -> str:
         + ("" if last.loss_scale is None else f", loss scale: {last.loss_scale:g}")
         + "".join(f", epoch of {name}: {epochs:.3g}" for name, epochs in last.corpus_epochs.items())
         + "".join(f", {name}: {mean:.9f}" for name, mean in last.terms.items())
+        + _of_hardware(since)
     )
+
+
+def _of_hardware(since: list[StepRecord]) -> str:
+    """Rates and times are averages over the steps; the memory is the most so far."""
+    rates = MeanRates()
+    for record in since:
+        rates.add(record.seconds, record.performance)
+    if (last := rates.last) is None:
+        return ""
+    parts = [f"tflops: {rates.teraflops:.4g}"] if rates.flops else []
+    parts += [f"mfu: {rates.mfu:.1%}"] if rates.mfu else []
+    parts.append(f"memory: {format_bytes(last.memory)}")
+    parts.append(f"max_memory: {format_bytes(last.largest_memory)} (rank {last.largest_rank})")
+    costs = {phase: sum(record.phases.get(phase, 0.0) for record in since) for phase in ("forward_backward", "update")}
+    costs["wait"] = sum(record.performance.waited for record in since if record.performance is not None)
+    parts += [f"avg_{name}_cost: {seconds / len(since):.5f} sec" for name, seconds in costs.items()]
+    return "".join(f", {part}" for part in [*parts, f"wall_clock: {last.wall_clock:.1f} sec"])

@@ -3,9 +3,11 @@
 import time
 from pathlib import Path
 
+from threefold.byte_sizes import format_bytes
 from threefold.train.callbacks import loss_curve, metrics, tensorboard
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import clock, say
+from threefold.train.performance import MeanRates
 from threefold.train.recovery import goodput
 
 
@@ -28,6 +30,7 @@ class Summary(Callback):
         self._valid: EvaluationRecord | None = None
         self._steps, self._counted, self._read, self._padding = 0, 0, 0, 0
         self._seconds, self._started = 0.0, 0.0
+        self._rates = MeanRates()
 
     def before_fit(self, start: int) -> None:
         self._started = time.perf_counter()
@@ -40,6 +43,7 @@ class Summary(Callback):
         self._read += record.tokens_read
         self._padding += record.padding
         self._seconds += record.seconds
+        self._rates.add(record.seconds, record.performance)
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         self._valid = record
@@ -70,10 +74,21 @@ class Summary(Callback):
             (f"{unit} read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
             ("time", f"{clock(time.perf_counter() - self._started)}, of which {clock(self._seconds)} in steps"),
             ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read" + self._padded_speed()),
+            *self._of_hardware(),
         ]
         if self.ledger is not None and (found := goodput.Goodput.read(self.ledger)):
             rows.append(("goodput", _goodput(found)))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
+
+    def _of_hardware(self) -> list[tuple[str, str]]:
+        rates, last = self._rates, self._rates.last
+        if last is None:
+            return []
+        used = f", {rates.mfu:.1%} of the peak rate (MFU)" if rates.mfu else ""
+        unit, scale = ("TFLOP/s", 1.0) if rates.teraflops >= 1 else ("GFLOP/s", 1000.0)
+        rows = [("compute", f"{scale * rates.teraflops:,.1f} model {unit} a rank{used}")] if rates.flops else []
+        most = f"{format_bytes(last.largest_memory)} on rank {last.largest_rank}, which takes most"
+        return [*rows, ("memory", most if last.largest_rank else format_bytes(last.memory))]
 
     def _padded_speed(self) -> str:
         if not self._padding:

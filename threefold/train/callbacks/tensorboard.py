@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import reason_of
+from threefold.train.callbacks.values import hardware_values
 
 FOLDER = "tensorboard"
 SECONDS_BETWEEN_FLUSHES = 10
@@ -80,7 +81,11 @@ class TensorBoard(Callback):
         if record.loss_scale is not None:
             values["loss_scale"] = record.loss_scale
         values |= {f"terms/{name}": mean for name, mean in record.terms.items()}
-        self._write(record.step, values)
+        values["seconds/step"] = record.seconds
+        if record.performance is not None:
+            values["seconds/wall_clock"] = record.performance.wall_clock
+            values["seconds/waited"] = record.performance.waited
+        self._write(record.step, values | hardware_values(record))
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         by_corpus = {f"loss/validation of {name}": loss for name, loss in record.corpus_losses.items()}

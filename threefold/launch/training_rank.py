@@ -1,0 +1,56 @@
+"""The worker function of a training run: what each rank calls with what its launcher gives it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from threefold.checkpoint.resume import Resume
+from threefold.config import Config
+from threefold.launch.worker import RankInfo
+from threefold.train.recovery.attempt import Attempt
+
+if TYPE_CHECKING:
+    from threefold.models.source import ModelSource
+    from threefold.train.callbacks.base import Callback
+    from threefold.train.stop import Stopped
+
+
+def train_as_rank(
+    info: RankInfo,
+    config: Config,
+    run_dir: Path,
+    resume: Resume,
+    began: float,
+    attempt: Attempt,
+    callbacks: "Sequence[Callback]" = (),
+    source: "ModelSource | None" = None,
+) -> "Stopped | None":
+    """Train as one rank; arguments and result are those of `threefold.train.entry_point.train`."""
+    from threefold.models.source import ConfigSource
+    from threefold.train.entry_point import train
+
+    return train(
+        config,
+        run_dir,
+        resume,
+        info.asked,
+        info.local_rank == 0,
+        callbacks,
+        source or ConfigSource(),
+        began,
+        info.heartbeat,
+        attempt,
+        peak_rate_of(info, config.precision.dtype),
+    )
+
+
+def peak_rate_of(info: RankInfo, dtype: str) -> float | None:
+    """FLOP/s that a rank can reach at most in a dtype of the config; None where that is not known."""
+    from threefold.plan.hardware.of_machine import peak_rate
+
+    if info.device == "cpu":
+        return peak_rate(dtype, "cpu", info.local_world_size)
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return peak_rate(dtype, "cuda", info.local_world_size, (properties.name, properties.total_memory))
