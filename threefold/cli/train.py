@@ -1,5 +1,6 @@
 """`threefold train`: train a model from a config."""
 
+import re
 import shlex
 import signal
 import sys
@@ -35,12 +36,27 @@ _RESUME: Final[dict[ResumeChoice, bool | Literal["auto"]]] = {
 }
 
 
+_NUMBER: Final = re.compile(r"[+-]?\d+")
+_PROFILE_STEPS: Final = 3
+_MOST_PROFILED: Final = 100
+"""Steps: a trace of more does not open in a browser."""
+
+
 class TrainCommand(TyperCommand):
-    """`--resume` alone means `--resume=yes`; the argument after it is never its value."""
+    """`--resume` alone means `--resume=yes`, and the argument after it is never its value; `--profile` alone means
+    `--profile=3`, and the argument after it is its value if it is a number."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
-        head = [f"--resume={ResumeChoice.YES}" if argument == "--resume" else argument for argument in args[:end]]
+        head: list[str] = []
+        for argument in args[:end]:
+            if head and head[-1] == "--profile":
+                head[-1] = f"--profile={argument if _NUMBER.fullmatch(argument) else _PROFILE_STEPS}"
+                if _NUMBER.fullmatch(argument):
+                    continue
+            head.append(f"--resume={ResumeChoice.YES}" if argument == "--resume" else argument)
+        if head and head[-1] == "--profile":
+            head[-1] = f"--profile={_PROFILE_STEPS}"
         return super().parse_args(ctx, [*head, *args[end:]])
 
 
@@ -64,6 +80,15 @@ def train(
     console_ranks: Annotated[
         str, typer.Option(metavar="RANKS", help="Ranks whose output is shown, such as 0,3; RUN/logs has that of all.")
     ] = "0",
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[STEPS]",
+            help=f"Profile STEPS steps ({_PROFILE_STEPS}) after two of warm-up: RUN/profile has a trace of each rank "
+            "for Perfetto, and the timeline of the stages as a picture.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train the model of CONFIG, on dp · tp · pp · cp local processes, or as ranks of torchrun or srun.
 
@@ -72,6 +97,7 @@ def train(
     from threefold.launch.signals import StopRequested, StopSignals
 
     console, folder = _ranks(console_ranks), run_dir or Path("runs") / config.stem
+    profiled = _profile_steps(profile)
     with StopSignals() as signals:
         try:
             from threefold.config import load_config
@@ -86,7 +112,7 @@ def train(
                     given = load_config(config, with_model(overrides, remembered))
             _require_ranks(console, given)
             with Bars() as bars:  # its thread must end before the workers are forked
-                run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars)
+                run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars, profile_steps=profiled)
             if run.finished:
                 _say(
                     f"{folder} has completed all its {run.config.train.max_steps:,} steps; there is nothing left to do."
@@ -145,6 +171,20 @@ def _ranks(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(
             f"{shown(text)!r} is not a list of ranks such as 0,3", param_hint="--console-ranks"
         ) from None
+
+
+def _profile_steps(text: str | None) -> int:
+    """The value of --profile; 0 without it."""
+    if text is None:
+        return 0
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_PROFILED:
+        from threefold.errors import UserError
+
+        nearest = _MOST_PROFILED if text.isdecimal() and int(text) else 1
+        raise UserError(
+            f"--profile is {shown(text)} but must be a number of steps from 1 to {_MOST_PROFILED}; use {nearest}."
+        )
+    return int(text)
 
 
 def _require_ranks(ranks: tuple[int, ...], config: "Config") -> None:

@@ -63,6 +63,7 @@ class Activity(IntEnum):
     PIPELINE = 10
     GRADIENT_SUM = 11
     UPDATE = 12
+    INPUT_GRADIENTS = 13
 
 
 _SECTIONS: Final = {
@@ -82,6 +83,7 @@ _ACTIVITIES: Final = {
     Activity.CALLBACK: "in the callback {name}",
     Activity.FORWARD: "in the forward pass of micro-batch {micro_batch} in stage {stage}",
     Activity.BACKWARD: "in the backward pass of micro-batch {micro_batch} in stage {stage}",
+    Activity.INPUT_GRADIENTS: "in the backward pass of micro-batch {micro_batch} in stage {stage}",
     Activity.WEIGHT_GRADIENTS: "in the weight gradients of micro-batch {micro_batch} in stage {stage}",
     Activity.PIPELINE: "between two actions of the pipeline",
     Activity.GRADIENT_SUM: "in the gradient sum",
@@ -360,7 +362,7 @@ def read(page: Page | bytes) -> RankState:
         activity=kind,
         stage=stage,
         micro_batch=activity >> _MICRO_BATCH_BITS,
-        wait=_wait(wait, known["axes"]) if wait else None,
+        wait=wait_of(wait, known["axes"]) if wait else None,
         waited=numbers[_WAITED] / 1e9,
         aside=numbers[_ASIDE] / 1e9,
         worked=numbers[_WORKED] / 1e9,
@@ -371,7 +373,8 @@ def read(page: Page | bytes) -> RankState:
     )
 
 
-def _wait(code: int, axes: Sequence[tuple[str, str]]) -> Wait:
+def wait_of(code: int, axes: Sequence[tuple[str, str]]) -> Wait:
+    """What a code of `wait_code` stands for, given the name and the ranks as text of each axis."""
     operation, axis = divmod(code - 1, _AXES_PER_OPERATION)
     if axis >= len(axes):
         return Wait(OPERATIONS[operation], "an axis", None)

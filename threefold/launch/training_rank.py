@@ -22,12 +22,19 @@ def train_as_rank(
     resume: Resume,
     began: float,
     attempt: Attempt,
+    profile_steps: int = 0,
     callbacks: "Sequence[Callback]" = (),
     source: "ModelSource | None" = None,
 ) -> "Stopped | None":
-    """Train as one rank; arguments and result are those of `threefold.train.entry_point.train`."""
+    """Train as one rank; arguments and result are those of `threefold.train.entry_point.train`.
+
+    Args:
+        profile_steps: how many are profiled; 0 for none.
+    """
     from threefold.models.source import ConfigSource
+    from threefold.plan.pictures.run_timeline import draw_run_timeline
     from threefold.train.entry_point import train
+    from threefold.train.profiling.profiler import ProfileRequest
 
     return train(
         config,
@@ -41,6 +48,7 @@ def train_as_rank(
         info.heartbeat,
         attempt,
         peak_rate_of(info, config.precision.dtype),
+        ProfileRequest(profile_steps, draw_run_timeline) if profile_steps else None,
     )
 
 

@@ -149,6 +149,7 @@ class TrainingRun:
         layout: of the config, where it is one of the fallbacks; else empty.
         fallbacks: with which ranks that are started here can go on; their configs resolved.
         began: when it was prepared, as `time.time` has it; `train.max_seconds` counts from then on.
+        profile_steps: how many of its steps are profiled.
     """
 
     config: Config
@@ -158,6 +159,7 @@ class TrainingRun:
     layout: str = ""
     fallbacks: tuple[Fallback, ...] = ()
     began: float = field(default_factory=time.time)
+    profile_steps: int = 0
 
     def start(
         self,
@@ -254,7 +256,7 @@ class TrainingRun:
         """The arguments of the ranks of an attempt, by default of that of the launcher that started this process."""
         attempt = attempt or launched_attempt(self.run_dir, self.began, self.layout)
         resume = (self.resume or "auto") if attempt.number else self.resume
-        return config, self.run_dir, resume, self.began, attempt
+        return config, self.run_dir, resume, self.began, attempt, self.profile_steps
 
     @contextmanager
     def _folder(self, announce: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -273,7 +275,7 @@ class TrainingRun:
 
 
 def prepare_training(
-    config: Config, run_dir: Path, *, resume: Resume = False, progress: Progress = SILENT
+    config: Config, run_dir: Path, *, resume: Resume = False, progress: Progress = SILENT, profile_steps: int = 0
 ) -> TrainingRun:
     """Check a run before anything is written or started.
 
@@ -282,6 +284,7 @@ def prepare_training(
         run_dir: run folder.
         resume: whether to resume from its newest checkpoint; "auto" does if there is one.
         progress: of encoding text, where that is needed.
+        profile_steps: how many are profiled.
 
     Raises:
         UserError: as `resolve_run`; `run_dir` has checkpoints that would be lost, or none to resume from.
@@ -307,7 +310,7 @@ def prepare_training(
         _require_no_checkpoints(run_dir)
         find_warm_start(checked.resolved)
     fallbacks = tuple(replace(each, config=other.fitted()) for each, other in checked.fallbacks)
-    return TrainingRun(checked.fitted(), run_dir, resume, False, checked.layout, fallbacks, began)
+    return TrainingRun(checked.fitted(), run_dir, resume, False, checked.layout, fallbacks, began, profile_steps)
 
 
 def explain_stop(run_dir: Path, signal: int | str, step: int | None, command: str, resumed: str | None = None) -> str:

@@ -12,6 +12,7 @@ from threefold.checkpoint.resume import Resume
 from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Axis, Mesh
+from threefold.comm.observed_heartbeat import ObservedHeartbeat
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.dataset import Dataset, open_dataset
@@ -30,6 +31,8 @@ from threefold.train.corruption.watch import check_device, make_watch
 from threefold.train.data_check import DataCheck, agree_on_micro_batch
 from threefold.train.engine import Engine
 from threefold.train.loop import TrainingLoop
+from threefold.train.profiling.profiler import Profiler, ProfileRequest
+from threefold.train.profiling.span_recorder import SpanRecorder
 from threefold.train.recovery.attempt import Attempt
 from threefold.train.recovery.kept_states import KeptStates
 from threefold.train.start import Start
@@ -50,6 +53,7 @@ def train(
     heartbeat: Heartbeat | None = None,
     attempt: Attempt | None = None,
     peak_rate: float | None = None,
+    profile: ProfileRequest | None = None,
 ) -> Stopped | None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
@@ -65,6 +69,7 @@ def train(
         heartbeat: where this rank notes what it does; None where nobody reads it.
         attempt: which of the run this is; None for the first.
         peak_rate: as of `RunContext`.
+        profile: which steps are profiled; None for none.
 
     Returns:
         None after the last step; else the step at which a signal or a callback ended the run, the same on every rank.
@@ -74,7 +79,11 @@ def train(
     """
     began = time.time() if began is None else began
     keep_freed_memory()
-    mesh = Mesh(Layout.of(config.parallel), _device(config), heartbeat=heartbeat)
+    device = _device(config)
+    recorder = None if profile is None else SpanRecorder(device)
+    if recorder is not None:
+        heartbeat = ObservedHeartbeat(heartbeat or Heartbeat(), recorder)
+    mesh = Mesh(Layout.of(config.parallel), device, heartbeat=heartbeat)
     config = agree_on_micro_batch(config, mesh)
     mesh.heartbeat.activity(Activity.RESTORE)
     attempt = attempt or Attempt()
@@ -111,6 +120,8 @@ def train(
             check,
             *make_callbacks(run, callbacks),
         ]
+        if profile is not None and recorder is not None:
+            all_callbacks.append(Profiler(profile, recorder, mesh, run_dir, config.train.max_steps))
         watch = make_watch(engine, loader, checkpoints.newest)
         return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run, policy, watch).fit(
             step, start.is_unsaved, start.evaluation_missed

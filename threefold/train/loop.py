@@ -168,6 +168,7 @@ class TrainingLoop:
         batch = self.loader.batch(done, self.policy.next_step(done + 2) - 1)
         read = time.perf_counter()
         self._notify("before_step", done + 1, batch)
+        self.heartbeat.activity(Activity.NOTHING)
         begun = time.perf_counter()
         if self.watch is not None:
             self.watch.before_forward(done + 1)

@@ -21,7 +21,7 @@ from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
 _ACTIVITIES = {
     "F": Activity.FORWARD,
     "B": Activity.BACKWARD,
-    "I": Activity.BACKWARD,
+    "I": Activity.INPUT_GRADIENTS,
     "W": Activity.WEIGHT_GRADIENTS,
 }
 

@@ -1,0 +1,139 @@
+"""RUN/profile: a trace of some steps for each rank, which Perfetto shows, and the spans of the pipeline's stages."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final, Literal
+
+from torch.profiler import ProfilerActivity, profile
+
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+from threefold.torch_private.profiling import quieten_kineto
+from threefold.train.callbacks.base import Callback, StepRecord
+from threefold.train.callbacks.console import say
+from threefold.train.callbacks.line_file import reason_of
+from threefold.train.profiling.span_recorder import Span, SpanRecorder
+
+FOLDER: Final = "profile"
+SPANS_FILE: Final = "spans.json"
+WARM_UP: Final = 2
+"""Steps before those that are profiled: the first ones allocate memory and choose kernels."""
+_COMPRESSED_FROM: Final = 64
+"""Ranks from which on traces are compressed, as there may be gigabytes of them."""
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What is profiled.
+
+    Attributes:
+        steps: how many, after the warm-up.
+        draw: makes pictures of a file of spans, and returns their paths; called on the first rank.
+    """
+
+    steps: int
+    draw: Callable[[Path], list[Path]]
+
+
+class Profiler(Callback):
+    """Profiles some steps of this rank with torch's profiler.
+
+    The numbers of the run are not touched: there is one barrier and one gathering of times more than without it.
+
+    Args:
+        request: what is profiled.
+        recorder: observes the rank's heartbeat.
+        mesh: of the rank.
+        run_dir: the run's folder.
+        last: the last step of the run.
+    """
+
+    ranks: ClassVar[Literal["first", "all"]] = "all"
+
+    def __init__(self, request: ProfileRequest, recorder: SpanRecorder, mesh: Mesh, run_dir: Path, last: int) -> None:
+        self._request, self._recorder, self._mesh, self._end = request, recorder, mesh, last
+        self._folder = run_dir / FOLDER
+        self._begun = self._last_step = 0
+        self._profile: profile | None = None
+        self._done = False
+
+    def before_fit(self, start: int) -> None:
+        left = self._end - start
+        self._begun = start + 1 + max(0, min(WARM_UP, left - self._request.steps))
+        self._last_step = min(self._end, self._begun + self._request.steps - 1)
+        if self._begun == start + 1 and left > 0:
+            self._start(start)
+
+    def after_step(self, record: StepRecord) -> None:
+        if self._profile is None and not self._done and record.step == self._begun - 1:
+            self._start(record.step)
+        elif self._profile is not None and record.step >= self._last_step:
+            self._finish(self._profile)
+
+    def after_fit(self) -> None:
+        if self._profile is not None:  # a callback ended the run
+            self._finish(self._profile)
+
+    def close(self) -> None:
+        if self._profile is not None:  # a signal or a failure ended it, and other ranks may be lost
+            self._profile.stop()
+            self._recorder.stop()
+            with suppress(OSError, RuntimeError):
+                self._write_trace(self._profile)
+            self._profile = None
+
+    def _start(self, step: int) -> None:
+        on_gpu = [ProfilerActivity.CUDA] if self._mesh.device.type == "cuda" else []
+        if not on_gpu:  # on a GPU it may have something to say
+            quieten_kineto()
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+        self._profile.start()
+        self._mesh.world.barrier()  # starting takes a while, and not equally long on all ranks
+        self._recorder.start(step)
+
+    def _finish(self, profiled: profile) -> None:
+        self._profile, self._done = None, True
+        spans = self._recorder.stop()
+        profiled.stop()
+        problem = ""
+        try:
+            self._write_trace(profiled)
+        except (OSError, RuntimeError) as error:
+            problem = reason_of(error) if isinstance(error, OSError) else str(error)
+        coordinates = self._mesh.coordinates
+        shown = not (coordinates.dp or coordinates.cp or coordinates.tp)  # one rank of each pipeline stage
+        gathered = self._mesh.world.gather_objects((coordinates.pp, spans if shown else [], problem))
+        if self._mesh.world.is_first:
+            stages = sorted((place, spans) for place, spans, _ in gathered if spans)
+            self._report(stages, [problem for *_, problem in gathered])
+
+    def _write_trace(self, profiled: profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._mesh.heartbeat.progress()
+        ranks = self._mesh.layout.world_size
+        suffix = ".json.gz" if ranks >= _COMPRESSED_FROM else ".json"
+        profiled.add_metadata("rank", str(self._mesh.rank))
+        profiled.add_metadata("layout", str(self._mesh.layout))
+        profiled.export_chrome_trace(str(self._folder / f"rank-{self._mesh.rank:04}{suffix}"))
+
+    def _report(self, stages: list[tuple[int, list[Span]]], problems: list[str]) -> None:
+        """Write the spans, draw them, and say where all of it is."""
+        for rank, problem in enumerate(problems):
+            if problem:
+                say(f"Warning: the trace of rank {rank} cannot be written to {self._folder} ({problem}).")
+                break
+        path = self._folder / SPANS_FILE
+        held = [{"pp_rank": place, "spans": [span._asdict() for span in spans]} for place, spans in stages]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n", encoding="utf-8")
+            pictures = self._request.draw(path)
+        except (OSError, UserError) as error:
+            say(f"Warning: {path} cannot be written ({reason_of(error)}).")
+            return
+        drawn = f"; timeline in {' and '.join(map(str, pictures))}" if pictures else ""
+        traces = f"traces of all ranks, for https://ui.perfetto.dev, in {self._folder}"
+        say(f"Profile of steps {self._begun} to {self._last_step}: {traces}{drawn}")
