@@ -93,7 +93,7 @@ def spawn(
     chosen = device_of(device, ranks)
     one_thread = False
     if start_method == "fork":
-        from threefold.launch.forking import prepare_fork
+        from threefold.launch.process import prepare_fork
 
         one_thread = not prepare_fork()
     elif start_method == "spawn":

@@ -10,8 +10,7 @@ from threefold.comm.layout_spec import parse_layouts
 from threefold.data.vocabulary import vocabulary
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.launch.forking import prepare_fork
-from threefold.launch.process import require_room
+from threefold.launch.process import prepare_fork, require_room
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ModelSource
 from threefold.parallel.source_check import layout_check
