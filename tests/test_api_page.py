@@ -88,7 +88,7 @@ def run_as_a_rank(script: str, folder: Path) -> None:
 def folder(small_run: Run, tmp_path: Path) -> Path:
     """With the config that the examples of runs name."""
     sections = small_run.but(dp=4).config.sections()
-    train = {"global_batch_size": 64, "eval_batches": 1, "device": "cpu"}
+    train = {"global_batch_size": 256, "eval_batches": 1, "device": "cpu"}
     config = {"data": sections["data"], "model": sections["model"], "train": train, "parallel": {"dp": 4}}
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     return tmp_path

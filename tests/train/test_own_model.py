@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import own_cut_model, own_plain_model, own_token_model
+from tests.support.sweep import sweep
 from tests.train.support import Run, steps_of, train_rank
 from threefold.checkpoint.folder import OWN_MODEL, newest, remembered_model
 from threefold.errors import UserError
@@ -26,22 +27,24 @@ def losses(folder: Path) -> list[float]:
     return [step["loss"] for step in steps_of(folder).values()]
 
 
+@sweep(
+    ("before", "after"),
+    [({"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}), ({"tp": 2, "pp": 2}, {"dp": 4})],
+    quick=(0,),
+    ids=str,
+)
 def test_losses_are_those_of_one_process_and_a_run_resumes_in_another_layout(
-    pool, small_run: Run, tmp_path: Path
+    pool, small_run: Run, tmp_path: Path, before: dict[str, int], after: dict[str, int]
 ) -> None:
     run = own_run(small_run, steps=6)
     [printed] = pool.run(1, train_rank, run, tmp_path / "alone")
     assert "Training 12,840 parameters" in printed
     alone = losses(tmp_path / "alone")
     assert alone[-1] < alone[0]
-    for number, (before, after) in enumerate(
-        [({"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}), ({"tp": 2, "pp": 2}, {"dp": 4})]
-    ):
-        folder = tmp_path / str(number)
-        first, second = run.but(steps=3, **before), run.but(**after)
-        pool.run(first.world_size, train_rank, first, folder)
-        pool.run(second.world_size, train_rank, second, folder, True)
-        assert losses(folder) == pytest.approx(alone, rel=1e-5)
+    first, second = run.but(steps=3, **before), run.but(**after)
+    pool.run(first.world_size, train_rank, first, tmp_path / "run")
+    pool.run(second.world_size, train_rank, second, tmp_path / "run", True)
+    assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.slow
