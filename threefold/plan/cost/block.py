@@ -12,6 +12,8 @@ from threefold.plan.cost.sizes import BlockShape
 from threefold.plan.cost.system import System
 from threefold.plan.hardware.entry import Hardware
 
+BUSIEST = 1.1
+"""Tokens of the rank whose experts get most, as a multiple of the mean; the others wait for it."""
 _PIECES = 4
 """Parts into which an overlapped tensor-parallel collective and the product beside it are cut: the first is exposed."""
 
@@ -80,12 +82,8 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
         hardware, system: that compute it.
         recompute: as `train.recompute`, for a block that it treats.
     """
-    linear, core, memory, tensor = (
-        _linear(block, hardware),
-        _core(block, hardware, system),
-        _memory(block, hardware, system),
-        _tensor(block, hardware),
-    )
+    linear, core, tensor = _linear(block, hardware), _core(block, hardware, system), _tensor(block, hardware)
+    memory = _memory(block, hardware, system, recompute == "full")
     context, experts = _context(block, hardware), _dispatch(block, hardware)
     weight_passes = _accumulation(block, hardware, system)
     hidden_by_core = system.overlap_context
@@ -138,7 +136,7 @@ def _linear(block: BlockShape, hardware: Hardware) -> float:
         return found + _feed_forward(block, hardware, rows, block.ffn // ranks)
     experts = block.experts
     count = max(1, experts.count // block.ep.ranks)
-    each = larger(1, rows * experts.per_token * block.ep.ranks // experts.count)
+    each = larger(1, BUSIEST * rows * experts.per_token * block.ep.ranks // experts.count)
     found += _feed_forward(block, hardware, each, experts.inner // ranks, count)
     found += _product(block, hardware, block.own_tokens, experts.count, hidden)
     return found + (_feed_forward(block, hardware, rows, experts.shared // ranks) if experts.shared else 0.0)
@@ -183,12 +181,13 @@ def _core(block: BlockShape, hardware: Hardware, system: System) -> tuple[float,
     return forward, backward
 
 
-def _memory(block: BlockShape, hardware: Hardware, system: System) -> tuple[float, float]:
+def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: bool) -> tuple[float, float]:
     """Passes over memory, forward and backward, in bytes that are read and written."""
     item = block.itemsize
     outer = block.own_tokens * block.hidden
+    fused_norm = system.fused_norm and (system.fused_norm_recomputed or not recomputed)
     norm_forward, norm_backward = (
-        (2 * item, 3 * item) if system.fused_norm or not block.rms else (6 * item + 24, 15 * item + 60)
+        (2 * item, 3 * item) if fused_norm or not block.rms else (6 * item + 24, 15 * item + 60)
     )
     mask = 1 if block.hidden_dropout else 0
     forward = 2 * outer * (norm_forward + 3 * item + mask)
@@ -205,16 +204,21 @@ def _memory(block: BlockShape, hardware: Hardware, system: System) -> tuple[floa
         forward += inner * 2 * item
         backward += inner * 3 * item
     kernels += 1 if system.fused else 2
+    if not system.fused:  # queries, keys, values and the output change their order of dims
+        copied = 2 * block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
+        forward += copied * 2 * item
+        backward += copied * 2 * item
+        kernels += 4
     if block.rotary:
         turned = block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
         passes = 2 if system.fused else 8
         forward += turned * passes * item
         backward += turned * passes * item
         kernels += 1 if system.fused else 6
-    if block.experts is not None:
-        rows = block.own_tokens * block.experts.per_token * block.hidden
-        forward += 4 * 2 * rows * item
-        backward += 4 * 2 * rows * item
+    if block.experts is not None:  # sorted by rank, and by expert among all tokens that arrived, and back
+        rows = (block.own_tokens + block.tokens) * block.experts.per_token * block.hidden
+        forward += 2 * 2 * rows * item
+        backward += 2 * 2 * rows * item
         kernels += 8
     return memory_seconds(hardware, forward, kernels), memory_seconds(hardware, backward, kernels)
 

@@ -157,11 +157,11 @@ def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Pas
 
 
 def sent_bytes(config: Config, system: System) -> int:
-    """Bytes that a stage sends to the next for a micro-batch. Systems other than this package send a tensor rank's part
-    of them and gather it there (Narayanan et al., arXiv 2104.04473, section 4.1)."""
+    """Bytes that a stage sends to the next for a micro-batch. Some systems send a tensor rank's part of
+    them and gather it there (Narayanan et al., arXiv 2104.04473, section 4.1)."""
     parallel, train = config.parallel, config.train
     tokens = train.micro_batch_size * config.data.sequence_length // parallel.cp
-    parts = parallel.tp if parallel.sequence_parallel or system.data_inside_pipeline else 1
+    parts = parallel.tp if parallel.sequence_parallel or system.scatters_sends else 1
     return tokens * config.model.hidden_size * ITEMSIZES[config.precision.dtype] // parts
 
 

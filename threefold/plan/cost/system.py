@@ -24,6 +24,7 @@ class System:
         drops_in_flash: whether that kernel has dropout.
         fused: whether bias, activation, dropout and residual sum, and rotation, are one kernel each.
         fused_norm: whether a norm is one kernel; otherwise one for each of its operations.
+        fused_norm_recomputed: whether it is in blocks that are recomputed as a whole, too.
         fused_loss: whether softmax and cross-entropy go over the logits in one kernel each way.
         fused_gradients: whether products for weights add to the fp32 gradients themselves.
         gradient_bytes: of an element in the sum over data-parallel ranks; 0 for that of the gradients.
@@ -32,6 +33,7 @@ class System:
         overlap_context: whether those of context parallelism run beside attention.
         overlap_gradients: whether sums of gradients run beside the last backward pass, and gathers of weights beside
             the first forward pass.
+        scatters_sends: whether tensor ranks send a part each of what a stage hands on, and gather it there.
         overlap_sends: whether the pipeline sends and receives beside computing, with several stages a rank.
         sharded_optimizer: whether replicas share the optimizer's work even where `parallel.zero` is 0.
         replays_operations: whether `selective` recompute replays every second product and all work between, not only
@@ -47,6 +49,7 @@ class System:
     drops_in_flash: bool = True
     fused: bool = True
     fused_norm: bool = True
+    fused_norm_recomputed: bool = True
     fused_loss: bool = False
     fused_gradients: bool = True
     gradient_bytes: int = 0
@@ -54,6 +57,7 @@ class System:
     overlap_tensor_backward: bool = True
     overlap_context: bool = True
     overlap_gradients: bool = True
+    scatters_sends: bool = True
     overlap_sends: bool = True
     sharded_optimizer: bool = False
     replays_operations: bool = False
@@ -72,6 +76,7 @@ _ROWS: Final = (
     System(
         "own",
         tuned_attention=False,
+        scatters_sends=False,
         drops_in_flash=False,
         fused=False,
         fused_norm=False,
@@ -86,6 +91,7 @@ _ROWS: Final = (
     System(
         "own-compiled",
         tuned_attention=False,
+        scatters_sends=False,
         drops_in_flash=False,
         fused_gradients=False,
         overlap_tensor_backward=False,
@@ -98,6 +104,7 @@ _ROWS: Final = (
     System(
         "own-cpu",
         tuned_attention=False,
+        scatters_sends=False,
         drops_in_flash=False,
         fused=False,
         fused_norm=False,
@@ -128,6 +135,8 @@ _ROWS: Final = (
     System(
         "llama-2023",
         fused=False,
+        fused_norm_recomputed=False,  # as in arXiv 2311.05610, none of whose runs has both
+        scatters_sends=False,
         overlap_tensor_backward=False,
         overlap_sends=False,
         about="trainers of 2023 with flash attention 2 and fused norms, and no overlap of tensor-parallel collectives",
@@ -135,6 +144,7 @@ _ROWS: Final = (
     System(
         "llama-2023-plain-norm",
         fused=False,
+        scatters_sends=False,
         fused_norm=False,
         overlap_tensor_backward=False,
         overlap_sends=False,
@@ -152,6 +162,7 @@ _ROWS: Final = (
         _CORE,
         name="fsdp",
         tuned_attention=False,
+        replays_operations=True,
         fused=False,
         fused_gradients=False,
         data_inside_pipeline=False,
