@@ -10,6 +10,7 @@ import yaml
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 FOLDER = Path(__file__).parent / "published" / "steps"
 
 
@@ -56,7 +57,7 @@ def published_rows() -> list[Row]:
 
 
 def _of_file(path: Path) -> Iterator[Row]:
-    for table in yaml.safe_load(path.read_text()):
+    for table in yaml.load(path.read_text(), _LOADER):
         for values in table["rows"]:
             named = dict(zip(table["columns"], values, strict=True))
             seconds, model = named.pop("seconds"), named.pop("model", None)

@@ -50,7 +50,9 @@ def test_products_are_those_of_the_models_own_table(model: dict[str, Any], layou
         linear += 4 * (BUSIEST - 1) * 3 * 512 * 512 * 2
     ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
     found = _of(given).compute
-    assert found.matrix == pytest.approx(6 * linear * tokens / ranks / RATE, rel=1e-2 if given.model.num_experts else 1e-3)
+    assert found.matrix == pytest.approx(
+        6 * linear * tokens / ranks / RATE, rel=1e-2 if given.model.num_experts else 1e-3
+    )
     assert found.attention == pytest.approx(4 * 3.5 * core * tokens / ranks / RATE, rel=1e-6)
 
 

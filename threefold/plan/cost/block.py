@@ -142,14 +142,14 @@ def _linear(block: BlockShape, hardware: Hardware) -> float:
     return found + (_feed_forward(block, hardware, rows, experts.shared // ranks) if experts.shared else 0.0)
 
 
-def _feed_forward(block: BlockShape, hardware: Hardware, rows: int, inner: int, count: int = 1) -> float:
+def _feed_forward(block: BlockShape, hardware: Hardware, rows: float, inner: int, count: int = 1) -> float:
     up = inner * (2 if block.gated else 1)
     return _product(block, hardware, rows, up, block.hidden, count) + _product(
         block, hardware, rows, block.hidden, inner, count
     )
 
 
-def _product(block: BlockShape, hardware: Hardware, rows: int, columns: int, depth: int, count: int = 1) -> float:
+def _product(block: BlockShape, hardware: Hardware, rows: float, columns: int, depth: int, count: int = 1) -> float:
     return matrix_seconds(hardware, block.dtype, rows, columns, depth, count, block.itemsize)
 
 

@@ -14,7 +14,7 @@ from threefold.plan.cost.system import SYSTEMS, System, find_system
 from threefold.plan.hardware.entry import Hardware
 from threefold.plan.memory.stages import stage_memory, usable_bytes
 
-_SHARDED_WEIGHTS = 3  # values of parallel.zero
+_SHARDED_GRADIENTS = 2  # values of parallel.zero
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def default_system(config: Config, hardware: Hardware) -> System:
     """The training system that is usual for such a run on such hardware."""
     if hardware.device == "cpu":
         return SYSTEMS["own-cpu"]
-    sharded = hardware.sharded_system if config.parallel.zero == _SHARDED_WEIGHTS else ""
+    sharded = hardware.sharded_system if config.parallel.zero >= _SHARDED_GRADIENTS else ""
     gpt = hardware.gpt_system if config.model.architecture == "gpt" else ""
     found = find_system(sharded or gpt or hardware.system)
     return SYSTEMS["own-compiled"] if found.name == "own" and config.train.compile else found

@@ -30,7 +30,7 @@ def larger(one: float, other: float) -> float:
 
 
 def matrix_seconds(
-    hardware: Hardware, dtype: str, rows: int, columns: int, depth: int, count: int = 1, itemsize: int = 2
+    hardware: Hardware, dtype: str, rows: float, columns: int, depth: int, count: int = 1, itemsize: int = 2
 ) -> float:
     """Of `count` products of (rows × depth) and (depth × columns) in one kernel.
 
@@ -56,7 +56,7 @@ def matrix_seconds(
     )
 
 
-def _filled(multiprocessors: int, rows: int, columns: int, count: int) -> float:
+def _filled(multiprocessors: int, rows: float, columns: int, count: int) -> float:
     """Share of the multiprocessors' time that goes into the output: the rest, into tiles over its edges and a last wave
     that does not fill them."""
     if multiprocessors == 1:

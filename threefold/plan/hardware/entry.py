@@ -74,7 +74,7 @@ class Hardware:
         achievable: what programs reach of these peaks.
         system: the training system whose kernels and overlap an estimate takes by default.
         gpt_system: the same for GPTs, where most of those trained on it were of earlier years; empty for `system`.
-        sharded_system: the same with `parallel.zero` 3; empty for `system`.
+        sharded_system: the same with `parallel.zero` 2 or 3; empty for `system`.
         uncertainty: by which share of the step most estimates are wrong at most; 9 of 10 published steps, where there
             are any.
         dollars_per_hour: of a device; None where it is not known.
