@@ -25,6 +25,8 @@ class Kernels:
         fused_gate: whether SiLU and product of a gated network keep the gates and what they gate alone; otherwise
             SiLU's result too.
         fused_rotary: whether turned queries and keys replace those before; otherwise both are kept.
+        fused_softmax: whether attention that is not fused keeps, of its weights, those before dropout, those after it
+            and the mask alone, without copies of queries, keys and values (Megatron-LM).
         mask_bytes: of an element of a dropout mask; 0 for that of the activations.
         replays_operations: whether `selective` recompute keeps the results of every second product and of attention
             and computes all else again (torchtitan), not only the attention core.
@@ -38,6 +40,7 @@ class Kernels:
     fused_norm: bool = False
     fused_gate: bool = False
     fused_rotary: bool = False
+    fused_softmax: bool = False
     mask_bytes: int = 0
     replays_operations: bool = False
     wide_statistics: bool = False
@@ -230,6 +233,9 @@ def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
         # With a context axis the gathered keys and values, the two chunks' own outputs and their masks.
         gathered = 2 * cp * sizes.keys + queries + pairs * sizes.itemsize if cp > 1 else 0
         return inputs + sums + gathered + mask
+    if sizes.kernels.fused_softmax:
+        each = sizes.itemsize if sizes.attention == "plain" else 2 * sizes.itemsize + sizes.kernels.mask_bytes
+        return inputs + heads * pairs * each
     dense = queries + 2 * queries * keys * cp // length  # copies, as a matrix product needs them
     weights = heads * pairs * sizes.itemsize
     # Dropped from: the weights before and after, the mask, and which keys come later.

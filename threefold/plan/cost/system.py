@@ -38,6 +38,8 @@ class System:
         sharded_optimizer: whether replicas share the optimizer's work even where `parallel.zero` is 0.
         replays_operations: whether `selective` recompute replays every second product and all work between, not only
             the attention core.
+        narrow_gradients: whether gradients are added up in the dtype of the computation, not in fp32.
+        whole_logits: whether every tensor-parallel rank gathers the logits of the whole vocabulary for the loss.
         data_inside_pipeline: whether ranks are ordered pp × dp × cp × tp, not dp × pp × cp × tp.
         chunked_loss: whether `train.loss_chunk_size` is followed.
         about: for people.
@@ -61,6 +63,8 @@ class System:
     overlap_sends: bool = True
     sharded_optimizer: bool = False
     replays_operations: bool = False
+    narrow_gradients: bool = False
+    whole_logits: bool = False
     data_inside_pipeline: bool = True
     chunked_loss: bool = False
     about: str = ""
@@ -134,6 +138,8 @@ _ROWS: Final = (
     ),
     System(
         "llama-2023",
+        narrow_gradients=True,
+        whole_logits=True,
         fused=False,
         fused_norm_recomputed=False,  # as in arXiv 2311.05610, none of whose runs has both
         scatters_sends=False,
@@ -143,6 +149,8 @@ _ROWS: Final = (
     ),
     System(
         "llama-2023-plain-norm",
+        narrow_gradients=True,
+        whole_logits=True,
         fused=False,
         scatters_sends=False,
         fused_norm=False,

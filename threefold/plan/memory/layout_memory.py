@@ -106,12 +106,18 @@ class LayoutMemory:
         parallel, precision = self._config.parallel, self._config.precision
         place = self.size.largest_place(pp_rank)
         found = self.size.rank(pp_rank, place)
+        wide = precision.master_itemsize
+        narrow = precision.itemsize if precision.itemsize < wide else 0
+        added = precision.itemsize if self.keeps.narrow_gradients else wide
         if not parallel.zero:
-            return self.keeps.states(found, self._config)
-        narrow, wide = precision.itemsize, precision.master_itemsize
+            if self.keeps.shards_optimizer:
+                replicas = parallel.dp * parallel.cp
+                weights = found.parameters * narrow + found.parameters * wide // replicas
+                found = found._replace(weights=weights, optimizer=found.optimizer // replicas)
+            return found._replace(gradients=found.parameters * added)
         whole = self.size.weights.held(self.size.layers_of_rank(pp_rank), place.unshared).all
-        gathered = whole * narrow if parallel.zero < 3 else 0
-        gradients = (whole if parallel.zero == 1 else found.parameters) * wide if self._micro_batches > 1 else 0
+        gathered = whole * precision.itemsize if parallel.zero < 3 else 0
+        gradients = (whole if parallel.zero == 1 else found.parameters) * added if self._micro_batches > 1 else 0
         return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
 
     def _stage(self, number: int, pp_rank: int) -> StageRuns:
@@ -156,6 +162,8 @@ class LayoutMemory:
         model, (block, _) = config.model, self._block(0)
         if name == layers[-1]:
             chunk = config.train.loss_chunk_size if self.keeps.chunked_loss else 0
+            if self.keeps.whole_logits:
+                block = replace(block, tp=1, sequence_parallel=False)
             return head_layer(block, model.vocab_size, chunk)
         learned = model.position_embedding == "learned"
         positions = model.max_position_embeddings if learned else 0

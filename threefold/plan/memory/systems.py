@@ -1,10 +1,14 @@
-"""What training systems keep in memory where they differ."""
+"""What training systems keep in memory where they differ, by the features that the cost model knows them by."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
-from threefold.config import Config
 from threefold.plan.activations import Attention, Kernels
-from threefold.plan.model_size import RankSize
+from threefold.plan.cost.system import find_system
+
+FRAGMENTATION: Final = 0.05
+"""What the caching allocator of a GPU loses between blocks of different sizes, as a share of the tensors that come and
+go."""
 
 
 @dataclass(frozen=True)
@@ -14,31 +18,64 @@ class Keeps:
     Attributes:
         kernels: what its kernels keep.
         flash: whether attention is fused.
+        drops_in_flash: whether fused attention has dropout, and masks of documents.
         chunked_loss: whether `train.loss_chunk_size` is followed.
+        shards_optimizer: whether replicas share masters and optimizer state even where `parallel.zero` is 0.
+        narrow_gradients: whether gradients are added up in the dtype of the computation.
+        whole_logits: whether every tensor rank gathers all logits for the loss.
         fragmentation: what the allocator loses, as a share of what comes and goes.
     """
 
     kernels: Kernels = field(default_factory=Kernels)
     flash: bool = True
+    drops_in_flash: bool = False
     chunked_loss: bool = True
+    shards_optimizer: bool = False
+    narrow_gradients: bool = False
+    whole_logits: bool = False
     fragmentation: float = 0.0
 
     def attention(self, own: Attention) -> Attention:
-        """How attention computes, where this package's would compute as `own` says."""
-        return own if self.flash else "dropped"
-
-    def states(self, own: RankSize, config: Config) -> RankSize:
-        """The bytes of states, where this package's would be `own`."""
-        return own
+        """How attention computes, where this package's kernels for the device would compute as `own` says."""
+        if not self.flash:
+            return "dropped" if own == "dropped" else "plain"
+        return "fused" if self.drops_in_flash else own
 
 
 def keeps_of(system: str, device: str) -> Keeps:
     """What a training system keeps.
 
     Args:
-        system: its name.
+        system: its name, as `plan.cost.system` knows it.
         device: `cpu` or `cuda`.
+
+    Raises:
+        UserError: there is no such system.
     """
+    found = find_system(system)
     if device == "cpu":
         return Keeps()
-    return Keeps(Kernels(fused_norm=True, wide_statistics=True, grouped=True))
+    if found.name.startswith("own"):
+        kernels = Kernels(fused_norm=True, wide_statistics=True, grouped=True)
+        return Keeps(kernels, fragmentation=FRAGMENTATION)
+    kernels = Kernels(
+        fused_norm=found.fused_norm,
+        fused_gate=found.fused,
+        fused_rotary=found.fused,
+        fused_softmax=True,
+        mask_bytes=1,
+        replays_operations=found.replays_operations,
+        wide_statistics=True,
+        grouped=True,
+        gradients_in_place=found.fused_gradients,
+    )
+    return Keeps(
+        kernels,
+        found.flash,
+        found.drops_in_flash,
+        found.chunked_loss,
+        found.sharded_optimizer,
+        found.gradient_bytes == 2 or found.narrow_gradients,
+        found.whole_logits,
+        FRAGMENTATION,
+    )
