@@ -17,6 +17,7 @@ from rich.table import Table
 from benchmarks.planner.goals import Goal
 
 SECTIONS: Final = {
+    "memory": "peaks of memory, against dry runs and published ones",
     "schedules": "bubbles of pipeline schedules, against published ones",
     "steps": "times of training steps, against published ones",
 }

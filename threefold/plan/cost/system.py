@@ -38,7 +38,7 @@ class System:
         sharded_optimizer: whether replicas share the optimizer's work even where `parallel.zero` is 0.
         replays_operations: whether `selective` recompute replays every second product and all work between, not only
             the attention core.
-        narrow_gradients: whether gradients are added up in the dtype of the computation, not in fp32.
+        narrow_gradients: dtypes of the computation in which gradients are added up themselves, not in fp32.
         whole_logits: whether every tensor-parallel rank gathers the logits of the whole vocabulary for the loss.
         data_inside_pipeline: whether ranks are ordered pp × dp × cp × tp, not dp × pp × cp × tp.
         chunked_loss: whether `train.loss_chunk_size` is followed.
@@ -63,7 +63,7 @@ class System:
     overlap_sends: bool = True
     sharded_optimizer: bool = False
     replays_operations: bool = False
-    narrow_gradients: bool = False
+    narrow_gradients: tuple[str, ...] = ()
     whole_logits: bool = False
     data_inside_pipeline: bool = True
     chunked_loss: bool = False
@@ -123,6 +123,7 @@ _ROWS: Final = (
     ),
     System(
         "megatron-2021",
+        narrow_gradients=("fp16",),
         flash=False,
         overlap_tensor_backward=False,
         overlap_gradients=False,
@@ -131,6 +132,7 @@ _ROWS: Final = (
     ),
     System(
         "megatron-2022",
+        narrow_gradients=("fp16",),
         flash=False,
         overlap_gradients=False,
         overlap_sends=False,
@@ -138,7 +140,7 @@ _ROWS: Final = (
     ),
     System(
         "llama-2023",
-        narrow_gradients=True,
+        narrow_gradients=("bf16", "fp16"),
         whole_logits=True,
         fused=False,
         fused_norm_recomputed=False,  # as in arXiv 2311.05610, none of whose runs has both
@@ -149,7 +151,7 @@ _ROWS: Final = (
     ),
     System(
         "llama-2023-plain-norm",
-        narrow_gradients=True,
+        narrow_gradients=("bf16", "fp16"),
         whole_logits=True,
         fused=False,
         scatters_sends=False,

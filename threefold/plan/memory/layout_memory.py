@@ -64,6 +64,8 @@ class LayoutMemory:
         self._micro_batches = train.gradient_accumulation_steps
         self._flights = flights_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, self._micro_batches)
         self._replayed = self.size.weights.recomputed(train.recompute, train.recompute_every)
+        # The allocator of a GPU keeps what it had in the step before.
+        self._gradients_grow = self._micro_batches == 1 and device == "cpu"
         self._blocks: dict[object, tuple[BlockSizes, LayerBytes]] = {}
 
     def peak(self, pp_rank: int) -> tuple[RankSize, Moment]:
@@ -94,7 +96,7 @@ class LayoutMemory:
             precision = self._config.precision
             groups = self.size.gathered_together(pp_rank, self.size.largest_place(pp_rank).unshared)
             largest = max(sum(group) for group in groups)
-            all_new = 0 if self._micro_batches > 1 else sum(sum(group) for group in groups) * precision.master_itemsize
+            all_new = sum(map(sum, groups)) * precision.master_itemsize if self._gradients_grow else 0
             yield Moment(
                 buffers=largest * precision.master_itemsize,
                 weights=-largest * precision.itemsize,
@@ -108,7 +110,7 @@ class LayoutMemory:
         found = self.size.rank(pp_rank, place)
         wide = precision.master_itemsize
         narrow = precision.itemsize if precision.itemsize < wide else 0
-        added = precision.itemsize if self.keeps.narrow_gradients else wide
+        added = precision.itemsize if precision.dtype in self.keeps.narrow_gradients else wide
         if not parallel.zero:
             if self.keeps.shards_optimizer:
                 replicas = parallel.dp * parallel.cp
@@ -117,7 +119,7 @@ class LayoutMemory:
             return found._replace(gradients=found.parameters * added)
         whole = self.size.weights.held(self.size.layers_of_rank(pp_rank), place.unshared).all
         gathered = whole * precision.itemsize if parallel.zero < 3 else 0
-        gradients = (whole if parallel.zero == 1 else found.parameters) * added if self._micro_batches > 1 else 0
+        gradients = 0 if self._gradients_grow else (whole if parallel.zero == 1 else found.parameters) * added
         return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
 
     def _stage(self, number: int, pp_rank: int) -> StageRuns:
@@ -141,6 +143,7 @@ class LayoutMemory:
             tied,
             self.keeps.kernels.gradients_in_place,
             self._micro_batches > 1,
+            self._gradients_grow,
         )
         block, _ = self._block(0)
         outer = block.own_tokens * block.hidden * block.itemsize

@@ -6,6 +6,7 @@ from typing import Final
 from threefold.plan.activations import Attention, Kernels
 from threefold.plan.cost.system import find_system
 
+_NARROW: Final = 2
 FRAGMENTATION: Final = 0.05
 """What the caching allocator of a GPU loses between blocks of different sizes, as a share of the tensors that come and
 go."""
@@ -21,7 +22,7 @@ class Keeps:
         drops_in_flash: whether fused attention has dropout, and masks of documents.
         chunked_loss: whether `train.loss_chunk_size` is followed.
         shards_optimizer: whether replicas share masters and optimizer state even where `parallel.zero` is 0.
-        narrow_gradients: whether gradients are added up in the dtype of the computation.
+        narrow_gradients: dtypes of the computation in which gradients are added up themselves.
         whole_logits: whether every tensor rank gathers all logits for the loss.
         fragmentation: what the allocator loses, as a share of what comes and goes.
     """
@@ -31,7 +32,7 @@ class Keeps:
     drops_in_flash: bool = False
     chunked_loss: bool = True
     shards_optimizer: bool = False
-    narrow_gradients: bool = False
+    narrow_gradients: tuple[str, ...] = ()
     whole_logits: bool = False
     fragmentation: float = 0.0
 
@@ -75,7 +76,7 @@ def keeps_of(system: str, device: str) -> Keeps:
         found.drops_in_flash,
         found.chunked_loss,
         found.sharded_optimizer,
-        found.gradient_bytes == 2 or found.narrow_gradients,
+        ("bf16", "fp16") if found.gradient_bytes == _NARROW else found.narrow_gradients,
         found.whole_logits,
         FRAGMENTATION,
     )

@@ -63,6 +63,7 @@ class Sharing:
         tied: elements of weights that layers of the stage share, gathered around all of them.
         in_place: whether there are no gradients of weights beside their sums.
         repeated: whether a micro-batch has gone before.
+        grows: whether the sums of gradients take memory only as a backward pass makes them.
     """
 
     zero: int = 0
@@ -72,6 +73,7 @@ class Sharing:
     tied: int = 0
     in_place: bool = False
     repeated: bool = True
+    grows: bool = False
 
     @property
     def gathers_again(self) -> bool:
@@ -86,7 +88,7 @@ class Sharing:
     def new_gradients(self, elements: float) -> float:
         """Bytes of gradients, added up over micro-batches, that a backward pass has made of so many elements; 0 where
         they were there before."""
-        if not self.zero or self.repeated:
+        if not self.zero or not self.grows:
             return 0
         return elements * self.wide / (1 if self.zero == 1 else self.ranks)
 
