@@ -1,6 +1,7 @@
 """`threefold estimate`: seconds, throughput and memory of a training step on hardware that need not be there."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,6 +26,9 @@ SystemName = Annotated[
         show_default="the usual one on the hardware",
     ),
 ]
+Picture = Annotated[
+    Path | None, typer.Option("--png", metavar="FILE", help="Draw the memory of each stage by cause (.png or .svg).")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: seconds, bytes, tokens per second.")]
 
 
@@ -33,6 +37,7 @@ def estimate(
     hardware: HardwareName = None,
     system: SystemName = None,
     as_json: AsJson = False,
+    png: Picture = None,
     overrides: Overrides = None,
 ) -> None:
     """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory."""
@@ -51,7 +56,16 @@ def estimate(
     from threefold.data.vocabulary import resolve_without_data
 
     resolved = resolve_without_data(given)
+    if png is not None:
+        from threefold.plan.pictures.style import check_picture
+
+        check_picture(png)
     found = estimated(resolved, entry, chosen)
+    if png is not None:
+        from threefold.cli.planning.estimate_view import memory_title
+        from threefold.plan.pictures.memory_bars import draw_memory
+
+        draw_memory(png, [stage.causes for stage in found.stages], found.usable_bytes, memory_title(found))
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
         return

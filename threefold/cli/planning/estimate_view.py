@@ -10,6 +10,7 @@ from threefold.cli.data_view import print_table
 if TYPE_CHECKING:
     from threefold.plan.cost.estimate import Estimate
 
+_SHORT = {"activations": "kept", "fragmentation": "lost"}
 _SMALLEST = 0.005
 """Share of a step below which a cause is not shown by itself."""
 
@@ -50,18 +51,28 @@ def _print_causes(found: "Estimate") -> None:
 def _print_memory(found: "Estimate") -> None:
     names = [name for name in found.stages[0].causes if any(stage.causes.get(name) for stage in found.stages)]
     rows = [
-        (str(rank), *(format_bytes(stage.causes[name]) for name in names), format_bytes(stage.peak))
+        (str(rank), *(f"{size / 1e9:.1f}" for size in (*map(stage.causes.__getitem__, names), stage.peak)))
         for rank, stage in enumerate(found.stages)
         if rank in _extremes(found.peak_bytes)
     ]
-    print_table(("pp rank", *names, "peak"), rows)
+    print_table(("rank", *(_SHORT.get(name, name) for name in names), "peak"), rows)
+    typer.echo("GB of each pp rank; kept: activations, working: what comes and goes, lost: by the allocator.")
+    typer.echo(f"{_fit(found)}.")
+
+
+def memory_title(found: "Estimate") -> str:
+    """The title of the picture of an estimate's memory: the layout, and whether it fits."""
+    from threefold.comm.layout import Layout
+
+    return f"Memory of {Layout.of(found.config.parallel)} on {found.hardware.title}\n{_fit(found)}"
+
+
+def _fit(found: "Estimate") -> str:
     left = found.usable_bytes - max(found.peak_bytes)
     room = format_bytes(found.usable_bytes)
-    typer.echo(
-        f"Fits: {format_bytes(left)} of {room} are left."
-        if found.fits
-        else f"Does not fit: {format_bytes(-left)} more than the {room} of {found.hardware.name}."
-    )
+    if found.fits:
+        return f"Fits: {format_bytes(left)} of {room} are left"
+    return f"Does not fit: {format_bytes(-left)} more than the {room} of {found.hardware.name}"
 
 
 def _extremes(peaks: list[int]) -> set[int]:
