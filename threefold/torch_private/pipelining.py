@@ -1,9 +1,11 @@
 """Private parts of `torch.distributed.pipelining`: why each is used, and what would replace it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed.pipelining.schedules as _schedules
 import torch.distributed.pipelining.stage as _stage
 from torch.distributed.pipelining import PipelineStage
@@ -60,26 +62,39 @@ class AnyOrderRuntime(PipelineScheduleRuntime):
 
 
 class BufferedPipelineStage(PipelineStage):
-    """A stage that says when torch has made its receive buffers, those of all micro-batches at once.
+    """A stage without receive buffers of its own: `args_recv_info` and `grad_recv_info` have none until one is set.
 
-    Why: `_setup_forward_recv_info` and `_setup_backward_recv_info` are the only places where they are made. A public
-    hook, or buffers that are made on arrival, would replace it.
+    Why: torch makes those of all micro-batches of a step at once, in `_setup_forward_recv_info` and
+    `_setup_backward_recv_info`, and the memory of hundreds of micro-batches is more than a rank has. Here they are made
+    on the meta device, and dropped. Buffers that are made when a receive is posted would replace it.
     """
-
-    def receive_buffers_made(self, buffers: Iterable[tuple[RecvInfo, ...]]) -> None:
-        """Called with the buffers of each micro-batch of one direction."""
 
     def is_on_this_rank(self, stage: int) -> bool:
         """Whether this rank holds `stage` too."""
         return bool(self._is_same_rank(stage))
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        self.receive_buffers_made(self.args_recv_info.values())
+        with self._without_memory():
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+        self._drop_buffers(self.args_recv_info)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        self.receive_buffers_made(self.grad_recv_info.values())
+        with self._without_memory():
+            super()._setup_backward_recv_info(num_microbatches)
+        self._drop_buffers(self.grad_recv_info)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _drop_buffers(self, infos: Mapping[int, tuple[RecvInfo, ...]]) -> None:
+        for of_micro_batch in infos.values():
+            for info in of_micro_batch:
+                info.buffer = None
 
 
 class Schedule1F1BOfAnyCount(Schedule1F1B):

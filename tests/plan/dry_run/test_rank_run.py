@@ -19,10 +19,7 @@ from threefold.plan.dry_run.step import Measured
 NEAR = 0.01
 
 
-COMPARED = [name for name, case in LAYOUTS.items() if case.pp == 1 or case.schedule in ("1f1b", "gpipe")]
-
-
-@sweep("name", COMPARED, quick=(2, 7))
+@sweep("name", LAYOUTS, quick=(2, 8, 12))
 def test_memory_and_collectives_are_those_of_a_real_rank(pool: WorkerPool, name: str) -> None:
     """Of the first rank and the last."""
     case = LAYOUTS[name]

@@ -16,8 +16,14 @@ from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.found_shapes import find_activations
 from threefold.parallel.pipeline.micro_batches import LocalBatch, StepSamples
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, StageShapes, TimedAction
+from threefold.parallel.pipeline.sends import SendQueue
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.pipeline.torch_schedules import actions, evaluation_schedule, training_schedule
+from threefold.parallel.pipeline.torch_schedules import (
+    actions,
+    evaluation_schedule,
+    sends_apart,
+    training_schedule,
+)
 from threefold.torch_private.pipelining import PipelineSchedule
 
 __all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
@@ -89,6 +95,7 @@ class LoopRunner(Runner):
             self._heartbeat.activity(Activity.BACKWARD, 0, number)
             loss.backward()
             losses.append(loss.detach())
+            del loss  # and its graph
         return torch.stack(losses).sum()
 
     @torch.no_grad()
@@ -147,6 +154,7 @@ class PipelineRunner(Runner):
         self._deferred, self._add_gradient = parallelism.deferred, add_gradient
         self._numbers = torch.arange(micro_batches)
         self._micro_batches: list[StepSamples] = []
+        self._sends = SendQueue()
         self._log: list[TimedAction] | None = None
         self._found: dict[Hashable, _Passes] = {}
         self._declared = activation is not None
@@ -170,23 +178,27 @@ class PipelineRunner(Runner):
     def _make_passes(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _Passes:
         """Those for activations that each stage of this rank and each before one of them gives the next."""
         count, placement = len(self._numbers), self._parallelism.stages
-        stages = self._make_stages(activations, self._deferred)
+        stages = self._make_stages(activations, sends_apart(self._schedule), self._deferred)
         train = training_schedule(self._schedule, stages, count, _scaled)
         # Stages of its own: torch's keep buffers and shapes of the last pass, with or without gradients.
-        evaluate = evaluation_schedule(self._make_stages(activations), placement, count, _scaled)
+        evaluate = evaluation_schedule(self._make_stages(activations, True), placement, count, _scaled)
         return _Passes(stages, train, evaluate)
 
     def _make_stages(
-        self, activations: Mapping[int, tuple[Tensor, ...]], deferred: DeferredGradients | None = None
+        self,
+        activations: Mapping[int, tuple[Tensor, ...]],
+        apart: bool,
+        deferred: DeferredGradients | None = None,
     ) -> list[ScheduledStage]:
         mesh, placement = self._parallelism.mesh, self._parallelism.stages
         later = None if deferred is None else deferred.take
+        sends = self._sends if apart else None
         number_of_one = torch.empty(1, dtype=self._numbers.dtype, device="meta")
         made = []
         for stage, number in zip(self._stages, placement.held_by(mesh.pp.index), strict=True):
             inputs = activations[number - 1] if number else (number_of_one,)
             shapes = StageShapes(inputs, (self._loss_shape,) if stage.gives_loss else activations[number])
-            made.append(ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later))
+            made.append(ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later, sends))
         return made
 
     def actions(self) -> list[Action]:
@@ -237,8 +249,10 @@ class PipelineRunner(Runner):
                     loss_kwargs={"scale": scale},
                     number=self._numbers,
                 )
+                self._sends.finish()
         finally:
             self._micro_batches.clear()
+            self._sends.abandon()  # those of a step that failed
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_loss else self._zero
 
 

@@ -1,6 +1,6 @@
 """A pipeline stage as torch's schedules run it: its receive buffers, what it sends, and when it computes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from threefold.config.schedule_actions import Action
 from threefold.errors import UserError
 from threefold.parallel.pipeline.micro_batches import StepSamples
 from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.pipeline.sends import SendQueue
 from threefold.parallel.pipeline.stage import Stage
 from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
 
@@ -80,6 +81,7 @@ class ScheduledStage(BufferedPipelineStage):
         micro_batches: a list that holds those of the pass that runs.
         shapes: of what the stage receives and gives.
         deferred: called after each backward pass; returns the function that computes its deferred weight gradients.
+        sends: starts what the stage sends; None where torch's schedule does, together with receives.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ScheduledStage(BufferedPipelineStage):
         micro_batches: Sequence[StepSamples],
         shapes: StageShapes,
         deferred: DeferredWeights | None = None,
+        sends: SendQueue | None = None,
     ) -> None:
         super().__init__(
             _StageOfMicroBatches(stage, micro_batches, number == 0),
@@ -103,7 +106,7 @@ class ScheduledStage(BufferedPipelineStage):
             dw_builder=deferred,
         )
         self.log: list[TimedAction] | None = None
-        self._recorder, self._declared = mesh.recorder, shapes
+        self._recorder, self._declared, self._sends = mesh.recorder, shapes, sends
         self._heartbeat, self._exchange = mesh.heartbeat, wait_code("send", mesh.pp.number)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
@@ -185,7 +188,10 @@ class ScheduledStage(BufferedPipelineStage):
             # Gloo sends the memory of a dense tensor in its order there, whatever its strides.
             op.tensor = op.tensor.contiguous()
             self._recorder.add("pp", "send", op.tensor)
-        return ops
+        if self._sends is None:
+            return ops
+        self._sends.start(ops)
+        return []
 
     def _check(self, out: Tensor | Sequence[Tensor]) -> None:
         given, declared = (out,) if isinstance(out, Tensor) else tuple(out), self._declared.outputs
@@ -210,10 +216,6 @@ class ScheduledStage(BufferedPipelineStage):
         for info in infos:
             if not info.is_root_arg and info.tensor_meta is not None:
                 info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
-
-    def receive_buffers_made(self, buffers: Iterable[tuple[RecvInfo, ...]]) -> None:
-        for infos in buffers:
-            _drop(infos)
 
     @contextmanager
     def _timed(self, kind: str, micro_batch: int) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Pipeline schedules as objects of `torch.distributed.pipelining`: torch's own classes, and lists of actions."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
@@ -52,6 +53,11 @@ class ActionSchedule(AnyOrderRuntime):
         self.pipeline_order_with_comms = add_send_recv(computed, self.stage_index_to_group_rank.__getitem__, len(ranks))
 
 
+def sends_apart(schedule: Schedule) -> bool:
+    """Whether a training schedule's sends are operations by themselves, not one with a receive."""
+    return isinstance(schedule, FileSchedule) or not issubclass(_torch_class(schedule), PipelineScheduleSingle)
+
+
 def training_schedule(
     schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
 ) -> PipelineSchedule:
@@ -65,8 +71,7 @@ def training_schedule(
     """
     if isinstance(schedule, FileSchedule):
         return ActionSchedule(stages, schedule.stage_ranks(0, 0), schedule.orders, micro_batches, loss)
-    assert isinstance(schedule, TorchSchedule)
-    kind = get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
+    kind: Any = _torch_class(schedule)
     if issubclass(kind, PipelineScheduleSingle):
         kind = Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
         return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
@@ -102,9 +107,14 @@ def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, 
         stages_per_rank: as in `parallel.stage_chunks`.
         micro_batches: how many a step has; a number that the schedule accepts.
     """
-    kind = get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
+    kind: Any = _torch_class(schedule)
     lone = lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
     return tuple(tuple(_as_actions(planned_actions(lone, rank))) for rank in range(pp))
+
+
+def _torch_class(schedule: Schedule) -> type[PipelineSchedule]:
+    assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
+    return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
 
 
 def _as_actions(planned: Iterable[PipelineAction]) -> list[Action]:
