@@ -18,6 +18,7 @@ __all__ = [
     "CPU_ATTENTION_BACKWARD",
     "ONEDNN_LINEAR",
     "RECEIVE",
+    "SPLIT",
     "TOP_K",
     "FakeTensor",
     "OperationMode",
@@ -47,10 +48,11 @@ def fake_tensors() -> FakeTensorMode:
 
 
 TOP_K = torch.ops.aten.topk.default
+SPLIT = torch.ops.aten.split.Tensor
 RECEIVE = torch.ops.c10d.recv_.default
 ALL_GATHER = torch.ops.c10d._allgather_base_.default
-"""Operations as modes see them: those of `torch.topk`, of receiving a tensor and of gathering equal ones. Why: values
-have to be made up for what other ranks would send. A fake process group that makes them up would replace it."""
+"""Operations as modes see them: those of `torch.topk`, `torch.split`, receiving a tensor and gathering equal ones. Why:
+values have to be made up for what other ranks would send. A fake process group that does it would replace it."""
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -316,9 +316,9 @@ def declared_wrongly(case: Case) -> None:
     make = ScheduledStage.__init__
 
     def wrong(self: ScheduledStage, *args: Any) -> None:
-        *others, shapes, deferred = args
+        *others, shapes, deferred, sends = args
         outputs = tuple(each[:, 1:] if each.dim() else each for each in shapes.outputs)
-        make(self, *others, shapes._replace(outputs=outputs), deferred)
+        make(self, *others, shapes._replace(outputs=outputs), deferred, sends)
 
     with patch.object(runner.ScheduledStage, "__init__", wrong):
         in_layout(case)

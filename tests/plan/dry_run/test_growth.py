@@ -13,7 +13,7 @@ from threefold.plan.dry_run.rank_run import dry_run
 SMALL = Case(pp=2, layers=2, heads=2, head_dim=4, ffn=16, vocab=8, sequence=16, tie=False, shared_memory=False)
 TOKENS = 16 * (8 + 8)  # of a micro-batch, and their labels
 PER_MICRO_BATCH = 24  # its number, its loss and its scaled loss
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+SCHEDULES = ("1f1b", "interleaved", "zbv")
 
 
 def with_micro_batches(schedule: str, count: int) -> Case:
@@ -28,16 +28,16 @@ def grows_by_numbers_alone(few: int, many: int, micro_batches: int) -> bool:
 @sweep("schedule", SCHEDULES, quick=(0,))
 def test_a_dry_run_needs_no_more_with_more_micro_batches(schedule: str) -> None:
     """With the larger number, receive buffers for all at once would be more than all else."""
-    few, many = 12, 120
+    few, many = 8, 72
     for rank in (0, 1):
         peaks = [dry_run(with_micro_batches(schedule, count).config, rank).peak_bytes for count in (few, many)]
         assert grows_by_numbers_alone(*peaks, many - few)
 
 
-@sweep("schedule", ("zbv", "interleaved", "1f1b"), quick=(0,))
+@sweep("schedule", ("zbv", "interleaved"), quick=(0,))
 def test_a_real_rank_needs_no_more_with_more_micro_batches(pool: WorkerPool, schedule: str) -> None:
     """Of what was sent, only the last few are kept: several times, as gloo's threads free it when they come to it."""
-    few, many = 12, 60
+    few, many = 10, 40
     for _ in range(4):
         runs = [pool.run(2, measure, with_micro_batches(schedule, count)) for count in (few, many)]
         peaks = [[sum(rank.peak.values()) for rank in ranks] for ranks in runs]

@@ -10,11 +10,16 @@ from tests.support.golden_collectives import LAYOUTS, first_difference, read
 from tests.support.parity import Case
 from tests.support.sweep import sweep
 from threefold.config import Config, resolve
+from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
+from threefold.plan.dry_run import rank_run
 from threefold.plan.dry_run.rank_run import dry_run, run_step
 from threefold.plan.dry_run.report import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, DryRunReport
-from threefold.plan.dry_run.step import Measured
+from threefold.plan.dry_run.step import Measured, measure_step
+from threefold.plan.dry_run.storage_tracker import Observer
+from threefold.torch_private.fake import FakeTensor
+from threefold.train.engine import Engine
 
 NEAR = 0.01
 
@@ -63,6 +68,22 @@ def test_flops_of_a_step_are_those_of_its_products() -> None:
     products = 2 * 12 * hidden**2 + hidden * vocab
     scores = 2 * 2 * tokens * 8 * hidden  # two products a layer, of all pairs of positions
     assert dry_run(config).flops == 6 * tokens * products + 2 * (scores + scores * 5 // 2)
+
+
+@sweep("name", ("tp2", "dp2 pp2, ZeRO 3", "mixture, ep2"), quick=(1,))
+def test_no_number_has_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    seen: list[bool] = []
+
+    def checked(engine: Engine, batch: Batch, observer: Observer | None = None) -> Measured:
+        of_weights = [each for weight in engine.model.weights for each in (weight.leaf, weight.master)]
+        numbers = [*of_weights, *(state for *_, state in engine.optimizer.states())]
+        seen.extend(isinstance(each, FakeTensor) for each in numbers)
+        return measure_step(engine, batch, observer)
+
+    monkeypatch.setattr(rank_run, "measure_step", checked)
+    dry_run(LAYOUTS[name].config)
+    assert len(seen) > 100
+    assert all(seen)
 
 
 def test_recomputation_is_counted() -> None:

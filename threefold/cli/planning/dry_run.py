@@ -49,9 +49,9 @@ def dry_run(
             else f"--rank is {number} but the layout has rank 0 alone; use 0."
         )
     from threefold.cli.planning.dry_run_view import print_reports, reports_as_json
-    from threefold.plan.dry_run.stages import run_ranks, stage_ranks
+    from threefold.plan.dry_run.stages import run_ranks, run_stages
 
-    reports = run_ranks(resolved, stage_ranks(resolved) if all_stages else [number])
+    reports = run_stages(resolved) if all_stages else run_ranks(resolved, [number])
     if json:
         typer.echo(reports_as_json(resolved, reports, on))
     else:

@@ -5,7 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.torch_private.fake import ALL_GATHER, RECEIVE, TOP_K, FakeTensor, OperationMode, leaves, with_memory
+from threefold.torch_private.fake import (
+    ALL_GATHER,
+    RECEIVE,
+    SPLIT,
+    TOP_K,
+    FakeTensor,
+    OperationMode,
+    leaves,
+    with_memory,
+)
 
 
 class FakeNumbers(OperationMode):
@@ -19,6 +28,8 @@ class FakeNumbers(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_fake(func, args, kwargs):
+            if func is SPLIT:
+                args = _coarser(*args)
             return even_choice(func(*args, **kwargs), *args) if func is TOP_K else func(*args, **kwargs)
         with with_memory():
             done = func(*args, **kwargs)
@@ -29,6 +40,9 @@ class FakeNumbers(OperationMode):
                 gathered, own = args[:2]
                 gathered.view(-1, own.numel()).copy_(own.flatten())
             return done
+
+
+_MOST_PARTS = 256
 
 
 def even_choice(found: tuple[Tensor, Tensor], scores: Tensor, count: int, *_rest: Any) -> tuple[Tensor, Tensor]:
@@ -43,20 +57,24 @@ def even_choice(found: tuple[Tensor, Tensor], scores: Tensor, count: int, *_rest
         return values, (torch.arange(indices.numel()) % scores.shape[-1]).view(indices.shape)
 
 
+def _coarser(tensor: Tensor, size: int, dim: int = 0) -> tuple[Tensor, int, int]:
+    """Arguments of a split into no more than so many parts: a norm of billions of elements is taken in many thousands
+    of pieces, each of which is soon a single number."""
+    return tensor, max(size, -(-tensor.shape[dim] // _MOST_PARTS)), dim
+
+
 def _is_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    tensors = False
-    for each in leaves((args, kwargs)):
-        if isinstance(each, FakeTensor):
-            return True
-        tensors = tensors or isinstance(each, Tensor)
-    if tensors:
+    given = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if any(isinstance(each, FakeTensor) for each in given):
+        return True
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    if given and (device is None or not given[0].is_meta):
         return False
-    # A new tensor.
-    device = kwargs.get("device")
+    # A new tensor, perhaps with the shape of one on the meta device.
     if device is not None and torch.device(device).type == "meta":
         return False
-    dtype = kwargs.get("dtype")
-    if dtype is None:
-        integers = func.overloadpacket is torch.ops.aten.arange and not any(isinstance(each, float) for each in args)
-        return not integers
-    return bool(dtype.is_floating_point)
+    if dtype is not None:
+        return bool(dtype.is_floating_point)
+    if given:
+        return given[0].is_floating_point()
+    return func.overloadpacket is not torch.ops.aten.arange or any(isinstance(each, float) for each in args)
