@@ -53,7 +53,8 @@ class DeferrableWeight(nn.Parameter):
 
 def gradient_store(weight: Tensor) -> GradientStore | None:
     """The open store to which a backward pass defers a weight's gradients; None where it computes them."""
-    return weight.store if isinstance(weight, DeferrableWeight) and weight.store.is_open else None
+    store: GradientStore | None = getattr(weight, "store", None)  # also of a fake tensor, which stays what it is
+    return store if store is not None and store.is_open else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -24,9 +24,23 @@ from threefold.train.engine import Engine
 NEAR = 0.01
 
 
-@sweep("name", LAYOUTS, quick=(2, 8, 12))
+LARGE = [name for name, case in LAYOUTS.items() if case.world_size > 4]
+SMALL = [name for name in LAYOUTS if name not in LARGE]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", LARGE)
+def test_memory_and_collectives_of_eight_ranks(pool: WorkerPool, name: str) -> None:
+    compare(pool, name)
+
+
+@sweep("name", SMALL, quick=(8, 12))
 def test_memory_and_collectives_are_those_of_a_real_rank(pool: WorkerPool, name: str) -> None:
-    """Of the first rank and the last."""
+    compare(pool, name)
+
+
+def compare(pool: WorkerPool, name: str) -> None:
+    """The first rank and the last."""
     case = LAYOUTS[name]
     ranks = list(dict.fromkeys((0, case.world_size - 1)))
     runs = [run_step(case.config, rank) for rank in ranks]

@@ -19,6 +19,7 @@ def long_pipeline(**parallel: object) -> Config:
     return resolve(Config.model_validate(given), 1)
 
 
+@pytest.mark.slow
 def test_stages_of_a_long_pipeline_are_those_of_whole_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = long_pipeline(), []
 

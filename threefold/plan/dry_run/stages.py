@@ -9,6 +9,7 @@ does too. Where they do not, or the pipeline is short, each stage is run as it i
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from threefold.comm.layout import Layout
 from threefold.config import Config
@@ -182,9 +183,10 @@ def _at(start: DryRunReport, ways: Sequence[tuple[int, _Numbers]]) -> DryRunRepo
         )
         for each in start.collectives
     ]
+    amounts: dict[str, Any] = {name: numbers[name,] for name in _AMOUNTS}
     return replace(
         start,
-        **{name: numbers[name,] for name in _AMOUNTS},
+        **amounts,
         activation_bytes=at_peak["activations"],
         peak_bytes=sum(at_peak.values()),
         at_peak=at_peak,
