@@ -10,7 +10,7 @@ import typer
 
 from threefold import __version__
 from threefold.cli import checkpoint, config, data, eval, generate, inspect, train, verify
-from threefold.cli.planning import dry_run, estimate, simulate
+from threefold.cli.planning import doctor, dry_run, estimate, simulate
 from threefold.cli.streams import guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import shown
@@ -32,6 +32,7 @@ app.command("train", cls=train.TrainCommand)(train.train)
 app.command("generate")(generate.generate)
 app.command("eval")(eval.evaluate)
 app.command("verify")(verify.verify)
+app.command("doctor")(doctor.doctor)
 app.command("dry-run")(dry_run.dry_run)
 app.command("estimate")(estimate.estimate)
 app.command("inspect")(inspect.inspect)

@@ -46,7 +46,7 @@ class Span(NamedTuple):
     end: float
 
 
-class _Clock:
+class _DeviceClock:
     """Moments of the device that computes, which on a GPU are noted in its stream, without waiting for it.
 
     Args:
@@ -81,7 +81,7 @@ class SpanRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._clock: _Clock | None = None
+        self._clock: _DeviceClock | None = None
         self._taken: list[tuple[tuple[str, str, int, int, int], Any, Any]] = []
         self._activity: tuple[str, str, int, int, Any, record_function] | None = None
         self._wait: tuple[int, record_function] | None = None
@@ -90,7 +90,7 @@ class SpanRecorder:
 
     def start(self, step: int) -> None:
         """Record from now on, first what follows `step`."""
-        self._clock, self._step = _Clock(self._device), step
+        self._clock, self._step = _DeviceClock(self._device), step
 
     def stop(self) -> list[Span]:
         """End, and return what was recorded, in order; waits for a GPU."""

@@ -1,0 +1,47 @@
+"""`threefold doctor`, as a process of its own, and its mistakes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from threefold.plan.hardware.catalogue import find_hardware
+
+
+@pytest.mark.slow
+def test_a_quick_examination(tmp_path: Path) -> None:
+    entry = tmp_path / "here.yaml"
+    words = ["doctor", "--quick", "--json", "--save", str(entry), "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "threefold", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    found = json.loads(done.stdout)
+    assert [rates["ranks"] for rates in found["rates"]] == [1, 2]
+    assert all(rates["matrix"]["fp32"]["64"] > 0 and rates["memory_bandwidth"] > 0 for rates in found["rates"])
+    reduced = found["rates"][1]["collectives"]["all_reduce"]
+    assert reduced["seconds"] > 0
+    assert reduced["latency"] > 0
+    assert [route["axis"] for route in found["routes"]] == ["dp", "pp", "cp", "tp", "ep"]
+    assert not [finding for finding in found["findings"] if finding["severity"] == "error"]
+    assert found["disk"]["bandwidth"] > 0
+    hardware = find_hardware(str(entry))
+    assert (hardware.name, hardware.device, hardware.gpus_per_node) == ("this-machine", "cpu", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("entry.json", "Error: --save is entry.json but must end in .yaml; use entry.yaml."),
+        (
+            "absent/entry.yaml",
+            "Error: --save is absent/entry.yaml but no file can be written there; name one",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(threefold, tmp_path: Path, path: str, sentence: str) -> None:
+    status, output, error = threefold("doctor", "--save", path)
+    assert (status, output) == (2, "")
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1

@@ -1,0 +1,238 @@
+"""Measurements on ranks: matrix products, attention, memory and collectives, as all of them compute at the same time.
+
+`measure_ranks` is a worker: every local rank calls it, with the threads and over the transports that training has.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from threefold.comm.axis import Axis
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.dtypes import DTYPES
+from threefold.ops.kernels import linear
+
+_COPIED: Final = 64 << 20
+"""Bytes of a tensor that is copied: more than caches hold."""
+_SMALL: Final = 256
+"""Bytes of a message whose time is latency alone."""
+_TINY: Final = 64
+"""Elements of a tensor whose kernel takes no time."""
+_LEAST_REPEATS: Final = 2
+_LONGEST_PRODUCT: Final = 0.5
+"""Seconds of one."""
+_HEADS, _HEAD_DIM = 4, 64
+
+
+class Budget(NamedTuple):
+    """How much is measured.
+
+    Attributes:
+        seconds: of each measurement.
+        sizes: of square matrices.
+        nbytes: of large messages.
+        positions: of attention.
+        copied: bytes of a tensor that is copied.
+    """
+
+    seconds: float = 0.35
+    sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    nbytes: int = 4 << 20
+    positions: int = 256
+    copied: int = _COPIED
+
+
+QUICK: Final = Budget(seconds=0.03, sizes=(64, 256), nbytes=1 << 20, positions=128, copied=8 << 20)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective.
+
+    Attributes:
+        latency: seconds of a small one.
+        seconds: of a large one.
+        nbytes: of the whole tensor of the large one.
+        transport: over which it goes.
+    """
+
+    latency: float
+    seconds: float
+    nbytes: int
+    transport: str
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes of the tensor per second."""
+        return self.nbytes / max(self.seconds - self.latency, 1e-9)
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """What one of several ranks reaches while all do the same, the mean over them.
+
+    Attributes:
+        ranks: how many.
+        threads: of each.
+        matrix: FLOP/s of products of square matrices, by dtype and size.
+        attention, attention_backward: FLOP/s of the fused kernel, without the masked part, by dtype.
+        memory_bandwidth: bytes read and written per second by a copy.
+        kernel: seconds of a kernel on a few elements, with what autograd does about it.
+        collectives: by name: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; of groups of two ranks at
+            the same time `pairs`, an all-reduce, and `send`; none with one rank.
+    """
+
+    ranks: int
+    threads: int
+    matrix: dict[str, dict[int, float]]
+    attention: dict[str, float]
+    attention_backward: dict[str, float]
+    memory_bandwidth: float
+    kernel: float
+    collectives: dict[str, Collective] = field(default_factory=dict)
+
+
+def measure_ranks(info: Any, dtypes: Sequence[str], budget: Budget, device: str = "cpu") -> RankRates:
+    """Measure this rank while the others do the same. Collective over the world.
+
+    Args:
+        info: of the rank.
+        dtypes: whose products are measured.
+        budget: how much.
+        device: `cpu` or `cuda`.
+    """
+    world = dist.get_world_size()
+    on = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    mesh = Mesh(Layout(dp=world // 2, tp=2) if world > 1 else Layout(), on)
+    timer = _Timer(mesh, budget.seconds)
+    matrix = {dtype: _products(timer, DTYPES[dtype], budget.sizes) for dtype in dtypes}
+    attention = {dtype: _attention(timer, DTYPES[dtype], budget.positions) for dtype in dtypes}
+    return RankRates(
+        ranks=world,
+        threads=torch.get_num_threads(),
+        matrix=matrix,
+        attention={dtype: rates[0] for dtype, rates in attention.items()},
+        attention_backward={dtype: rates[1] for dtype, rates in attention.items()},
+        memory_bandwidth=_copy(timer, budget.copied),
+        kernel=_kernel(timer),
+        collectives=_collectives(timer, mesh, budget.nbytes) if world > 1 else {},
+    )
+
+
+class _Timer:
+    """Times an operation on all ranks at once.
+
+    Args:
+        mesh: of this rank.
+        seconds: of a measurement.
+    """
+
+    def __init__(self, mesh: Mesh, seconds: float) -> None:
+        self.mesh, self.device, self._seconds = mesh, mesh.device, seconds
+
+    def of(self, operation: Callable[[], object]) -> float:
+        """Seconds of one of many, the same number on every rank and the mean over them."""
+        operation()
+        self._wait()
+        started = time.perf_counter()
+        operation()
+        self._wait()
+        once = self._mean(time.perf_counter() - started)
+        repeats = max(_LEAST_REPEATS, int(self._seconds / max(once, 1e-7) / 2))
+        found = []
+        for _ in range(2):  # the faster half, as other programs disturb one
+            self.mesh.world.barrier()
+            started = time.perf_counter()
+            for _ in range(repeats):
+                operation()
+            self._wait()
+            found.append(self._mean((time.perf_counter() - started) / repeats))
+        return min(found)
+
+    def _mean(self, seconds: float) -> float:
+        total = self.mesh.world.all_reduce_values(torch.tensor([seconds], dtype=torch.float64, device=self.device))
+        return float(total[0]) / self.mesh.world.size
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _products(timer: _Timer, dtype: torch.dtype, sizes: Sequence[int]) -> dict[int, float]:
+    """FLOP/s of linear layers by size, as the models compute them; without sizes that would take long."""
+    found: dict[int, float] = {}
+    before, seconds = 0, 0.0
+    for size in sizes:
+        if before and seconds * (size / before) ** 3 > _LONGEST_PRODUCT:
+            break
+        x, weight = (torch.randn(size, size, device=timer.device).to(dtype) for _ in range(2))
+        with torch.no_grad():
+            before, seconds = size, timer.of(partial(linear, x, weight))
+        found[size] = 2 * size**3 / seconds
+    return found
+
+
+def _attention(timer: _Timer, dtype: torch.dtype, positions: int) -> tuple[float, float]:
+    """FLOP/s of the forward and the backward pass."""
+    shape = (2, _HEADS, positions, _HEAD_DIM)
+    query, key, value = (torch.randn(shape, device=timer.device).to(dtype).requires_grad_() for _ in range(3))
+    flops = 2 * 2 * 2 * _HEADS * positions**2 * _HEAD_DIM / 2  # two products; half of them is masked
+    grad = torch.randn(shape, device=timer.device).to(dtype)
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), (query, key, value), grad)
+
+    seconds = timer.of(forward)
+    return flops / seconds, 2.5 * flops / max(timer.of(both) - seconds, 1e-9)
+
+
+def _copy(timer: _Timer, nbytes: int) -> float:
+    source = torch.zeros(nbytes // 4, device=timer.device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / timer.of(lambda: target.copy_(source))
+
+
+def _kernel(timer: _Timer) -> float:
+    x = torch.ones(_TINY, device=timer.device, requires_grad=True)
+    steps = 16
+
+    def chain() -> None:
+        out = x
+        for _ in range(steps):
+            out = out + x
+        torch.autograd.grad(out.sum(), x)
+
+    return timer.of(chain) / (2 * steps)
+
+
+def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective]:
+    """Those of all ranks, and `pairs` and `send` of groups of two that all work at the same time."""
+    world, pair = mesh.world, mesh.tp
+    by_name: dict[str, tuple[Axis, Callable[[Tensor], Tensor], int]] = {  # with the ranks whose parts make the whole
+        "all_reduce": (world, world.all_reduce_, 1),
+        "all_gather": (world, lambda tensor: world.all_gather_equal(tensor, 0), world.size),
+        "reduce_scatter": (world, lambda tensor: world.reduce_scatter(tensor, 0), 1),
+        "pairs": (pair, pair.all_reduce_, 1),
+        "send": (pair, lambda tensor: pair.start_shift(tensor)(), 1),
+    }
+    sockets = "NCCL" if mesh.device.type == "cuda" else "gloo"
+    found = {}
+    for name, (axis, operation, parts) in by_name.items():
+        times = []
+        for whole in (_SMALL, nbytes):
+            tensor = torch.zeros(max(1, whole // 4 // parts // world.size) * world.size, device=mesh.device)
+            times.append(timer.of(partial(operation, tensor)))
+        transport = sockets if name == "send" or axis.shared is None else "shared memory"
+        found[name] = Collective(times[0], times[1], nbytes, transport)
+    return found
