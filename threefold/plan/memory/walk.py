@@ -120,9 +120,10 @@ def backward_moments(runs: Sequence[Run], sharing: Sharing, deferring: bool) -> 
     freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
     for place in range(len(runs) - 1, -1, -1):
         run, layer = runs[place], runs[place].layer
-        before = runs[place - 1].elements if place else 0
+        # Torch gathers the layer before meanwhile, but not the embeddings, whose backward pass needs no weights.
+        before = runs[place - 1].elements if place and not runs[place - 1].is_embedding else 0
         each = layer.kept - (layer.deferred if deferring else 0)
-        for number in dict.fromkeys((0, run.count - 1)):
+        for number in sorted({0, max(0, run.count - 2), run.count - 1}):
             ahead = run.elements if number < run.count - 1 else before
             if number:
                 scattered = run.elements
