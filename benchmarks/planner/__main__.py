@@ -22,20 +22,27 @@ SECTIONS: Final = {
     "steps": "times of training steps, against published ones",
 }
 """Module of this package → what its tables show."""
+NAMED: Final = {"this_machine": "steps of eight local ranks, measured here"}
+"""Sections that run where they are named, as they need a machine without other work."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
+    known = {**SECTIONS, **NAMED}
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(known)}; default: {', '.join(SECTIONS)}"
+    )
+    parser.add_argument("--this-machine", action="store_true", help="the section this_machine too")
     parser.add_argument("--width", type=int, help="columns of the output; default: those of the terminal, at least 120")
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.sections if name not in SECTIONS]
+    unknown = [name for name in arguments.sections if name not in known]
     if unknown:
-        parser.error(f"there is no section {unknown[0]}; there are {', '.join(SECTIONS)}")
+        parser.error(f"there is no section {unknown[0]}; there are {', '.join(known)}")
     console = Console(width=arguments.width or max(120, Console().width), highlight=False)
     goals: list[tuple[str, Goal]] = []
-    for name in arguments.sections or SECTIONS:
-        console.rule(f"{name}: {SECTIONS[name]}")
+    wanted = arguments.sections or list(() if arguments.this_machine else SECTIONS)
+    for name in [*wanted, *(["this_machine"] if arguments.this_machine else [])]:
+        console.rule(f"{name}: {known[name]}")
         goals += [(name, goal) for goal in import_module(f"benchmarks.planner.{name}").run(console)]
     table = Table("section", "what", "found", "goal", "met", title="Goals")
     for name, goal in goals:
