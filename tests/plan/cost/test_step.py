@@ -12,7 +12,7 @@ from threefold.errors import UserError
 from threefold.models.registry import model_plan
 from threefold.plan.cost.block import BUSIEST
 from threefold.plan.cost.parameters import layer_elements
-from threefold.plan.cost.step import StepTime, step_time, waiting_share
+from threefold.plan.cost.step import StepTime, exposed_bubble, step_time, waiting_share
 from threefold.plan.cost.system import SYSTEMS
 from threefold.plan.hardware.catalogue import find_hardware
 from threefold.plan.hardware.entry import Link
@@ -142,3 +142,11 @@ def test_a_model_of_ones_own_is_refused() -> None:
     own = given.model_copy(update={"model": given.model.model_copy(update={"architecture": "own"})})
     with pytest.raises(UserError, match="architecture is own, whose layers tell no costs"):
         _of(own)
+
+
+def test_ranks_that_take_turns_on_cores_do_not_wait_for_a_pipeline() -> None:
+    own = replace(find_hardware("a100-80"), device="cpu", gpus_per_node=8)
+    assert exposed_bubble(3.0, 1.0, own) == 1.0
+    assert exposed_bubble(3.0, 1.0, replace(own, cores=16)) == 1.0
+    assert exposed_bubble(3.0, 1.0, replace(own, cores=2)) == 0.0
+    assert exposed_bubble(3.0, 3.0, replace(own, cores=6)) == pytest.approx(6.0 * 6 / 8 - 3.0)

@@ -126,7 +126,7 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     states = optimizer_tensors(config)
     found = StepTime(
         compute=slowest.forward.plus(slowest.backward, slowest.weight).times(train.gradient_accumulation_steps),
-        bubble=line.bubble,
+        bubble=exposed_bubble(line.busy, line.bubble, hardware),
         sends=line.sends,
         gradients=exposed,
         optimizer=update_seconds(hardware, max(held) / share, states, itemsize, config.precision.master_weights),
@@ -134,6 +134,19 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     )
     world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
     return replace(found, slowest_device=found.seconds * waiting_share(world))
+
+
+def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
+    """The bubble as far as it lengthens a step: ranks that take turns on fewer cores leave them to others while they
+    wait, up to the step that ranks with a core each would have.
+
+    Args:
+        busy: seconds of a rank's work, at the rate of its share of the cores.
+        bubble: seconds that it waits beside that.
+        hardware: of the ranks.
+    """
+    share = hardware.cores / hardware.gpus_per_node if hardware.cores else 1.0
+    return max(0.0, (busy + bubble) * share - busy) if share < 1 else bubble
 
 
 def optimizer_tensors(config: Config) -> int:

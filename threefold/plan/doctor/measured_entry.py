@@ -61,6 +61,7 @@ def measured_entry(found: Examination) -> Hardware | None:
         inside=link,
         between=link,
         achievable=reached,
+        cores=machine.cores if found.device == "cpu" else 0,
         sources=(
             f"threefold doctor on {machine.host}: {ranks} local ranks of {most.threads} threads at the same time",
         ),

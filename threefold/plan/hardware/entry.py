@@ -77,6 +77,7 @@ class Hardware:
         sharded_system: the same with `parallel.zero` 2 or 3; empty for `system`.
         uncertainty: by which share of the step most estimates are wrong at most; 9 of 10 published steps, where there
             are any.
+        cores: of a CPU, which the ranks of a node take in turns where they are more; 0 where each has its own.
         dollars_per_hour: of a device; None where it is not known.
         sources: of the figures.
     """
@@ -96,6 +97,7 @@ class Hardware:
     gpt_system: str = ""
     sharded_system: str = ""
     uncertainty: float = 0.3
+    cores: int = 0
     dollars_per_hour: float | None = None
     sources: tuple[str, ...] = ()
 

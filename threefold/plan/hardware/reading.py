@@ -12,7 +12,7 @@ from threefold.plan.hardware.entry import Achievable, Hardware, Link
 from threefold.plugins import one_of
 
 _DTYPES: Final = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
-_WHOLE: Final = ("memory_bytes", "multiprocessors", "gpus_per_node")
+_WHOLE: Final = ("memory_bytes", "multiprocessors", "gpus_per_node", "cores")
 _TEXTS: Final = ("title", "device", "system", "gpt_system", "sharded_system")
 _DEVICES: Final = ("cuda", "cpu")
 _UNLESS_GIVEN: Final = {
@@ -22,6 +22,7 @@ _UNLESS_GIVEN: Final = {
     "gpt_system": "",
     "sharded_system": "",
     "uncertainty": 0.3,
+    "cores": 0,
 }
 _ZERO_ALLOWED: Final = (
     "latency",
@@ -30,6 +31,7 @@ _ZERO_ALLOWED: Final = (
     "attention_depth",
     "kernel",
     "step",
+    "cores",
     "dollars_per_hour",
 )
 
@@ -119,6 +121,7 @@ def _hardware(name: str, values: dict[str, Any], where: str) -> Hardware:
         gpt_system=values["gpt_system"],
         sharded_system=values["sharded_system"],
         uncertainty=_number(values, "uncertainty", where),
+        cores=int(_number(values, "cores", where)),
         dollars_per_hour=None if price is None else _number(values, "dollars_per_hour", where),
         sources=tuple(str(source) for source in sources),
     )
