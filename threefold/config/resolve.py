@@ -147,8 +147,13 @@ def loss_chunk_size(config: Config) -> int:
         config: all else filled.
     """
     tokens = config.train.micro_batch_size * -(-config.data.sequence_length // config.parallel.cp)
+    return logits_chunk(tokens, -(-config.model.vocab_size // config.parallel.tp))
+
+
+def logits_chunk(tokens: int, columns: int) -> int:
+    """The same from the tokens of a micro-batch and the columns of the logits that a rank has."""
     fitting = max(1, LARGEST_LOGITS // (4 * tokens))
-    return 0 if -(-config.model.vocab_size // config.parallel.tp) <= fitting else fitting
+    return 0 if columns <= fitting else fitting
 
 
 def _derived(config: Config, vocab_size: int) -> dict[str, Any]:

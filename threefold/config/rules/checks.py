@@ -8,7 +8,7 @@ from threefold.config.divisors import divisors, nearest_divisor, nearest_multipl
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
 from threefold.config.rules.compatibility import check_together
 from threefold.config.rules.model_checks import check_division, check_model
-from threefold.config.rules.pipeline_checks import check_pipeline
+from threefold.config.rules.pipeline_checks import check_micro_batches, check_pipeline
 from threefold.config.schema import Config
 
 LEAST_TIMEOUT = 2
@@ -36,6 +36,7 @@ def rules() -> tuple[Callable[[Config], None], ...]:
         _check_data,
         check_division,
         check_pipeline,
+        check_micro_batches,
         _check_sequence,
         _check_zero,
         _check_optimizer,

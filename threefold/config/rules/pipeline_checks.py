@@ -8,7 +8,7 @@ PARTITIONS = ("cost", "uniform", "uniform-chunks")
 
 
 def check_pipeline(config: Config) -> None:
-    """Check the settings of the pipeline.
+    """Check the settings of the pipeline's stages.
 
     Raises:
         UserError: the first rule that is broken.
@@ -22,6 +22,15 @@ def check_pipeline(config: Config) -> None:
         rule = f"parallel.schedule {schedule.name} has a line for each of {schedule.ranks} ranks; use {schedule.ranks}"
         raise problem(config, "parallel.pp", rule)
     _check_stages(config)
+
+
+def check_micro_batches(config: Config) -> None:
+    """Check that the schedule takes the number of micro-batches.
+
+    Raises:
+        UserError: it does not.
+    """
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
         raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
 

@@ -3,7 +3,9 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from threefold.config.schedules import find_schedule
 from threefold.errors import UserError
@@ -179,34 +181,58 @@ def partition_by_cost(costs: Sequence[float], pp: int) -> list[int]:
     """
     count = len(costs)
     _require_enough(count, pp)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # worst[end]: the lowest peak with which layers [0, end) fit in the stages so far; starts: where the last begins.
-    worst = [0.0] + [float("inf")] * count
-    starts: list[list[int]] = []
-    for stage in range(1, pp + 1):
-        peaks, begins = [float("inf")] * (count + 1), [0] * (count + 1)
-        low, crossing = stage - 1, stage - 1
-        for end in range(stage, count + 1):
-            # A later start makes the last stage cheaper and those before it dearer: the best is where the two cross.
-            while crossing < end - 1 and worst[crossing] < sums[end] - sums[crossing]:
-                crossing += 1
-            peak = max(worst[crossing], sums[end] - sums[crossing])
-            if crossing > low:
-                peak = min(peak, sums[end] - sums[crossing - 1])
-            begin = bisect_left(sums, sums[end] - peak, low, crossing)
-            while begin > low and sums[end] - sums[begin - 1] <= peak:  # where the difference above was rounded
-                begin -= 1
-            while sums[end] - sums[begin] > peak:
-                begin += 1
-            peaks[end], begins[end] = peak, begin
-        worst = peaks
-        starts.append(begins)
-    bounds = [count]
-    for begins in reversed(starts):
-        bounds.append(begins[bounds[-1]])
-    return bounds[::-1]
+    return list(_bounds_by_cost(tuple(costs), pp))
+
+
+@lru_cache(maxsize=2048)
+def _bounds_by_cost(costs: tuple[float, ...], pp: int) -> tuple[int, ...]:
+    for stages in range(1, pp):  # ascending, so that none recurses deeply
+        _last_stages(costs, stages)
+    bounds = [len(costs)]
+    for stages in range(pp, 0, -1):
+        bounds.append(_last_stages(costs, stages).begins[bounds[-1]])
+    return tuple(reversed(bounds))
+
+
+class _LastStages(NamedTuple):
+    """The best partition of the first layers into some number of stages, for each number of layers.
+
+    Attributes:
+        peaks: cost of the most expensive stage; infinite where there are fewer layers than stages.
+        begins: first layer of the last stage.
+    """
+
+    peaks: list[float]
+    begins: list[int]
+
+
+@lru_cache(maxsize=2048)
+def _last_stages(costs: tuple[float, ...], stages: int) -> _LastStages:
+    """Those of `stages` stages; kept, as those of more stages follow from them."""
+    count, sums = len(costs), _sums(costs)
+    worst = _last_stages(costs, stages - 1).peaks if stages > 1 else [0.0] + [float("inf")] * count
+    peaks, begins = [float("inf")] * (count + 1), [0] * (count + 1)
+    low, crossing = stages - 1, stages - 1
+    for end in range(stages, count + 1):
+        # A later start makes the last stage cheaper and those before it dearer: the best is where the two cross.
+        while crossing < end - 1 and worst[crossing] < sums[end] - sums[crossing]:
+            crossing += 1
+        peak = max(worst[crossing], sums[end] - sums[crossing])
+        if crossing > low:
+            peak = min(peak, sums[end] - sums[crossing - 1])
+        begin = bisect_left(sums, sums[end] - peak, low, crossing)
+        while begin > low and sums[end] - sums[begin - 1] <= peak:  # where the difference above was rounded
+            begin -= 1
+        while sums[end] - sums[begin] > peak:
+            begin += 1
+        peaks[end], begins[end] = peak, begin
+    return _LastStages(peaks, begins)
+
+
+@lru_cache(maxsize=8)
+def _sums(costs: tuple[float, ...]) -> list[float]:
+    """Of the first layers, for each number of them."""
+    return [0.0, *accumulate(costs)]
 
 
 def _require_bounds(bounds: Sequence[int], layers: int, stages: int) -> None:
