@@ -169,6 +169,11 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
     return Estimate(config, hardware, system, time, stages, usable)
 
 
+def usable_memory(hardware: Hardware) -> int:
+    """Bytes of a device that a rank may use."""
+    return usable_bytes(hardware.memory_bytes) if hardware.device == "cuda" else hardware.memory_bytes
+
+
 def recomputed_flops_per_token(config: Config) -> float:
     """Operations of a token's share of a step that recompute repeats, counted as `model_flops_per_token` counts."""
     train, model = config.train, config.model
@@ -187,7 +192,7 @@ def recomputed_flops_per_token(config: Config) -> float:
 
 def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None:
     per_node = hardware.gpus_per_node
-    if hardware.device == "cpu" or world <= per_node or world % per_node == 0:
+    if hardware.fills_nodes(world):
         return
     rest = world // config.parallel.dp
     dp = next(dp for dp in range(config.parallel.dp, 0, -1) if dp == 1 or dp * rest % per_node == 0)
@@ -200,5 +205,4 @@ def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None
 
 def _memory(config: Config, hardware: Hardware, system: System) -> tuple[tuple[StageBytes, ...], int]:
     found = stage_memory(config, hardware.device, system.name)
-    usable = usable_bytes(hardware.memory_bytes) if hardware.device == "cuda" else hardware.memory_bytes
-    return tuple(StageBytes(stage.causes) for stage in found), usable
+    return tuple(StageBytes(stage.causes) for stage in found), usable_memory(hardware)

@@ -4,7 +4,7 @@ A roofline: what a kernel multiplies at an achievable share of the peak, or what
 bandwidth, whichever takes longer (Williams et al., "Roofline", CACM 2009), and the time between two kernels.
 """
 
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from threefold.plan.hardware.entry import Hardware
 
@@ -12,6 +12,7 @@ _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0
 """Rows and columns of the output that a multiprocessor computes at once, and how fast with them, for what a small tile
 reads again (NVIDIA, "Matrix multiplication background user's guide", tile quantization)."""
 PER_MULTIPLY_ADD: Final = 2
+Number = TypeVar("Number", int, float)
 
 
 def positive(value: float) -> float:
@@ -19,14 +20,15 @@ def positive(value: float) -> float:
     return (value + abs(value)) / 2
 
 
-def larger(one: float, other: float) -> float:
+def larger(one: Number, other: Number) -> Number:
     """The larger of two values; of each pair of elements of arrays."""
     is_more = one > other
     if isinstance(is_more, bool):
         return one if is_more else other
     import numpy as np  # there are arrays, so that it is imported
 
-    return np.where(is_more, one, other)
+    chosen: Any = np.where(is_more, one, other)
+    return chosen
 
 
 def matrix_seconds(

@@ -112,6 +112,10 @@ class Hardware:
             raise UserError(f"The hardware {self.name} has no matrix rate for {dtype}; use one of {known}.")
         return self.matrix_rates[dtype]
 
+    def fills_nodes(self, ranks: int) -> bool:
+        """Whether so many devices are a part of one node or whole nodes, as they are rented; of a CPU always."""
+        return self.device == "cpu" or ranks <= self.gpus_per_node or ranks % self.gpus_per_node == 0
+
     def shared_by(self, ranks: int) -> "Hardware":
         """What each of so many ranks of one host has of a CPU, whose cores and memory they share; a GPU as it is."""
         if self.device != "cpu" or ranks == self.gpus_per_node:

@@ -3,6 +3,9 @@
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from threefold.config.schedule_actions import Action
 from threefold.config.schedules import Schedule
 from threefold.plan.schedule.orders import orders_of
@@ -11,33 +14,23 @@ _ROUNDS: Final = 4
 """Rounds of pp micro-batches after which no rank holds more than before, where a schedule holds not all of them."""
 
 
-class Flight(NamedTuple):
-    """A moment: an action begins.
+class Flights(NamedTuple):
+    """What a rank holds when each of its actions begins.
 
     Attributes:
-        kind: of the action, as in `Action`.
-        stage: which of the rank's stages it is of.
-        held: for each stage of the rank, the passes whose activations wait for their backward pass, the action's own
-            among them.
-        deferred: for each stage, those that wait for their weight gradients, the action's own not among them.
+        held: for each action and stage of the rank, the passes whose activations wait for their backward pass, the
+            action's own among them, [actions, stages].
+        deferred: likewise, those that wait for their weight gradients, the action's own not among them.
+        alike: kind of an action and which of the rank's stages it is of → its actions.
     """
 
-    kind: str
-    stage: int
-    held: tuple[int, ...]
-    deferred: tuple[int, ...]
-
-    def is_covered_by(self, other: "Flight") -> bool:
-        """Whether the other moment has as much of everything."""
-        return (
-            (self.kind, self.stage) == (other.kind, other.stage)
-            and all(mine <= its for mine, its in zip(self.held, other.held, strict=True))
-            and all(mine <= its for mine, its in zip(self.deferred, other.deferred, strict=True))
-        )
+    held: NDArray[np.int64]
+    deferred: NDArray[np.int64]
+    alike: dict[tuple[str, int], list[int]]
 
 
-def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[tuple[Flight, ...], ...]:
-    """For each pipeline rank the moments of a step of which no other has as much of everything.
+def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[Flights, ...]:
+    """For each pipeline rank what it holds during a step.
 
     Args:
         schedule: of the config.
@@ -49,7 +42,7 @@ def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> 
         UserError: the schedule is not for such numbers.
     """
     if pp == 1:
-        return ((Flight("F", 0, (1,), (0,)), Flight("B", 0, (1,), (0,))),)
+        return (Flights(np.ones((2, 1), dtype=int), np.zeros((2, 1), dtype=int), {("F", 0): [0], ("B", 0): [1]}),)
     rounds = micro_batches // pp
     if rounds > _ROUNDS and schedule.micro_batches is None and schedule.in_flight(pp, 0, chunks) is not None:
         micro_batches = _ROUNDS * (micro_batches // rounds)  # with rounds of the same length
@@ -57,26 +50,22 @@ def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> 
 
 
 @lru_cache(maxsize=4096)
-def _flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[tuple[Flight, ...], ...]:
+def _flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[Flights, ...]:
     return tuple(_of_rank(order) for order in orders_of(schedule, pp, chunks, micro_batches))
 
 
-def _of_rank(order: tuple[Action, ...]) -> tuple[Flight, ...]:
+def _of_rank(order: tuple[Action, ...]) -> Flights:
     places = {stage: place for place, stage in enumerate(sorted({action.stage for action in order}))}
-    held, deferred = [0] * len(places), [0] * len(places)
-    seen = dict[Flight, None]()
-    for stage, kind, _ in order:
+    alike: dict[tuple[str, int], list[int]] = {}
+    held, deferred = (np.zeros((len(order) + 1, len(places)), dtype=int) for _ in range(2))
+    for number, (stage, kind, _) in enumerate(order):
         place = places[stage]
+        alike.setdefault((kind, place), []).append(number)
         if kind == "F":
-            held[place] += 1
+            held[number, place] += 1
         elif kind == "W":
-            deferred[place] -= 1
-        seen[Flight(kind, place, tuple(held), tuple(deferred))] = None
-        if kind in "BI":
-            held[place] -= 1
-            deferred[place] += kind == "I"
-    largest: list[Flight] = []
-    for flight in seen:
-        if not any(flight.is_covered_by(other) for other in largest):
-            largest = [other for other in largest if not other.is_covered_by(flight)] + [flight]
-    return tuple(largest)
+            deferred[number, place] -= 1
+        else:
+            held[number + 1, place] -= 1
+            deferred[number + 1, place] += kind == "I"
+    return Flights(held.cumsum(axis=0)[:-1], deferred.cumsum(axis=0)[:-1], alike)

@@ -1,14 +1,14 @@
 """The peak memory of the ranks of a layout: states, passes in flight, and the largest moment of a pass."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
 
 from threefold.config import Config
-from threefold.plan.activations import BlockSizes
-from threefold.plan.memory.block_sizes import block_sizes
-from threefold.plan.memory.flight import Flight, flights_of
-from threefold.plan.memory.layers import LayerBytes, block_layer, embedding_layer, head_layer
+from threefold.plan.memory.flight import flights_of
+from threefold.plan.memory.layer_memory import LayerMemory
 from threefold.plan.memory.systems import Keeps
 from threefold.plan.memory.walk import Moment, Run, Sharing, backward_moments, forward_moment
 from threefold.plan.model_size import ModelSize, RankSize
@@ -58,15 +58,15 @@ class LayoutMemory:
     """
 
     def __init__(self, config: Config, device: str, keeps: Keeps) -> None:
-        self._config, self._device, self.keeps = config, device, keeps
+        self._config, self.keeps = config, keeps
         self.size = ModelSize(config)
         parallel, train = config.parallel, config.train
         self._micro_batches = train.gradient_accumulation_steps
         self._flights = flights_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, self._micro_batches)
-        self._replayed = self.size.weights.recomputed(train.recompute, train.recompute_every)
+        replayed = self.size.weights.recomputed(train.recompute, train.recompute_every)
+        self._layers = LayerMemory(config, device, keeps, self.size.weights.plan.layers, replayed)
         # The allocator of a GPU keeps what it had in the step before.
         self._gradients_grow = self._micro_batches == 1 and device == "cpu"
-        self._blocks: dict[object, tuple[BlockSizes, LayerBytes]] = {}
 
     def peak(self, pp_rank: int) -> tuple[RankSize, Moment]:
         """What a rank has all the time, and beside it at the moment when it has the most."""
@@ -77,17 +77,16 @@ class LayoutMemory:
     def _moments(self, pp_rank: int, stages: Sequence[StageRuns]) -> Iterator[Moment]:
         # The gradient of the input that was sent last.
         sent = max(stage.sent for stage in stages)
-        for flight in self._flights[pp_rank]:
-            kept = sum(count * stage.kept for count, stage in zip(flight.held, stages, strict=True))
-            kept += sum(count * stage.deferred for count, stage in zip(flight.deferred, stages, strict=True))
-            kept -= sum(  # what one stage of a rank hands to another of it is there once
-                stage.output * min(count, after)
-                for stage, (count, after) in zip(stages, pairwise(flight.held), strict=False)
-                if stage.hands_on
-            )
-            kept += sent
-            for moment in _of_action(flight, stages[flight.stage]):
-                yield moment.plus(activations=kept)
+        flights = self._flights[pp_rank]
+        kept = flights.held @ np.array([stage.kept for stage in stages], dtype=float)
+        kept += flights.deferred @ np.array([stage.deferred for stage in stages], dtype=float)
+        for place, stage in enumerate(stages[:-1]):
+            if stage.hands_on:  # what one stage of a rank hands to another of it is there once
+                kept -= stage.output * np.minimum(flights.held[:, place], flights.held[:, place + 1])
+        for (kind, place), actions in flights.alike.items():
+            most = int(kept[actions].max()) + sent
+            for moment in _of_action(kind, stages[place]):
+                yield moment.plus(activations=most)
         yield from self._reduction(pp_rank)
 
     def _reduction(self, pp_rank: int) -> Iterator[Moment]:
@@ -105,22 +104,9 @@ class LayoutMemory:
 
     def _states(self, pp_rank: int) -> RankSize:
         """What there is from the first micro-batch to the update: of ZeRO without what is gathered for a layer."""
-        parallel, precision = self._config.parallel, self._config.precision
         place = self.size.largest_place(pp_rank)
-        found = self.size.rank(pp_rank, place)
-        wide = precision.master_itemsize
-        narrow = precision.itemsize if precision.itemsize < wide else 0
-        added = precision.itemsize if precision.dtype in self.keeps.narrow_gradients else wide
-        if not parallel.zero:
-            if self.keeps.shards_optimizer:
-                replicas = parallel.dp * parallel.cp
-                weights = found.parameters * narrow + found.parameters * wide // replicas
-                found = found._replace(weights=weights, optimizer=found.optimizer // replicas)
-            return found._replace(gradients=found.parameters * added)
         whole = self.size.weights.held(self.size.layers_of_rank(pp_rank), place.unshared).all
-        gathered = whole * precision.itemsize if parallel.zero < 3 else 0
-        gradients = 0 if self._gradients_grow else (whole if parallel.zero == 1 else found.parameters) * added
-        return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
+        return standing_states(self.size.rank(pp_rank, place), whole, self._config, self.keeps, self._gradients_grow)
 
     def _stage(self, number: int, pp_rank: int) -> StageRuns:
         config, place = self._config, self.size.largest_place(pp_rank)
@@ -129,7 +115,7 @@ class LayoutMemory:
         together = weights.sharing(layers)
         tied = weights.held(together, whole).all
         runs = []
-        for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self._layer(name))):
+        for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self._layers.of(name))):
             names = list(alike)
             own = 0 if names[0] in together else weights.held(names[:1], whole).all
             ends = {"is_head": names[-1] == weights.plan.layers[-1], "is_embedding": names[0] == weights.plan.layers[0]}
@@ -145,8 +131,7 @@ class LayoutMemory:
             self._micro_batches > 1,
             self._gradients_grow,
         )
-        block, _ = self._block(0)
-        outer = block.own_tokens * block.hidden * block.itemsize
+        outer = self._layers.output
         ranks = self.size.map.ranks
         is_last = number == len(ranks) - 1
         return StageRuns(
@@ -158,39 +143,37 @@ class LayoutMemory:
             not is_last and ranks[number + 1] == pp_rank,
         )
 
-    def _layer(self, name: str) -> LayerBytes:
-        config, layers = self._config, self.size.weights.plan.layers
-        if name not in (layers[0], layers[-1]):
-            return self._block(int(name.rpartition(".")[2]))[1]
-        model, (block, _) = config.model, self._block(0)
-        if name == layers[-1]:
-            chunk = config.train.loss_chunk_size if self.keeps.chunked_loss else 0
-            if self.keeps.whole_logits:
-                block = replace(block, tp=1, sequence_parallel=False)
-            return head_layer(block, model.vocab_size, chunk)
-        learned = model.position_embedding == "learned"
-        positions = model.max_position_embeddings if learned else 0
-        dropout = model.embedding_dropout if model.architecture == "gpt" else model.hidden_dropout
-        return embedding_layer(block, model.vocab_size, positions, dropout > 0, self._device)
 
-    def _block(self, layer: int) -> tuple[BlockSizes, LayerBytes]:
-        model = self._config.model
-        replayed = f"blocks.{layer}" in self._replayed
-        key = model.has_experts(layer), model.window(layer), replayed
-        if key not in self._blocks:
-            sizes = block_sizes(self._config, self._device, layer)
-            experts = None if sizes.experts is None else replace(sizes.experts, even=True)
-            attention = self.keeps.attention(sizes.attention)
-            sizes = replace(sizes, kernels=self.keeps.kernels, attention=attention, experts=experts)
-            self._blocks[key] = sizes, block_layer(sizes, self._config.train.recompute if replayed else "none")
-        return self._blocks[key]
+def standing_states(found: RankSize, whole: int, config: Config, keeps: Keeps, gradients_grow: bool) -> RankSize:
+    """What a rank has from the first micro-batch to the update: of ZeRO without what is gathered for a layer.
+
+    Args:
+        found: the largest that its states are in a step.
+        whole: elements of its weights, before ZeRO shards them.
+        config: resolved.
+        keeps: of the training system.
+        gradients_grow: whether there are no gradients before the backward pass.
+    """
+    parallel, precision = config.parallel, config.precision
+    wide = precision.master_itemsize
+    narrow = precision.itemsize if precision.itemsize < wide else 0
+    added = precision.itemsize if precision.dtype in keeps.narrow_gradients else wide
+    if not parallel.zero:
+        if keeps.shards_optimizer:
+            replicas = parallel.dp * parallel.cp
+            weights = found.parameters * narrow + found.parameters * wide // replicas
+            found = found._replace(weights=weights, optimizer=found.optimizer // replicas)
+        return found._replace(gradients=found.parameters * added)
+    gathered = whole * precision.itemsize if parallel.zero < 3 else 0
+    gradients = 0 if gradients_grow else (whole if parallel.zero == 1 else found.parameters) * added
+    return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
 
 
-def _of_action(flight: Flight, stage: StageRuns) -> Iterator[Moment]:
+def _of_action(kind: str, stage: StageRuns) -> Iterator[Moment]:
     """The largest moments of an action, beside all that is held when it begins."""
-    if flight.kind == "F":
+    if kind == "F":
         yield forward_moment(stage.runs, stage.sharing)
-    elif flight.kind == "W":
+    elif kind == "W":
         yield Moment(activations=stage.deferred, gradients=stage.sharing.gradient(stage.gradient))
     else:
-        yield from backward_moments(stage.runs, stage.sharing, flight.kind == "I")
+        yield from backward_moments(stage.runs, stage.sharing, kind == "I")
