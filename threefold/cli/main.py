@@ -10,7 +10,7 @@ import typer
 
 from threefold import __version__
 from threefold.cli import checkpoint, config, data, eval, generate, inspect, train, verify
-from threefold.cli.planning import doctor, dry_run, estimate, simulate
+from threefold.cli.planning import doctor, dry_run, estimate, plan, simulate
 from threefold.cli.streams import guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import shown
@@ -36,6 +36,7 @@ app.command("doctor")(doctor.doctor)
 app.command("dry-run")(dry_run.dry_run)
 app.command("estimate")(estimate.estimate)
 app.command("inspect")(inspect.inspect)
+app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")

@@ -1,0 +1,126 @@
+"""`threefold plan`: its table, its config, its picture, and one sentence for every mistake."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from threefold.cli.main import app
+from threefold.config import load_config
+from threefold.config.resolve import check_settings
+from threefold.data.vocabulary import resolve_without_data
+from threefold.errors import UserError
+from threefold.plan.cost.estimate import estimate
+from threefold.plan.hardware.catalogue import find_hardware
+
+CONFIG = """\
+data: {path: tokens, sequence_length: 2048}
+model: {preset: gpt3-6.7b}
+parallel: {tp: 8, fallbacks: [tp4]}
+train: {global_batch_size: 64, max_steps: 1000, micro_batch_size: 1}
+precision: {dtype: bf16}
+"""
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt.yaml").write_text(CONFIG)
+
+    def plan(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["plan", "gpt.yaml", *arguments])
+
+    return plan
+
+
+def test_the_table_the_config_and_the_picture(run: Run) -> None:
+    told = run("--gpus", "16", "--hardware", "a100-80", "--write", "best.yaml", "--png", "layouts.png")
+    assert told.exit_code == 0, told.output
+    assert "sound" in told.stdout
+    assert "limited by" in told.stdout
+    assert "GPU-hours" in told.stdout
+    assert "64 sequences of 2,048 tokens" in told.stdout
+    assert Path("layouts.png").read_bytes().startswith(b"\x89PNG")
+    text = Path("best.yaml").read_text()
+    assert text.startswith("# Written by threefold plan gpt.yaml --gpus 16 --hardware a100-80.\n# Predicted on 16 ×")
+    given = load_config("best.yaml")
+    check_settings(given)
+    resolved = resolve_without_data(given)
+    parallel = resolved.parallel
+    assert parallel.dp * parallel.tp * parallel.pp * parallel.cp == 16
+    assert resolved.train.global_batch_size == 64
+    assert resolved.parallel.fallbacks is None
+    predicted = f"{estimate(resolved, find_hardware('a100-80')).step_seconds:.3f} s a step"
+    assert predicted in text
+
+
+def test_json(run: Run) -> None:
+    told = run("--gpus", "8", "--hardware", "h100", "--json", "--tokens", "2B", "--fix", "parallel.pp=2")
+    assert told.exit_code == 0, told.output
+    document = json.loads(told.stdout)
+    assert document["gpus"] == 8
+    assert document["layouts"] >= document["sound"] >= document["fitting"] >= len(document["best"]) == 10
+    best = document["best"][0]
+    assert best["settings"]["parallel.pp"] == 2
+    assert best["budget"]["tokens"] == 2 * 10**9
+    assert best["budget"]["gpu_hours"] == pytest.approx(best["budget"]["steps"] * best["step_seconds"] * 8 / 3600)
+    seconds = [each["step_seconds"] for each in document["best"]]
+    assert seconds == sorted(seconds)
+
+
+def test_cost_may_use_fewer_gpus(run: Run) -> None:
+    best = json.loads(run("--gpus", "16", "--hardware", "h100", "--json", "--objective", "cost").stdout)["best"][0]
+    whole = json.loads(run("--gpus", "16", "--hardware", "h100", "--json").stdout)["best"][0]
+    assert best["gpus"] <= 16
+    assert best["gpus"] * best["step_seconds"] <= 16 * whole["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--hardware", "h100"], "--gpus is missing; say how many there are, such as --gpus 8."),
+        (["--gpus", "8"], "--hardware is missing; give the path of a YAML file or one of v100"),
+        (["--gpus", "0", "--hardware", "h100"], "--gpus 0 must be at least 1; use 1."),
+        (["--gpus", "-8", "--hardware", "h100"], "--gpus -8 must be at least 1; use 1."),
+        (["--gpus", "many", "--hardware", "h100"], "--gpus many must be a whole number; use 1."),
+        (["--gpus", "12", "--hardware", "h100"], "nodes of h100 have 8 and are rented whole; use 16."),
+        (["--gpus", "1000", "--hardware", "h100"], "--gpus is 1000 but no layout of so many GPUs is sound"),
+        (["--gpus", "8", "--hardware", "h10"], "The hardware h10 is unknown"),
+        (
+            ["--gpus", "8", "--hardware", "h100", "--objective", "speed"],
+            "--objective is speed but must be one of throughput, cost, latency",
+        ),
+        (
+            ["--gpus", "8", "--hardware", "h100", "--tokens", "0"],
+            "--tokens is 0 but must be a number of tokens above 0",
+        ),
+        (["--gpus", "8", "--hardware", "h100", "--fix", "tp"], "--fix tp: write it as section.key=value"),
+        (["--gpus", "8", "--hardware", "h100", "--fix", "parallel.tq=2"], "the nearest is parallel.tp."),
+        (
+            ["--gpus", "8", "--hardware", "h100", "--fix", "parallel.tp=3"],
+            "no layout of so many GPUs with parallel.tp 3 is sound; leave out --fix parallel.tp=3.",
+        ),
+        (["--gpus", "8", "--hardware", "h100", "--png", "layouts.txt"], "must end in .png or .svg"),
+        (["--gpus", "8", "--hardware", "h100", "--write", "no/best.yaml"], "no is no folder; make it first."),
+    ],
+)
+def test_a_mistake_is_one_sentence(run: Run, arguments: list[str], sentence: str) -> None:
+    told = run(*arguments)
+    assert isinstance(told.exception, UserError)
+    assert sentence in str(told.exception)
+    assert str(told.exception).count("\n") == 0
+
+
+def test_a_model_that_fits_nowhere_is_told_what_would_fit(run: Run) -> None:
+    told = run("--gpus", "1", "--hardware", "a100-40")
+    sentence = str(told.exception)
+    assert "sound layouts of 1 × a100-40 fits into" in sentence
+    assert "too much" in sentence
+    more = int(sentence.split("--gpus ")[1].split(")")[0])
+    assert run("--gpus", str(more), "--hardware", "a100-40").exit_code == 0
+    fixes = [part for key in ("zero=0", "tp=1", "pp=1") for part in ("--fix", f"parallel.{key}")]
+    fixed = run("--gpus", "8", "--hardware", "a100-40", *fixes)
+    assert "no --fix parallel.zero=0" in str(fixed.exception)

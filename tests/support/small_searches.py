@@ -1,0 +1,79 @@
+"""Small models, and every layout of few ranks that the search looks at."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from threefold.config import Config, resolve
+from threefold.config.loading import config_of
+from threefold.config.schedules import SCHEDULES
+from threefold.models.registry import model_plan
+from threefold.plan.search.choice import LayoutChoice
+from threefold.plan.search.in_layout import alone
+from threefold.plan.search.sound_options import Soundness
+from threefold.plan.search.soundness import Check, layout_rules
+from threefold.plan.search.space import Space
+
+MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "gpt": {
+        "model": {"num_layers": 6, "hidden_size": 48, "num_attention_heads": 12, "vocab_size": 50},
+        "data": {"path": "x", "sequence_length": 24},
+        "train": {"global_batch_size": 12},
+    },
+    "experts": {
+        "model": {
+            "architecture": "llama",
+            "num_layers": 4,
+            "hidden_size": 60,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "vocab_size": 9,
+            "num_experts": 12,
+            "head_dim": 4,
+        },
+        "data": {"path": "x", "sequence_length": 32},
+        "train": {"global_batch_size": 12, "compile": True},
+        "precision": {"dtype": "bf16"},
+    },
+    "compressed": {
+        "model": {"num_layers": 5, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64},
+        "data": {"path": "x", "sequence_length": 16},
+        "parallel": {"gradient_compression": "fp16", "partition": [2, 4]},
+        "train": {"global_batch_size": 8, "gradient_accumulation_steps": 2},
+    },
+}
+
+
+def given(name: str) -> Config:
+    """A config as loaded."""
+    return config_of(MODELS[name])
+
+
+def base(name: str) -> Config:
+    """The same on one rank, resolved."""
+    return resolve(alone(given(name)), 1)
+
+
+def space_of(config: Config, fixed: dict[str, Any] | None = None, schedules: Sequence[str] = tuple(SCHEDULES)) -> Space:
+    """What there is to choose from."""
+    plan = model_plan(config.model, config.data.sequence_length)
+    return Space(config, len(plan.layers), fixed or {}, schedules)
+
+
+def rules_of(config: Config) -> tuple[Check, ...]:
+    """The rules of a config."""
+    return layout_rules(model_plan(config.model, config.data.sequence_length))
+
+
+def every_layout(space: Space, gpus: int) -> Iterator[tuple[LayoutChoice, bool]]:
+    """Every layout of so many ranks, and whether the search calls it sound."""
+    soundness = Soundness(space, rules_of(space.config))
+    for mesh in space.meshes(gpus):
+        options = space.options(mesh)
+        mask = soundness.mask(mesh, options)
+        for place in np.ndindex(options.shape):
+            sound = mask is not None and bool(
+                mask[tuple(0 if length == 1 else at for at, length in zip(place, mask.shape, strict=True))]
+            )
+            yield options.choice(mesh, place), sound

@@ -1,0 +1,176 @@
+"""What `threefold plan` prints: what was dropped, a table of the best layouts, and what the tokens take."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from threefold.byte_sizes import format_bytes
+from threefold.plan.search.budget import Budget
+from threefold.plan.search.costs import Evaluated
+from threefold.plan.search.planning import SearchAnswer
+from threefold.plan.search.search import Found
+
+_WIDTH_OF_A_FILE: Final = 140
+_WIDEST_REASON: Final = 80
+
+
+def print_plan(planned: SearchAnswer, written: Path | None, drawn: Path | None) -> None:
+    """Print the answer to a request."""
+    request, found = planned.request, planned.found
+    train, model = request.config.train, request.config.model
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, highlight=False)
+    console.print(
+        f"{model.preset or model.architecture}: {train.global_batch_size:,} sequences of "
+        f"{request.config.data.sequence_length:,} tokens a step, {request.config.precision.dtype}, on "
+        f"{request.gpus:,} × {request.hardware.title}; {request.objective.title}."
+    )
+    console.print(
+        f"{found.considered:,} layouts: {found.sound:,} are sound, of which {found.fitting:,} fit into "
+        f"{format_bytes(planned.usable_bytes)}; {planned.seconds:.1f} s."
+    )
+    _print_dropped(console, found)
+    _print_best(console, found.ranked)
+    budget = planned.budget(planned.best)
+    if budget is not None:
+        console.print(f"The first: {_told(budget)}.")
+    if written is not None:
+        console.print(f"Wrote the config of the first to {written}; check it with threefold dry-run {written}.")
+    if drawn is not None:
+        console.print(f"Drew memory against throughput in {drawn}.")
+
+
+def predictions(planned: SearchAnswer) -> list[str]:
+    """What is predicted of the best layout, a line each."""
+    best = planned.best
+    lines = [
+        f"Predicted on {best.choice.gpus:,} × {planned.request.hardware.title}: {best.seconds:.3f} s a step, "
+        f"{best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}.",
+        f"Peak memory {format_bytes(best.peak)} of {format_bytes(planned.usable_bytes)} that a rank may use; "
+        f"limited by {_limit(best)}.",
+    ]
+    if (budget := planned.budget(best)) is not None:
+        lines.append(f"{_told(budget)[0].upper()}{_told(budget)[1:]}.")
+    return lines
+
+
+def json_document(planned: SearchAnswer) -> str:
+    """The same as a JSON document."""
+    request, found, misfit = planned.request, planned.found, planned.found.misfit
+    document: dict[str, Any] = {
+        "gpus": request.gpus,
+        "hardware": request.hardware.name,
+        "objective": request.objective.name,
+        "layouts": found.considered,
+        "sound": found.sound,
+        "fitting": found.fitting,
+        "evaluated": found.evaluated,
+        "usable_bytes": planned.usable_bytes,
+        "seconds": round(planned.seconds, 3),
+        "refused": [
+            {"setting": each.key, "count": each.count, "example": each.example, "reason": each.sentence}
+            for each in found.refusals
+        ],
+        "too_large": misfit
+        and {
+            "count": misfit.count,
+            "nearest": str(misfit.nearest),
+            "bytes": misfit.peak,
+            "short_bytes": misfit.peak - planned.usable_bytes,
+            "largest_part": misfit.part,
+        },
+        "best": [_as_values(planned, each) for each in found.ranked],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def _as_values(planned: SearchAnswer, layout: Evaluated) -> dict[str, Any]:
+    budget = planned.budget(layout)
+    values = {
+        "layout": str(layout.choice.spec),
+        "settings": layout.choice.settings(),
+        "gpus": layout.choice.gpus,
+        "step_seconds": layout.seconds,
+        "tokens_per_second": layout.tokens_per_second,
+        "mfu": layout.mfu,
+        "peak_bytes": list(layout.peak_bytes),
+        "limited_by": {"cause": layout.limited_by[0], "share": layout.limited_by[1]},
+        **layout.details,
+    }
+    if budget is not None:
+        values["budget"] = {
+            "tokens": budget.tokens,
+            "steps": budget.steps,
+            "days": budget.days,
+            "gpu_hours": budget.gpu_hours,
+            "dollars": budget.dollars,
+        }
+    return values
+
+
+def _print_dropped(console: Console, found: Found) -> None:
+    """Why layouts were dropped, the most frequent reason first, with an example each."""
+    table = _table(("dropped", "right"), ("why", "left"), ("such as", "left"))
+    table.columns[1].max_width = _WIDEST_REASON
+    misfit = found.misfit
+    if misfit is not None:
+        reason = f"memory: at least {format_bytes(misfit.peak)}, {misfit.part}"
+        table.add_row(f"{misfit.count:,}", Text(reason), Text(str(misfit.nearest)))
+    for each in found.refusals:
+        table.add_row(f"{each.count:,}", Text(each.sentence), Text(each.example))
+    if table.row_count:
+        console.print(table)
+
+
+def _print_best(console: Console, ranked: list[Evaluated]) -> None:
+    counts = len({each.choice.gpus for each in ranked}) > 1
+    names = ["", "layout", *(["GPUs"] if counts else []), "micro-batch", "step", "tokens/s", "MFU", "memory"]
+    table = _table(*((name, "left" if name == "layout" else "right") for name in names), ("limited by", "left"))
+    table.columns[1].no_wrap = True
+    for place, each in enumerate(ranked, 1):
+        table.add_row(
+            str(place),
+            Text(str(each.choice.spec)),
+            *([f"{each.choice.gpus:,}"] if counts else []),
+            f"{each.choice.micro_batch_size} × {each.choice.accumulation}",
+            f"{each.seconds:,.3f} s",
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.mfu:.1%}",
+            format_bytes(each.peak),
+            Text(_limit(each)),
+        )
+    console.print(table)
+
+
+def _table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify=justify)
+    return table
+
+
+def _limit(layout: Evaluated) -> str:
+    cause, share = layout.limited_by
+    return f"{cause} {share:.0%}"
+
+
+def _told(budget: Budget) -> str:
+    """A budget in words."""
+    dollars = ""
+    if budget.dollars is not None:
+        dollars = f", ${budget.dollars:,.0f} at ${budget.dollars_per_hour:.2f} per GPU-hour"
+    time = f"{budget.days:,.1f} days" if budget.days >= 1 else f"{budget.seconds / 3600:,.1f} hours"
+    hours = f"{budget.gpu_hours:,.0f} GPU-hours"
+    return f"{_amount(budget.tokens)} tokens are {budget.steps:,} steps, {time}, {hours}{dollars}"
+
+
+def _amount(tokens: int) -> str:
+    for scale, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if tokens >= scale:
+            return f"{tokens / scale:.3g}{unit}"
+    return f"{tokens:,}"

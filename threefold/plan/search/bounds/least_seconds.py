@@ -1,0 +1,228 @@
+"""The time of all options of a mesh at once: the parts of `plan.cost` on arrays, added up as `plan.cost.step` does.
+
+What a micro-batch takes on a rank is an array over its sizes; so a few hundred evaluations serve millions of layouts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.config.divisors import divisors
+from threefold.config.resolve import is_derived, logits_chunk
+from threefold.config.schema import Config
+from threefold.plan.cost.block import Passes, block_passes
+from threefold.plan.cost.collectives import send_seconds
+from threefold.plan.cost.ends import embedding_passes, head_passes
+from threefold.plan.cost.gradients import gradient_seconds, update_seconds
+from threefold.plan.cost.pipeline import bubble_seconds, send_waits
+from threefold.plan.cost.sizes import ITEMSIZES, EndShapes, axis_group, block_of
+from threefold.plan.cost.step import optimizer_tensors, sent_bytes, waiting_share
+from threefold.plan.cost.system import System
+from threefold.plan.hardware.entry import Hardware
+from threefold.plan.search.bounds.rank_layers import LayerKinds, RankLayers
+from threefold.plan.search.choice import LayoutChoice
+from threefold.plan.search.costs import Array, Mask
+from threefold.plan.search.in_layout import in_layout
+from threefold.plan.search.space import MeshSizes, Options
+
+SystemOf = Callable[[Config], System]
+"""The training system of a config in a layout."""
+Sizes = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """What of a mesh's options a micro-batch on a rank depends on: those that are wanted, one after another.
+
+    Attributes:
+        places: indices of micro-batch, sequence parallelism and recompute.
+        parts: of these, the same sequence parallelism and recompute together: a config with them, and the sizes of
+            their micro-batches.
+        micro_batches: of a step.
+    """
+
+    places: tuple[Sizes, Sizes, Sizes]
+    parts: list[tuple[Config, Sizes]]
+    micro_batches: Sizes
+
+
+class LeastSeconds:
+    """Steps of one config on one type of hardware.
+
+    Args:
+        config: on one rank, resolved.
+        hardware: that computes it.
+        system_of: the training system of a config in a layout.
+        kinds: of the layers of its model.
+    """
+
+    def __init__(self, config: Config, hardware: Hardware, system_of: SystemOf, kinds: LayerKinds) -> None:
+        self._config, self._hardware, self._system_of, self._kinds = config, hardware, system_of, kinds
+        self._passes: dict[object, Array] = {}
+        self._sizes = np.array(divisors(config.train.global_batch_size))
+        self._configs: dict[object, Config] = {}
+        self._itemsize = ITEMSIZES[config.precision.dtype]
+        self._master = config.precision.master_weights
+        self._layers = np.bincount(kinds.of_layer, minlength=kinds.count)
+
+    def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers, elements: Array, wanted: Mask) -> Array:
+        """Seconds of a step; infinite where it is not wanted.
+
+        Args:
+            mesh: of the ranks.
+            options: of the mesh.
+            ranks: what they hold under each schedule.
+            elements: of the weights of each row of `ranks`.
+            wanted: options that are asked for, in all dims.
+        """
+        inner = self._inner(mesh, options, wanted)
+        found = np.full(options.shape, np.inf)
+        hardware = self._hardware.shared_by(mesh.gpus)
+        lines: dict[System, tuple[Array, Array, Array]] = {}
+        for number, settings in enumerate(options.zero):
+            if not wanted[..., number].any():
+                continue
+            zero = settings["parallel.zero"]
+            first, _ = inner.parts[0]
+            layout = first.model_copy(update={"parallel": first.parallel.model_copy(update={"zero": zero})})
+            system = self._system_of(layout)
+            if system not in lines:
+                lines[system] = self._pipeline(mesh, options, ranks, inner, hardware, system)
+            line, forward, backward = lines[system]
+            group = axis_group(layout, "dp·cp", hardware.gpus_per_node, system)
+            sums = gradient_seconds(
+                hardware,
+                system,
+                group,
+                elements=elements[:, None],  # type: ignore[arg-type]
+                forward=forward,  # type: ignore[arg-type]
+                backward=backward,  # type: ignore[arg-type]
+                micro_batches=inner.micro_batches,  # type: ignore[arg-type]
+                zero=zero,
+                itemsize=self._itemsize,
+                gradient_bytes=max(4, self._itemsize) if self._master else self._itemsize,
+                layers=max(1, self._config.model.num_layers // mesh.pp),
+            )
+            exposed = np.maximum.reduceat(np.broadcast_to(sums.exposed, forward.shape), ranks.starts, axis=0)
+            share = group.ranks if zero or system.sharded_optimizer else 1
+            most = np.maximum.reduceat(elements, ranks.starts) / share
+            states = optimizer_tensors(self._config)
+            update = update_seconds(hardware, most, states, self._itemsize, self._master)  # type: ignore[arg-type]
+            seconds = line + exposed + np.asarray(update)[:, None] + hardware.achievable.step
+            found[(*inner.places, slice(None), number)] = (seconds * (1 + waiting_share(mesh.gpus))).T
+        return np.where(wanted, found, np.inf)
+
+    def _inner(self, mesh: MeshSizes, options: Options, wanted: Mask) -> _Inner:
+        asked: Mask = np.any(wanted, axis=(3, 4))
+        sizes = np.array([each["train.micro_batch_size"] for each in options.micro_batch])
+        places: list[tuple[Sizes, Sizes, Sizes]] = []
+        parts = []
+        for sequence, recompute in np.argwhere(asked.any(axis=0)):
+            micro = np.flatnonzero(asked[:, sequence, recompute])
+            places.append((micro, np.full_like(micro, sequence), np.full_like(micro, recompute)))
+            sharded = options.sequence_parallel[sequence]["parallel.sequence_parallel"]
+            mode = options.recompute[recompute]["train.recompute"]
+            parts.append((self._in_layout(mesh, sharded, mode), sizes[micro]))
+        micro, sequences, recomputes = (np.concatenate(each) for each in zip(*places, strict=True))
+        return _Inner((micro, sequences, recomputes), parts, mesh.share // sizes[micro])
+
+    def _in_layout(self, mesh: MeshSizes, sharded: bool, mode: str) -> Config:
+        """The config in a mesh, with micro-batches of one sample."""
+        key = mesh, sharded, mode
+        if key not in self._configs:
+            axes = mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep
+            schedule = self._config.parallel.schedule
+            choice = LayoutChoice(*axes, 0, schedule, 1, 1, mesh.share, mode, sharded)
+            self._configs[key] = in_layout(self._config, choice)
+        return self._configs[key]
+
+    def _pipeline(
+        self, mesh: MeshSizes, options: Options, ranks: RankLayers, inner: _Inner, hardware: Hardware, system: System
+    ) -> tuple[Array, Array, Array]:
+        """Seconds of all micro-batches by schedule; and of one through each row of `ranks`, forward and backward."""
+        passes = np.concatenate([self._of_kinds(*part, hardware, system) for part in inner.parts], axis=-1)
+        forward, backward, weight = (ranks.counts @ part for part in passes)  # [rows, inner]
+        total = forward + backward + weight
+        slowest = np.maximum.reduceat(total, ranks.starts, axis=0)
+        line = np.asarray(inner.micro_batches * slowest, dtype=float)
+        if mesh.pp > 1:
+            everything, weights = self._layers @ passes.sum(axis=0), self._layers @ passes[2]
+            is_slowest = total == slowest[ranks.schedule]
+            of_slowest = np.minimum.reduceat(np.where(is_slowest, weight, np.inf), ranks.starts, axis=0)
+            sent = np.concatenate([sizes * sent_bytes(config, system) for config, sizes in inner.parts])
+            group = axis_group(inner.parts[0][0], "pp", hardware.gpus_per_node, system)
+            send = send_seconds(hardware, group, sent)  # type: ignore[arg-type]
+            for rows, name, chunks in _alike(options):
+                line[rows] += bubble_seconds(
+                    everything,
+                    slowest[rows],  # type: ignore[arg-type]
+                    weights,
+                    of_slowest[rows],  # type: ignore[arg-type]
+                    name,
+                    chunks[:, None],  # type: ignore[arg-type]
+                    inner.micro_batches,  # type: ignore[arg-type]
+                )
+                for row, count in zip(rows, chunks, strict=True):
+                    line[row] += send_waits(mesh.pp, int(count), inner.micro_batches, send, system.overlap_sends)  # type: ignore[arg-type]
+        return line, forward, backward + weight
+
+    def _of_kinds(self, config: Config, sizes: Sizes, hardware: Hardware, system: System) -> Array:
+        """Seconds of the passes of a layer of each kind, [forward, backward and weight; kinds; sizes].
+
+        Args:
+            config: in a layout, with micro-batches of one sample.
+            sizes: of the micro-batches.
+            hardware, system: that compute them.
+        """
+        parallel, mode = config.parallel, config.train.recompute
+        stride = parallel.pp if parallel.ep > 1 else 1
+        axes = parallel.tp, parallel.cp, parallel.ep, stride, parallel.sequence_parallel
+        key = (*axes, mode, system.name, hardware.gpus_per_node)
+        if key not in self._passes:
+            self._passes[key] = self._computed(config, hardware, system)
+        return self._passes[key][:, :, np.searchsorted(self._sizes, sizes)]
+
+    def _computed(self, config: Config, hardware: Hardware, system: System) -> Array:
+        """The same for all sizes that there are."""
+        sizes, per_node = self._sizes, hardware.gpus_per_node
+        blocks = {
+            kind: replace(block_of(config, layer, per_node, system), samples=sizes)  # type: ignore[arg-type]
+            for kind, layer in self._kinds.blocks
+        }
+        first = next(iter(blocks.values()))
+        chunks = [self._chunk(config, size) for size in sizes.tolist()]
+        ends = EndShapes(config.model.vocab_size, first)
+        found = np.empty((3, self._kinds.count, len(sizes)))
+        found[:, 0] = _totals(embedding_passes(ends, hardware, system), sizes)
+        for kind, block in blocks.items():
+            found[:, kind] = _totals(block_passes(block, hardware, system, config.train.recompute), sizes)
+        for chunked in (True, False):  # which a head asks before anything else
+            some = np.array([(chunk > 0) == chunked for chunk in chunks], dtype=bool)
+            if some.any():
+                block = replace(first, samples=sizes[some])
+                ends = EndShapes(config.model.vocab_size, block, int(chunked))
+                found[:, self._kinds.head, some] = _totals(head_passes(ends, hardware, system), sizes[some])
+        return found
+
+    def _chunk(self, config: Config, size: int) -> int:
+        if not is_derived(self._config, "train.loss_chunk_size"):
+            return config.train.loss_chunk_size
+        tokens = size * -(-config.data.sequence_length // config.parallel.cp)
+        return logits_chunk(tokens, -(-config.model.vocab_size // config.parallel.tp))
+
+
+def _totals(passes: Passes, sizes: Sizes) -> Array:
+    return np.array([np.broadcast_to(part.total, sizes.shape) for part in passes])
+
+
+def _alike(options: Options) -> list[tuple[list[int], str, Array]]:
+    """The schedules of a name together: their indices, the name, and the stages of a rank of each."""
+    rows: dict[str, list[int]] = {}
+    for number, settings in enumerate(options.schedule):
+        rows.setdefault(settings["parallel.schedule"], []).append(number)
+    return [
+        (numbers, name, np.array([float(options.schedule[number]["parallel.stage_chunks"]) for number in numbers]))
+        for name, numbers in rows.items()
+    ]

@@ -1,0 +1,54 @@
+"""The config of a layout that was found, ready to train, with what was predicted as comments."""
+
+from pathlib import Path
+from typing import Final
+
+from threefold.config.schema import Config, to_yaml
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.plan.search.choice import KEYS, LayoutChoice
+from threefold.plan.search.in_layout import without_layout
+
+_FOLLOWS: Final = "accumulation"
+"""The part of a layout that a config leaves out, as it follows from the batch sizes."""
+
+
+def config_text(config: Config, choice: LayoutChoice, comments: list[str]) -> str:
+    """A config as YAML: what was given, in the layout that was found.
+
+    Args:
+        config: as loaded.
+        choice: the layout.
+        comments: lines at its head.
+    """
+    sections = {name: dict(values) for name, values in without_layout(config).items()}
+    for name, key in KEYS.items():
+        section, setting = key.split(".")
+        if name != _FOLLOWS:
+            sections[section][setting] = getattr(choice, name)
+    header = "".join(f"# {line}\n" for line in comments)
+    return header + to_yaml({name: values for name, values in sections.items() if values})
+
+
+def require_writable(path: Path) -> None:
+    """Check that a file can be written before the search.
+
+    Raises:
+        UserError: it is a folder, or is in none.
+    """
+    if path.is_dir():
+        raise UserError(f"{shown(path)} is a folder; name a file in it, such as {shown(path / 'best.yaml')}.")
+    if not path.parent.is_dir():
+        raise UserError(f"{shown(path)} cannot be written as {shown(path.parent)} is no folder; make it first.")
+
+
+def write_config(path: Path, text: str) -> None:
+    """Write a config.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{shown(path)} cannot be written ({error.strerror}).") from None
