@@ -29,8 +29,9 @@ from threefold.data.loader import Batch
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
+from threefold.models.initial_values import Constant
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.models.sharding import Constant, ModelPlan, Replicated
+from threefold.models.sharding import ModelPlan, Replicated
 from threefold.ops.kernels import gradient_store
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.scheduled_stage import TimedAction

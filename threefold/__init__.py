@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from threefold.errors import UserError
     from threefold.launch.failure import RankFailed
     from threefold.models.bare_sharding import Shard
+    from threefold.models.initial_values import Constant, Normal
     from threefold.models.loss_terms import CountedLoss, LossFunction, LossSums, LossTerm
     from threefold.models.plan import Plan
-    from threefold.models.sharding import Column, Constant, ModelPlan, Normal, PerHead, Replicated, Row, Split, Vocab
+    from threefold.models.sharding import Column, ModelPlan, PerHead, Replicated, Row, Split, Vocab
     from threefold.parallel.pipeline.partition import (
         layers_by_rank,
         partition_by_class,
@@ -145,7 +146,7 @@ _MODULES: Final = {
     "Column": "models.sharding",
     "ColumnParallelLinear": "parallel.tensor.layers",
     "Config": "config",
-    "Constant": "models.sharding",
+    "Constant": "models.initial_values",
     "Coordinates": "comm.layout",
     "CountedLoss": "models.loss_terms",
     "DataLoader": "data.map_dataset",
@@ -164,7 +165,7 @@ _MODULES: Final = {
     "Mesh": "comm.mesh",
     "ModelOptimizer": "api.optimizer",
     "ModelPlan": "models.sharding",
-    "Normal": "models.sharding",
+    "Normal": "models.initial_values",
     "ParallelCrossEntropy": "parallel.tensor.loss",
     "PerHead": "models.sharding",
     "PipelineLayers": "api.pipeline",

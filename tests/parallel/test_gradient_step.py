@@ -25,8 +25,9 @@ from threefold.comm.mesh import Mesh
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
+from threefold.models.initial_values import Normal
 from threefold.models.loss_terms import CountedLoss, LossSums, LossTerm
-from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Row
+from threefold.models.sharding import Column, ModelPlan, Replicated, Row
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.parameter import local, offset
 from threefold.parallel.settings import TrainingSettings

@@ -18,15 +18,14 @@ from threefold.config.presets import PRESETS
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
+from threefold.models.initial_values import Constant, Normal
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import CrossEntropy
 from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import (
     AttentionCore,
     Column,
-    Constant,
     ModelPlan,
-    Normal,
     OverSequence,
     PerHead,
     Replicated,

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from tests.support.parity import Case, Trace, whole_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.models.initial_values import Constant, Initial, Normal
 from threefold.models.loss_terms import CountedLoss, LossFunction, LossTerm
-from threefold.models.sharding import Column, Constant, Initial, ModelPlan, Normal, Replicated, Row, Split
+from threefold.models.sharding import Column, ModelPlan, Replicated, Row, Split
 from threefold.random.dropout import Dropout
 from threefold.train.engine import Engine
 from threefold.verify import reference

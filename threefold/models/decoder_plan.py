@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from threefold.config import ModelConfig
-from threefold.models.sharding import Constant, Initial, ModelPlan, Normal, Split
+from threefold.models.initial_values import Constant, Initial, Normal
+from threefold.models.sharding import ModelPlan, Split
 
 _RESIDUAL = ("*.attn.proj.weight", "*.mlp.down.weight", "*.mlp.shared.down.weight", "*.mlp.experts.down")
 """Weights whose output joins the residual stream."""

@@ -6,8 +6,9 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from threefold.errors import UserError
+from threefold.models.initial_values import AsConstructed, Drawn, Initial
 from threefold.models.name_pattern import Patterns, matches
-from threefold.models.sharding import AsConstructed, Drawn, Initial, ModelPlan, Replicated, Split
+from threefold.models.sharding import ModelPlan, Replicated, Split
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,13 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from threefold.config.divisors import divisors
+from threefold.models.initial_values import Initial
 from threefold.models.name_pattern import Patterns
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 HEADS: Final = "heads"
 """The name of a unit that no setting counts, but a rule itself."""
@@ -237,52 +235,6 @@ class OverExperts(Split):
         if inner is not None and parameter == "down":
             inner = Unit(inner.setting, inner.count)
         return {axis: unit for axis, unit in (("ep", self.experts), ("tp", inner)) if unit is not None}
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Initial values from N(0, std²).
-
-    Args:
-        std: standard deviation.
-    """
-
-    std: float
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One initial value for all elements.
-
-    Args:
-        value: of each element.
-    """
-
-    value: float
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Initial values that a function such as `torch.nn.init.xavier_uniform_` draws.
-
-    A rank holds one whole parameter at a time while it keeps its shard.
-
-    Args:
-        fill: fills a whole parameter in place, with torch's random numbers.
-    """
-
-    fill: Callable[["Tensor"], object]
-
-
-@dataclass(frozen=True)
-class AsConstructed:
-    """The initial values that the model's own constructor draws.
-
-    Every rank makes the whole model once, in its memory and not in that of its device, and keeps its shards.
-    """
-
-
-Initial = Normal | Constant | Drawn | AsConstructed
 
 
 @dataclass(frozen=True)

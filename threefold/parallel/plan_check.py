@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from threefold.config.divisors import nearest_divisor
 from threefold.errors import UserError
 from threefold.models.bare_sharding import Shard
+from threefold.models.initial_values import Initial
 from threefold.models.name_pattern import matches, specificity
-from threefold.models.sharding import HEADS, Column, Initial, ModelPlan, PerHead, Replicated, Split
+from threefold.models.sharding import HEADS, Column, ModelPlan, PerHead, Replicated, Split
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.torch_private.tensors import child_names
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from threefold.models.construct import ConstructedModel, drawn
-from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
+from threefold.models.initial_values import Constant, Drawn, Normal
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.parameter import local, offset
 from threefold.random.keys import stream_key

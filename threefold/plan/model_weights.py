@@ -49,7 +49,7 @@ class WeightShape(NamedTuple):
         return isinstance(self.split, OverExperts)
 
 
-class Held(NamedTuple):
+class HeldElements(NamedTuple):
     """Elements of some weights on a rank.
 
     Attributes:
@@ -71,8 +71,8 @@ class Held(NamedTuple):
         """Those that are not of experts."""
         return self.all - self.experts
 
-    def plus(self, other: "Held", times: int = 1) -> "Held":
-        return Held(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+    def plus(self, other: "HeldElements", times: int = 1) -> "HeldElements":
+        return HeldElements(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
 class ModelWeights:
@@ -105,10 +105,10 @@ class ModelWeights:
             self.kinds[name] = kind
             if kind == len(self._own):
                 self._own.append(own)
-        self._held: dict[tuple[int, Place], Held] = {}
+        self._held: dict[tuple[int, Place], HeldElements] = {}
         self._recomputed: dict[tuple[str, int], frozenset[str]] = {}
 
-    def held(self, layers: Iterable[str], place: Place) -> Held:
+    def held(self, layers: Iterable[str], place: Place) -> HeldElements:
         """What the rank at `place` holds of some layers, weights that they share once."""
         counts, shared = Counter[int](), set[WeightShape]()
         for name in layers:
@@ -119,14 +119,14 @@ class ModelWeights:
             found = found.plus(self.of_kind(kind, place), count)
         return found
 
-    def of_kind(self, kind: int, place: Place) -> Held:
+    def of_kind(self, kind: int, place: Place) -> HeldElements:
         """What the rank at `place` holds of a layer of a kind, without weights that it shares with others."""
         key = kind, place
         if key not in self._held:
             self._held[key] = self._sum(self._own[kind], place)
         return self._held[key]
 
-    def of_shared(self, layers: Iterable[str], place: Place) -> Held:
+    def of_shared(self, layers: Iterable[str], place: Place) -> HeldElements:
         """What it holds of the weights that some layers share with others, each once."""
         return self._sum({weight for name in layers for weight in self.shared[name]}, place)
 
@@ -147,7 +147,7 @@ class ModelWeights:
             self._recomputed[mode, every] = frozenset(chosen)
         return self._recomputed[mode, every]
 
-    def _sum(self, weights: Iterable[WeightShape], place: Place) -> Held:
+    def _sum(self, weights: Iterable[WeightShape], place: Place) -> HeldElements:
         hidden = others = experts = 0
         for weight in weights:
             elements = weight.held(place)
@@ -156,7 +156,7 @@ class ModelWeights:
             else:
                 others += elements
             experts += elements if weight.is_of_experts else 0
-        return Held(hidden, others, experts)
+        return HeldElements(hidden, others, experts)
 
 
 def model_weights(config: ModelConfig, sequence_length: int) -> ModelWeights:

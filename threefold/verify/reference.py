@@ -19,10 +19,11 @@ from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
 from threefold.labels import IGNORE_INDEX
 from threefold.models.construct import construct, drawn
+from threefold.models.initial_values import Constant, Drawn, Initial, Normal
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, inputs_from
-from threefold.models.sharding import Constant, Drawn, Initial, ModelPlan, Normal
+from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource
 from threefold.random.dropout import sample_keys
 from threefold.random.keys import stream_key

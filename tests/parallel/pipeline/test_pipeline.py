@@ -13,7 +13,8 @@ from tests.support.sweep import sweep
 from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.sharding import ModelPlan, Normal, Replicated
+from threefold.models.initial_values import Normal
+from threefold.models.sharding import ModelPlan, Replicated
 from threefold.parallel.pipeline.partition import (
     layers_by_rank,
     partition_by_class,

@@ -11,7 +11,8 @@ from tests.support.sweep import sweep
 from tests.support.tied_model import SHARED, in_layout, one_process
 from threefold.errors import UserError
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.sharding import ModelPlan, Normal
+from threefold.models.initial_values import Normal
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.stage_map import shared_between, stage_map
 

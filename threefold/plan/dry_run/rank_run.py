@@ -6,7 +6,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.models.sharding import Constant
+from threefold.models.initial_values import Constant
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.plan.dry_run.fake_mesh import FakeMesh
 from threefold.plan.dry_run.fake_numbers import FakeNumbers

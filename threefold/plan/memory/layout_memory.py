@@ -10,7 +10,7 @@ from threefold.config import Config
 from threefold.plan.memory.flight import flights_of
 from threefold.plan.memory.layer_memory import LayerMemory
 from threefold.plan.memory.systems import Keeps
-from threefold.plan.memory.walk import Moment, Run, Sharing, backward_moments, forward_moment
+from threefold.plan.memory.walk import GradientSharing, Moment, Run, backward_moments, forward_moment
 from threefold.plan.model_size import ModelSize, RankSize
 
 
@@ -29,7 +29,7 @@ class StageRuns:
 
     runs: tuple[Run, ...]
     output: int
-    sharing: Sharing
+    sharing: GradientSharing
     gradient: int
     sent: int
     hands_on: bool
@@ -121,7 +121,7 @@ class LayoutMemory:
             ends = {"is_head": names[-1] == weights.plan.layers[-1], "is_embedding": names[0] == weights.plan.layers[0]}
             runs.append(Run(layer, len(names), own, **ends))
         zero, precision = config.parallel.zero, config.precision
-        sharing = Sharing(
+        sharing = GradientSharing(
             zero,
             max(1, place.zero.count),
             precision.itemsize,

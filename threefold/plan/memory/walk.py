@@ -53,7 +53,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class GradientSharing:
     """What a stage does with gradients and gathered weights.
 
     Attributes:
@@ -97,7 +97,7 @@ class Sharing:
         return 0 if self.in_place else elements * self.narrow
 
 
-def forward_moment(runs: Sequence[Run], sharing: Sharing) -> Moment:
+def forward_moment(runs: Sequence[Run], sharing: GradientSharing) -> Moment:
     """The largest moment of a forward pass, whose activations are all counted: the end of it."""
     last = runs[-1]
     moment = Moment()
@@ -108,7 +108,7 @@ def forward_moment(runs: Sequence[Run], sharing: Sharing) -> Moment:
     return moment
 
 
-def backward_moments(runs: Sequence[Run], sharing: Sharing, deferring: bool) -> Iterator[Moment]:
+def backward_moments(runs: Sequence[Run], sharing: GradientSharing, deferring: bool) -> Iterator[Moment]:
     """Those of a backward pass that can be its largest, one or a few for each run of layers.
 
     Args:
@@ -137,7 +137,7 @@ def backward_moments(runs: Sequence[Run], sharing: Sharing, deferring: bool) -> 
 
 
 def _of_layer(
-    run: Run, sharing: Sharing, freed: float, tied: float, ahead: float, scattered: float, deferring: bool
+    run: Run, sharing: GradientSharing, freed: float, tied: float, ahead: float, scattered: float, deferring: bool
 ) -> Iterator[Moment]:
     """The moments of the backward pass of one layer.
 
@@ -169,6 +169,6 @@ def _of_layer(
             yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
 
 
-def _last_group(runs: Sequence[Run], sharing: Sharing) -> int:
+def _last_group(runs: Sequence[Run], sharing: GradientSharing) -> int:
     """Elements of what is reduce-scattered last in a backward pass."""
     return sharing.tied or next((run.elements for run in runs if run.elements), 0)
