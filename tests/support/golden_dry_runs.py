@@ -1,0 +1,64 @@
+"""What a rank of each stage needs in a dozen layouts, by dry run, and the file that keeps it as tables.
+
+`python -m tests.support.golden_dry_runs` writes the file anew: after a change that is meant to change them.
+"""
+
+from pathlib import Path
+
+from tests.support.golden_collectives import LAYOUTS
+from threefold.plan.dry_run.report import DryRunReport
+from threefold.plan.dry_run.stages import run_ranks, stage_ranks
+
+FILE = Path(__file__).parents[1] / "plan" / "data" / "dry_runs.txt"
+
+NAMES = (
+    "dp2",
+    "tp2",
+    "tp2, sequence parallel, dropout",
+    "pp2, 1f1b",
+    "pp2 tp2, interleaved",
+    "pp2 dp2, zbv",
+    "cp2, all-gather",
+    "dp3, ZeRO 1",
+    "dp2 tp2, ZeRO 2, untied, bf16",
+    "dp2 pp2, ZeRO 3",
+    "dp2 tp2 pp2, sequence parallel, recompute",
+    "Llama, tp2 pp2, tied, ZeRO 1",
+    "mixture, ep2",
+    "mixture, ep2 pp2 cp2, zero-bubble",
+)
+"""Of the layouts of `golden_collectives`."""
+
+
+def table(name: str) -> list[str]:
+    """The lines of a layout: for each stage bytes and operations, then its collectives."""
+    config = LAYOUTS[name].config
+    return [f"[{name}]", *(line for report in run_ranks(config, stage_ranks(config)) for line in _lines(report))]
+
+
+def _lines(report: DryRunReport) -> list[str]:
+    amounts = {
+        "parameters": report.parameters,
+        "weights": report.parameter_bytes,
+        "gradients": report.gradient_bytes,
+        "optimizer": report.optimizer_bytes,
+        "activations": report.activation_bytes,
+        "peak": report.peak_bytes,
+        "operations": report.flops,
+    }
+    collectives = {f"{each.axis} {each.operation}": (each.count, each.nbytes) for each in report.collectives}
+    return [
+        f"rank {report.rank}: {report.layers[0]} to {report.layers[-1]}",
+        *(f"  {name:<28}{amount:>20,}" for name, amount in amounts.items()),
+        *(f"  {name:<28}{nbytes:>20,} in {count:,}" for name, (count, nbytes) in sorted(collectives.items())),
+    ]
+
+
+def read() -> dict[str, list[str]]:
+    """The file: the lines of each layout."""
+    tables = FILE.read_text(encoding="utf-8").strip().split("\n\n")
+    return {lines[0].strip("[]"): lines for lines in (each.split("\n") for each in tables)}
+
+
+if __name__ == "__main__":
+    FILE.write_text("\n\n".join("\n".join(table(name)) for name in NAMES) + "\n", encoding="utf-8")
