@@ -27,8 +27,52 @@ def test_tables_of_all_stages(threefold, config: Path, tmp_path: Path) -> None:
     assert "embed to blocks.1" in output
     assert "blocks.2 to head" in output
     assert "all_reduce_max" in output
-    assert "fits into the 84.9 GB of NVIDIA H100" in output
+    assert "which fits into the" in output
+    assert "that tensors may have of NVIDIA H100" in output
     assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
+
+
+OWN_MODEL = """
+from torch import nn
+from torch.nn import functional as F
+
+import threefold as t3
+
+
+class Two(nn.Module):
+    plan = t3.Plan(layers=["embed", "head"])
+
+    def __init__(self, vocab_size: int, inner: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 8)
+        self.head = nn.Linear(inner, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+    @staticmethod
+    def loss(output, batch):
+        return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+"""
+
+
+def test_a_model_of_ones_own(threefold, tmp_path: Path) -> None:
+    """Its parameters are counted; shapes that do not go together are one sentence."""
+    (tmp_path / "run.yaml").write_text("data: {path: none}\nmodel: {vocab_size: 64}\nparallel: {dp: 2}")
+    (tmp_path / "two.py").write_text(OWN_MODEL)
+    status, output, error = threefold("dry-run", tmp_path / "run.yaml", "--model", f"{tmp_path}/two.py:Two", "--json")
+    assert (status, error) == (0, "")
+    assert json.loads(output)["ranks"][0]["parameters"] == 64 * 8 + 64 * 8 + 64
+    (tmp_path / "nine.py").write_text(OWN_MODEL.replace("inner: int = 8", "inner: int = 9"))
+    status, output, error = threefold("dry-run", tmp_path / "run.yaml", "--model", f"{tmp_path}/nine.py:Two")
+    assert (status, output) == (2, "")
+    assert error.startswith("Error: The model fails on rank 0 with RuntimeError: ")
+    assert error.count("\n") == 1
+    status, _, error = threefold(
+        "dry-run", tmp_path / "run.yaml", "--model", f"{tmp_path}/two.py:Two", "--set", "parallel.pp=2"
+    )
+    assert (status, error.count("\n")) == (2, 1)
+    assert "parallel.pp is 2" in error
 
 
 def test_the_json_document(threefold, config: Path) -> None:

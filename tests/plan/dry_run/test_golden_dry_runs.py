@@ -1,4 +1,4 @@
-"""Bytes, operations and collectives of a dozen layouts are those that were kept: a change of sharding shows as a diff."""
+"""Bytes, operations and collectives of fourteen layouts are those that were kept: a change of sharding is a diff."""
 
 from tests.support.golden_dry_runs import FILE, NAMES, read, table
 from tests.support.sweep import sweep

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.cli.options import ConfigFile, Overrides
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, with_model
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def dry_run(
     config: ConfigFile,
+    model: ModelFile = None,
     rank: Annotated[str | None, typer.Option(metavar="R", help="Rank to run.", show_default="0")] = None,
     all_stages: Annotated[bool, typer.Option("--all-stages", help="Run one rank of each pipeline stage.")] = False,
     world: Annotated[
@@ -35,7 +36,9 @@ def dry_run(
     if rank is not None and all_stages:
         raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")
     number = _whole_number("--rank", rank, 0) if rank is not None else 0
-    resolved = _resolve(config, overrides or [], None if world is None else _whole_number("--world", world, 1))
+    resolved = _resolve(
+        config, with_model(overrides, model), None if world is None else _whole_number("--world", world, 1)
+    )
     from threefold.plan.hardware.catalogue import find_hardware
 
     on = None if hardware is None else find_hardware(hardware)

@@ -35,7 +35,8 @@ def print_reports(config: "Config", reports: "Sequence[DryRunReport]", hardware:
         (*place, *map(format_bytes, _amounts(report))) for place, report in zip(places, reports, strict=True)
     ]
     print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
-    print_table(("ranks", "axis", "collective", "count", "bytes"), list(_collectives(reports)))
+    if collectives := _collectives(reports):
+        print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
     typer.echo(_verdict(reports, hardware))
 
 
@@ -50,7 +51,7 @@ def reports_as_json(config: "Config", reports: "Sequence[DryRunReport]", hardwar
     }
     if hardware is not None:
         document["hardware"] = hardware.name
-        document["fits"] = largest <= hardware.memory_bytes
+        document["fits"] = largest <= _usable(hardware)
     return json.dumps(document, indent=2)
 
 
@@ -76,8 +77,15 @@ def _verdict(reports: "Sequence[DryRunReport]", hardware: "Hardware | None") -> 
     needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
     if hardware is None:
         return f"{needs}; buffers inside kernels and of the communication library are not counted."
-    verb = "fits into" if largest.peak_bytes <= hardware.memory_bytes else "does not fit into"
-    return f"{needs}, which {verb} the {format_bytes(hardware.memory_bytes)} of {hardware.title}."
+    verb = "fits" if largest.peak_bytes <= _usable(hardware) else "does not fit"
+    room = f"{format_bytes(_usable(hardware))} that tensors may have of {hardware.title}"
+    return f"{needs}, which {verb} into the {room}."
+
+
+def _usable(hardware: "Hardware") -> int:
+    from threefold.plan.memory.stages import usable_bytes
+
+    return usable_bytes(hardware.memory_bytes) if hardware.device == "cuda" else hardware.memory_bytes
 
 
 def _layers(names: Sequence[str]) -> str:

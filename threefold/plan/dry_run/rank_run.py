@@ -1,11 +1,16 @@
 """One rank's training step, by the code that trains, on tensors without memory."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event
 from threefold.config import Config
+from threefold.config.model import OWN
 from threefold.errors import UserError
+from threefold.models.constructor import told
 from threefold.models.initial_values import Constant
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.plan.dry_run.fake_mesh import FakeMesh
@@ -35,13 +40,18 @@ def dry_run(config: Config, rank: int = 0, source: ModelSource | None = None) ->
 def run_step(config: Config, rank: int, source: ModelSource | None = None) -> tuple[DryRunReport, list[Event]]:
     """As `dry_run`; also returns the collectives in order."""
     layout, flops = Layout.of(config.parallel), FlopCount()
+    own = config.model.architecture == OWN
+    if own and layout.pp > 1:
+        raise UserError(
+            f"parallel.pp is {layout.pp} but a dry run cannot know what stages of a model of your own send; use 1."
+        )
     if not 0 <= rank < layout.world_size:
         last = layout.world_size - 1
         raise UserError(f"rank is {rank} but the layout {layout} has ranks 0 to {last}; use {0 if rank < 0 else last}.")
     with fake_process_group(rank, layout.world_size):
         mesh = FakeMesh(layout)
         batch = batch_of(config, mesh.dp.index)
-        with fake_tensors(), FakeNumbers():
+        with _explaining(own, rank), fake_tensors(), FakeNumbers():
             engine = _make_engine(config, mesh, source or ConfigSource())
             measured = measure_step(engine, batch, flops)
             layers = tuple(name for stage in engine.stages for name in stage.layer_names)
@@ -63,6 +73,26 @@ def run_step(config: Config, rank: int, source: ModelSource | None = None) -> tu
         flops=flops.total,
     )
     return report, measured.events
+
+
+@contextmanager
+def _explaining(own: bool, rank: int) -> Iterator[None]:
+    """Says in a sentence what goes wrong in a user's own model, such as shapes that do not go together.
+
+    Without torch's own logs, in which a failing operation comes with a traceback and the whole schedule.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not own:
+            raise
+        raise UserError(f"The model fails on rank {rank} with {told(error)}.") from error
+    finally:
+        logging.disable(before)
 
 
 def _make_engine(config: Config, mesh: FakeMesh, source: ModelSource) -> Engine:
