@@ -9,7 +9,7 @@ from threefold.errors import UserError
 from threefold.plan.doctor.disk import DiskSpeed, measure_disk
 from threefold.plan.doctor.findings import MachineFinding, findings_of
 from threefold.plan.doctor.machine import Machine, this_machine
-from threefold.plan.doctor.measuring import QUICK, Budget, RankRates, measure_ranks
+from threefold.plan.doctor.measuring import QUICK, MeasuringEffort, RankRates, measure_ranks
 from threefold.plan.doctor.network import AxisRoute, Interface, axis_routes, between_hosts, interfaces
 
 RANKS: Final = (2, 4, 8)
@@ -111,10 +111,10 @@ def _rank_counts(device: str, quick: bool) -> Sequence[int]:
     return (1, 2) if quick else (1, *RANKS)
 
 
-def _budget(device: str, quick: bool, whole: bool) -> Budget:
+def _budget(device: str, quick: bool, whole: bool) -> MeasuringEffort:
     if quick:
         return QUICK
-    budget = Budget()
+    budget = MeasuringEffort()
     if device == "cuda":
         return budget._replace(sizes=(512, 1024, 2048, 4096, 8192), nbytes=256 << 20, positions=2048, copied=1 << 30)
     return budget if whole else budget._replace(sizes=(256,), seconds=0.2)

@@ -32,7 +32,7 @@ _LONGEST_PRODUCT: Final = 0.5
 _HEADS, _HEAD_DIM = 4, 64
 
 
-class Budget(NamedTuple):
+class MeasuringEffort(NamedTuple):
     """How much is measured.
 
     Attributes:
@@ -50,7 +50,7 @@ class Budget(NamedTuple):
     copied: int = _COPIED
 
 
-QUICK: Final = Budget(seconds=0.03, sizes=(64, 256), nbytes=1 << 20, positions=128, copied=8 << 20)
+QUICK: Final = MeasuringEffort(seconds=0.03, sizes=(64, 256), nbytes=1 << 20, positions=128, copied=8 << 20)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RankRates:
     collectives: dict[str, Collective] = field(default_factory=dict)
 
 
-def measure_ranks(info: Any, dtypes: Sequence[str], budget: Budget, device: str = "cpu") -> RankRates:
+def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, device: str = "cpu") -> RankRates:
     """Measure this rank while the others do the same. Collective over the world.
 
     Args:
