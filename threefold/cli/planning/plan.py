@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from threefold.cli.options import ConfigFile, Overrides
-from threefold.cli.planning.estimate import AsJson, HardwareName, SystemName
+from threefold.cli.planning.estimate import AsJson, HardwareName
 from threefold.errors import UserError
 
 
@@ -32,7 +32,12 @@ def plan(
         list[str] | None,
         typer.Option("--fix", metavar="SECTION.KEY=VALUE", help="A setting that every layout has; may be repeated."),
     ] = None,
-    system: SystemName = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Whose kernels and memory, as for estimate.", show_default="own, as train runs it"
+        ),
+    ] = None,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the config of the first here.")] = None,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw memory against throughput.")] = None,
     as_json: AsJson = False,

@@ -28,7 +28,7 @@ def print_plan(planned: SearchAnswer, written: Path | None, drawn: Path | None) 
     console.print(
         f"{model.preset or model.architecture}: {train.global_batch_size:,} sequences of "
         f"{request.config.data.sequence_length:,} tokens a step, {request.config.precision.dtype}, on "
-        f"{request.gpus:,} × {request.hardware.title}; {request.objective.title}."
+        f"{request.gpus:,} × {request.hardware.title} by kernels of {request.system.name}; {request.objective.title}."
     )
     console.print(
         f"{found.considered:,} layouts: {found.sound:,} are sound, of which {found.fitting:,} fit into "
@@ -49,8 +49,8 @@ def predictions(planned: SearchAnswer) -> list[str]:
     """What is predicted of the best layout, a line each."""
     best = planned.best
     lines = [
-        f"Predicted on {best.choice.gpus:,} × {planned.request.hardware.title}: {best.seconds:.3f} s a step, "
-        f"{best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}.",
+        f"Predicted on {best.choice.gpus:,} × {planned.request.hardware.title}, --system "
+        f"{planned.request.system.name}: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}.",
         f"Peak memory {format_bytes(best.peak)} of {format_bytes(planned.usable_bytes)} that a rank may use; "
         f"limited by {_limit(best)}.",
     ]
@@ -65,6 +65,7 @@ def json_document(planned: SearchAnswer) -> str:
     document: dict[str, Any] = {
         "gpus": request.gpus,
         "hardware": request.hardware.name,
+        "system": request.system.name,
         "objective": request.objective.name,
         "layouts": found.considered,
         "sound": found.sound,

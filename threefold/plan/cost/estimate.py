@@ -137,11 +137,18 @@ class Estimate:
 def default_system(config: Config, hardware: Hardware) -> System:
     """The training system that is usual for such a run on such hardware."""
     if hardware.device == "cpu":
-        return SYSTEMS["own-cpu"]
+        return own_system(config, hardware)
     sharded = hardware.sharded_system if config.parallel.zero >= _SHARDED_GRADIENTS else ""
     gpt = hardware.gpt_system if config.model.architecture == "gpt" else ""
     found = find_system(sharded or gpt or hardware.system)
-    return SYSTEMS["own-compiled"] if found.name == "own" and config.train.compile else found
+    return own_system(config, hardware) if found.name == "own" else found
+
+
+def own_system(config: Config, hardware: Hardware) -> System:
+    """This package as a training system: what `threefold train` takes and needs itself."""
+    if hardware.device == "cpu":
+        return SYSTEMS["own-cpu"]
+    return SYSTEMS["own-compiled" if config.train.compile else "own"]
 
 
 def estimate(config: Config, hardware: Hardware, system: System | str | None = None) -> Estimate:

@@ -14,6 +14,7 @@ from threefold.data.vocabulary import resolve_without_data
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.models.registry import model_plan
+from threefold.plan.cost.estimate import own_system
 from threefold.plan.cost.system import System, find_system
 from threefold.plan.hardware.entry import Hardware
 from threefold.plan.search.budget import parse_tokens
@@ -36,7 +37,7 @@ class Request:
         objective: what the best layout has.
         fixed: settings that the layouts must have, `section.key` → value.
         tokens: to train on; None where neither the request nor the config says.
-        system: training system whose kernels are assumed; None for the usual one of the hardware.
+        system: training system whose kernels and memory are assumed.
     """
 
     given: Config
@@ -46,7 +47,7 @@ class Request:
     objective: Objective
     fixed: Mapping[str, Any]
     tokens: int | None
-    system: System | None
+    system: System
 
     @property
     def tokens_per_step(self) -> int:
@@ -75,14 +76,14 @@ def read_request(
         given: the config as loaded.
         gpus: devices that there are.
         hardware: of which type.
-        objective, fix, tokens, system: as on the command line; None where an option was not given.
+        objective, fix, tokens, system: as on the command line; None where an option was not given. The system is then
+            this package, which the config is for.
 
     Raises:
         UserError: one of them is impossible, or the config in any layout.
     """
     row, fixed = find_objective(objective), parse_fixed(fix)
     wanted = None if tokens is None else parse_tokens(tokens)
-    kernels = None if system is None else find_system(system)
     _require_nodes(gpus, hardware)
     if given.model.architecture == OWN:
         raise UserError(
@@ -90,6 +91,7 @@ def read_request(
         )
     config = resolve_without_data(alone(given))
     hardware.matrix_rate(config.precision.dtype)
+    kernels = own_system(config, hardware) if system is None else find_system(system)
     if wanted is None and config.train.max_steps < MOST_STEPS:
         wanted = config.train.max_steps * config.train.global_batch_size * config.data.sequence_length
     return Request(given, config, gpus, hardware, row, fixed, wanted, kernels)

@@ -4,7 +4,6 @@ The parts are those of `plan.memory`: states, and for as many passes as the sche
 what is there in passing, only the largest set of one layer's backward pass. So the exact peak is no smaller.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -67,14 +66,12 @@ class LeastBytes:
     Args:
         config: on one rank, resolved.
         device: `cpu` or `cuda`.
-        keeps_of: what the training system of a config keeps.
+        keeps: of the training system.
         kinds: of the layers of its model.
     """
 
-    def __init__(self, config: Config, device: str, keeps_of: Callable[[Config], Keeps], kinds: LayerKinds) -> None:
-        self._config, self._device, self._kinds = config, device, kinds
-        every = (config.parallel.model_copy(update={"zero": zero}) for zero in range(_WEIGHTS_TOO + 1))
-        self._keeps = [keeps_of(config.model_copy(update={"parallel": parallel})) for parallel in every]
+    def __init__(self, config: Config, device: str, keeps: Keeps, kinds: LayerKinds) -> None:
+        self._config, self._device, self._keeps, self._kinds = config, device, keeps, kinds
         self._weights = model_weights(config.model, config.data.sequence_length)
         self._names = [self._weights.plan.layers[layer] for layer in kinds.first]
         self._states = [optimizer_states(config.optimizer, hidden) for hidden in (True, False)]
@@ -93,27 +90,20 @@ class LeastBytes:
         states = np.where(grows[:, None], growing[:, None, :], whole[:, None, :])  # [rows, micro, zero]
         held = _Held.of(mesh, ranks, counts)
         buffers = self._buffers(mesh, options, ranks, counts)  # [rows, micro, zero]
-        zeros = [each["parallel.zero"] for each in options.zero]
-        alike = {
-            self._keeps[zero]: [place for place, other in enumerate(zeros) if self._keeps[other] == self._keeps[zero]]
-            for zero in zeros
-        }
         found = np.empty(options.shape)
         for sequence, sharded in enumerate(shards):
             for place, mode in enumerate(modes):
-                moving = np.empty_like(buffers)
-                for keeps, which in alike.items():
-                    activations = self._moving(mesh, ranks, sizes, held, sharded, mode, keeps)  # [rows, micro]
-                    moving[..., which] = (activations[:, :, None] + buffers[..., which]) * (1 + keeps.fragmentation)
+                activations = self._moving(mesh, ranks, sizes, held, sharded, mode)  # [rows, micro]
+                moving = (activations[:, :, None] + buffers) * (1 + self._keeps.fragmentation)
                 most = np.maximum.reduceat(moving + states, ranks.starts, axis=0)  # [schedule, micro, zero]
                 found[:, sequence, place] = most.transpose(1, 0, 2)
         return found
 
     def _moving(
-        self, mesh: MeshSizes, ranks: RankLayers, sizes: Array, held: "_Held", sharded: bool, mode: str, keeps: Keeps
+        self, mesh: MeshSizes, ranks: RankLayers, sizes: Array, held: "_Held", sharded: bool, mode: str
     ) -> Array:
         """Activations, and the largest set of one layer's backward pass, [rows, micro]."""
-        one, two, last = (self._of_kinds(mesh, size, sharded, mode, keeps) for size in (1, 2, self._largest))
+        one, two, last = (self._of_kinds(mesh, size, sharded, mode) for size in (1, 2, self._largest))
         # What grows faster than the batch is above the line through the first two, what grows slower above the chord.
         growth = np.minimum(two - one, (last - one) / max(1, self._largest - 1))
         each = one[..., None] + growth[..., None] * (sizes - 1)  # [kept, backward, deferred; kinds, output; micro]
@@ -137,12 +127,12 @@ class LeastBytes:
             columns.append(gathered + (repeated if zero > _STATE_ALONE else np.zeros_like(repeated)))
         return np.stack(columns, axis=-1)
 
-    def _of_kinds(self, mesh: MeshSizes, size: int, sharded: bool, mode: str, keeps: Keeps) -> Array:
+    def _of_kinds(self, mesh: MeshSizes, size: int, sharded: bool, mode: str) -> Array:
         """Bytes of a layer of each kind, and of the output of a block, [kept, backward and deferred; kinds and 1]."""
-        key = mesh.tp, mesh.cp, mesh.ep, size, sharded, mode, keeps
+        key = mesh.tp, mesh.cp, mesh.ep, size, sharded, mode
         if key not in self._layers:
             choice = LayoutChoice(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, 0, "1f1b", 1, size, 1, mode, sharded)
-            found = [self._of_layers(in_layout(self._config, choice), mode, chunk, keeps) for chunk in self._chunks()]
+            found = [self._of_layers(in_layout(self._config, choice), mode, chunk) for chunk in self._chunks()]
             self._layers[key] = np.min(found, axis=0)
         return self._layers[key]
 
@@ -150,11 +140,11 @@ class LeastBytes:
         """Sizes of chunks of the logits between whose bytes are those of every derived size."""
         return (0, 1) if is_derived(self._config, "train.loss_chunk_size") else (None,)
 
-    def _of_layers(self, config: Config, mode: str, chunk: int | None, keeps: Keeps) -> Array:
+    def _of_layers(self, config: Config, mode: str, chunk: int | None) -> Array:
         if chunk is not None:
             config = config.model_copy(update={"train": config.train.model_copy(update={"loss_chunk_size": chunk})})
         replayed = self._weights.recomputed(mode, 1)
-        memory = LayerMemory(config, self._device, keeps, self._weights.plan.layers, replayed)
+        memory = LayerMemory(config, self._device, self._keeps, self._weights.plan.layers, replayed)
         layers = [memory.of(name) for name in self._names]
         rows = [[each.kept, each.backward, each.deferred] for each in layers]
         return np.array([*rows, [memory.output, 0, 0]], dtype=float).T
@@ -177,7 +167,7 @@ class LeastBytes:
             copies = held * narrow if narrow < wide else 0
             size = RankSize(held, held * wide + copies, held * wide, own @ np.array(self._states) * wide)
             config = self._config.model_copy(update={"parallel": self._parallel(mesh, zero)})
-            size = standing_states(size, cast(int, whole.sum(axis=1)), config, self._keeps[zero], grow)
+            size = standing_states(size, cast(int, whole.sum(axis=1)), config, self._keeps, grow)
             columns.append(size.weights + size.gradients + size.optimizer)
         return np.stack(columns, axis=-1)
 

@@ -3,7 +3,6 @@
 What a micro-batch takes on a rank is an array over its sizes; so a few hundred evaluations serve millions of layouts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,8 +26,6 @@ from threefold.plan.search.costs import Array, Mask
 from threefold.plan.search.in_layout import in_layout
 from threefold.plan.search.space import MeshSizes, Options
 
-SystemOf = Callable[[Config], System]
-"""The training system of a config in a layout."""
 Sizes = NDArray[np.int64]
 
 
@@ -53,13 +50,12 @@ class LeastSeconds:
 
     Args:
         config: on one rank, resolved.
-        hardware: that computes it.
-        system_of: the training system of a config in a layout.
+        hardware, system: that compute it.
         kinds: of the layers of its model.
     """
 
-    def __init__(self, config: Config, hardware: Hardware, system_of: SystemOf, kinds: LayerKinds) -> None:
-        self._config, self._hardware, self._system_of, self._kinds = config, hardware, system_of, kinds
+    def __init__(self, config: Config, hardware: Hardware, system: System, kinds: LayerKinds) -> None:
+        self._config, self._hardware, self._system, self._kinds = config, hardware, system, kinds
         self._passes: dict[object, Array] = {}
         self._sizes = np.array(divisors(config.train.global_batch_size))
         self._configs: dict[object, Config] = {}
@@ -80,18 +76,13 @@ class LeastSeconds:
         inner = self._inner(mesh, options, wanted)
         found = np.full(options.shape, np.inf)
         hardware = self._hardware.shared_by(mesh.gpus)
-        lines: dict[System, tuple[Array, Array, Array]] = {}
+        system = self._system
+        line, forward, backward = self._pipeline(mesh, options, ranks, inner, hardware)
+        group = axis_group(inner.parts[0][0], "dp·cp", hardware.gpus_per_node, system)
         for number, settings in enumerate(options.zero):
             if not wanted[..., number].any():
                 continue
             zero = settings["parallel.zero"]
-            first, _ = inner.parts[0]
-            layout = first.model_copy(update={"parallel": first.parallel.model_copy(update={"zero": zero})})
-            system = self._system_of(layout)
-            if system not in lines:
-                lines[system] = self._pipeline(mesh, options, ranks, inner, hardware, system)
-            line, forward, backward = lines[system]
-            group = axis_group(layout, "dp·cp", hardware.gpus_per_node, system)
             sums = gradient_seconds(
                 hardware,
                 system,
@@ -139,10 +130,10 @@ class LeastSeconds:
         return self._configs[key]
 
     def _pipeline(
-        self, mesh: MeshSizes, options: Options, ranks: RankLayers, inner: _Inner, hardware: Hardware, system: System
+        self, mesh: MeshSizes, options: Options, ranks: RankLayers, inner: _Inner, hardware: Hardware
     ) -> tuple[Array, Array, Array]:
         """Seconds of all micro-batches by schedule; and of one through each row of `ranks`, forward and backward."""
-        passes = np.concatenate([self._of_kinds(*part, hardware, system) for part in inner.parts], axis=-1)
+        passes = np.concatenate([self._of_kinds(*part, hardware) for part in inner.parts], axis=-1)
         forward, backward, weight = (ranks.counts @ part for part in passes)  # [rows, inner]
         total = forward + backward + weight
         slowest = np.maximum.reduceat(total, ranks.starts, axis=0)
@@ -151,8 +142,8 @@ class LeastSeconds:
             everything, weights = self._layers @ passes.sum(axis=0), self._layers @ passes[2]
             is_slowest = total == slowest[ranks.schedule]
             of_slowest = np.minimum.reduceat(np.where(is_slowest, weight, np.inf), ranks.starts, axis=0)
-            sent = np.concatenate([sizes * sent_bytes(config, system) for config, sizes in inner.parts])
-            group = axis_group(inner.parts[0][0], "pp", hardware.gpus_per_node, system)
+            sent = np.concatenate([sizes * sent_bytes(config, self._system) for config, sizes in inner.parts])
+            group = axis_group(inner.parts[0][0], "pp", hardware.gpus_per_node, self._system)
             send = send_seconds(hardware, group, sent)  # type: ignore[arg-type]
             for rows, name, chunks in _alike(options):
                 line[rows] += bubble_seconds(
@@ -165,28 +156,28 @@ class LeastSeconds:
                     inner.micro_batches,  # type: ignore[arg-type]
                 )
                 for row, count in zip(rows, chunks, strict=True):
-                    line[row] += send_waits(mesh.pp, int(count), inner.micro_batches, send, system.overlap_sends)  # type: ignore[arg-type]
+                    line[row] += send_waits(mesh.pp, int(count), inner.micro_batches, send, self._system.overlap_sends)  # type: ignore[arg-type]
         return line, forward, backward + weight
 
-    def _of_kinds(self, config: Config, sizes: Sizes, hardware: Hardware, system: System) -> Array:
+    def _of_kinds(self, config: Config, sizes: Sizes, hardware: Hardware) -> Array:
         """Seconds of the passes of a layer of each kind, [forward, backward and weight; kinds; sizes].
 
         Args:
             config: in a layout, with micro-batches of one sample.
             sizes: of the micro-batches.
-            hardware, system: that compute them.
+            hardware: that computes them.
         """
         parallel, mode = config.parallel, config.train.recompute
         stride = parallel.pp if parallel.ep > 1 else 1
         axes = parallel.tp, parallel.cp, parallel.ep, stride, parallel.sequence_parallel
-        key = (*axes, mode, system.name, hardware.gpus_per_node)
+        key = (*axes, mode, hardware.gpus_per_node)
         if key not in self._passes:
-            self._passes[key] = self._computed(config, hardware, system)
+            self._passes[key] = self._computed(config, hardware)
         return self._passes[key][:, :, np.searchsorted(self._sizes, sizes)]
 
-    def _computed(self, config: Config, hardware: Hardware, system: System) -> Array:
+    def _computed(self, config: Config, hardware: Hardware) -> Array:
         """The same for all sizes that there are."""
-        sizes, per_node = self._sizes, hardware.gpus_per_node
+        sizes, per_node, system = self._sizes, hardware.gpus_per_node, self._system
         blocks = {
             kind: replace(block_of(config, layer, per_node, system), samples=sizes)  # type: ignore[arg-type]
             for kind, layer in self._kinds.blocks

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from threefold.byte_sizes import format_bytes
-from threefold.config.schema import Config
 from threefold.models.registry import model_plan
-from threefold.plan.cost.estimate import default_system, estimate, usable_memory
+from threefold.plan.cost.estimate import estimate, usable_memory
 from threefold.plan.cost.parameters import layer_elements
-from threefold.plan.cost.system import System
-from threefold.plan.memory.systems import Keeps, keeps_of
+from threefold.plan.memory.systems import keeps_of
 from threefold.plan.search.bounds.least_bytes import LeastBytes
 from threefold.plan.search.bounds.least_seconds import LeastSeconds
 from threefold.plan.search.bounds.rank_layers import LayerKinds, RankLayers, rank_layers
@@ -35,8 +33,9 @@ class ModelCosts:
         self._plan = model_plan(self._config.model, self._config.data.sequence_length)
         self._kinds = LayerKinds(self._config, self._plan)
         self._ranks: dict[tuple[int, int], RankLayers] = {}
-        self._seconds = LeastSeconds(self._config, self._hardware, self._system_of, self._kinds)
-        self._bytes = LeastBytes(self._config, self._hardware.device, self._keeps_of, self._kinds)
+        keeps = keeps_of(self._system.name, self._hardware.device)
+        self._seconds = LeastSeconds(self._config, self._hardware, self._system, self._kinds)
+        self._bytes = LeastBytes(self._config, self._hardware.device, keeps, self._kinds)
 
     def usable_bytes(self, gpus: int) -> int:
         """As of `Costs`."""
@@ -74,12 +73,6 @@ class ModelCosts:
         stage = max(found.stages, key=lambda each: each.peak)
         name = max(stage.causes, key=stage.causes.__getitem__)
         return f"{name} {format_bytes(stage.causes[name])}"
-
-    def _system_of(self, config: Config) -> System:
-        return self._system or default_system(config, self._hardware)
-
-    def _keeps_of(self, config: Config) -> Keeps:
-        return keeps_of(self._system_of(config).name, self._hardware.device)
 
     def _rank_layers(self, pp: int, schedules: Sequence[Settings]) -> RankLayers:
         key = pp, id(schedules)
