@@ -18,6 +18,7 @@ from benchmarks.planner.goals import Goal
 
 SECTIONS: Final = {
     "memory": "peaks of memory, against dry runs and published ones",
+    "search": "times of the search of layouts",
     "schedules": "bubbles of pipeline schedules, against published ones",
     "steps": "times of training steps, against published ones",
 }

@@ -18,10 +18,12 @@ class ToyCosts:
         config: any.
         memory: of a device.
         loose: how far below the exact time its bounds are.
+        loose_bytes: the same of the memory.
     """
 
-    def __init__(self, config: Config, memory: int = 4000, loose: float = 0.1) -> None:
+    def __init__(self, config: Config, memory: int = 4000, loose: float = 0.1, loose_bytes: float = 0) -> None:
         self.batch, self.memory, self.loose = config.train.global_batch_size, memory, loose
+        self.loose_bytes = loose_bytes
         self.evaluated = 0
         self.tokens = self.batch * config.data.sequence_length
 
@@ -53,7 +55,7 @@ class ToyCosts:
         return whole - shared + shared // (choice.dp * choice.cp) + held
 
     def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
-        return self._all(self.bytes_of, mesh, options)
+        return self._all(self.bytes_of, mesh, options) * (1 - self.loose_bytes)
 
     def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
         return np.where(wanted, self._all(self.seconds, mesh, options) * (1 - self.loose), np.nan)
@@ -67,7 +69,7 @@ class ToyCosts:
     def evaluate(self, choice: LayoutChoice) -> Evaluated:
         self.evaluated += 1
         seconds = self.seconds(choice)
-        return Evaluated(choice, seconds, self.tokens / seconds, 0.5, (self.bytes_of(choice),), ("toys", 0.1))
+        return Evaluated(choice, seconds, self.tokens / seconds, 0.5, (self.bytes_of(choice),), (("toys", 0.1),))
 
     def largest_part(self, choice: LayoutChoice) -> str:
         return f"weights {8000 // (choice.tp * choice.pp)} bytes"

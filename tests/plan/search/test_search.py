@@ -1,13 +1,13 @@
 """The search finds what an evaluation of every layout finds."""
 
-import numpy as np
 import pytest
 
 from tests.support.small_searches import base, every_layout, rules_of, space_of
 from tests.support.toy_costs import ToyCosts
 from threefold.plan.search.choice import LayoutChoice
 from threefold.plan.search.objectives import OBJECTIVES
-from threefold.plan.search.search import BEST, Found, front, search
+from threefold.plan.search.points import points_of
+from threefold.plan.search.search import BEST, Found, search
 
 ENOUGH, SCARCE = 10**6, 1500
 
@@ -66,8 +66,26 @@ def test_throughput_uses_all_gpus_and_cost_may_use_fewer() -> None:
     assert searched("gpt", 8, costs, "cost").ranked[0].choice.gpus == 1  # the toy's communication only costs
 
 
-def test_the_points_of_the_picture_have_all_that_nothing_beats() -> None:
-    found = searched("gpt", 8, ToyCosts(base("gpt"), ENOUGH, loose=0))
-    assert found.points.seconds.min() == pytest.approx(found.ranked[0].seconds)
-    seconds, peak = np.array([3.0, 1.0, 2.0, 2.0, 5.0]), np.array([1.0, 9.0, 4.0, 5.0, 1.0])
-    assert list(front(seconds, peak)) == [0, 2, 1]
+@pytest.mark.parametrize("loose", [0.0, 0.2])
+def test_the_points_of_the_picture_do_not_contradict_the_ranking(loose: float) -> None:
+    costs = ToyCosts(base("gpt"), SCARCE, loose=loose, loose_bytes=0.2)
+    found = searched("gpt", 6, costs)
+    points = points_of(found, costs, step=1 - 1e-9, most=10**6)
+    best = found.ranked[0]
+    assert points.front[-1].seconds == best.seconds
+    every = [choice for choice, sound in every_layout(space_of(base("gpt")), 6) if sound]
+    fitting = [(costs.bytes_of(each), costs.seconds(each)) for each in every if costs.bytes_of(each) <= SCARCE]
+    front: list[tuple[int, float]] = []
+    for peak, seconds in sorted(fitting):
+        if not front or seconds < front[-1][1]:
+            front.append((peak, seconds))
+    assert [(each.peak, each.seconds) for each in points.front] == front
+    assert points.seconds.min() >= best.seconds * (1 - loose) - 1e-9
+
+
+def test_layouts_that_turn_out_too_large_are_not_ranked() -> None:
+    loose = searched("gpt", 6, ToyCosts(base("gpt"), SCARCE, loose_bytes=0.3))
+    exact = searched("gpt", 6, ToyCosts(base("gpt"), SCARCE))
+    assert [each.choice for each in loose.ranked] == [each.choice for each in exact.ranked]
+    assert loose.unfit
+    assert loose.fitting > exact.fitting

@@ -16,7 +16,7 @@ from threefold.plan.search.costs import Evaluated
 from threefold.plan.search.planning import SearchAnswer
 from threefold.plan.search.search import Found
 
-_WIDTH_OF_A_FILE: Final = 140
+_WIDTH_OF_A_FILE: Final = 150
 _WIDEST_REASON: Final = 80
 
 
@@ -50,7 +50,8 @@ def predictions(planned: SearchAnswer) -> list[str]:
     best = planned.best
     lines = [
         f"Predicted on {best.choice.gpus:,} × {planned.request.hardware.title}, --system "
-        f"{planned.request.system.name}: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}.",
+        f"{planned.request.system.name}: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} tokens/s, "
+        f"MFU {best.mfu:.1%}.",
         f"Peak memory {format_bytes(best.peak)} of {format_bytes(planned.usable_bytes)} that a rank may use; "
         f"limited by {_limit(best)}.",
     ]
@@ -100,7 +101,7 @@ def _as_values(planned: SearchAnswer, layout: Evaluated) -> dict[str, Any]:
         "tokens_per_second": layout.tokens_per_second,
         "mfu": layout.mfu,
         "peak_bytes": list(layout.peak_bytes),
-        "limited_by": {"cause": layout.limited_by[0], "share": layout.limited_by[1]},
+        "limited_by": [{"cause": cause, "share": share} for cause, share in layout.limits],
         **layout.details,
     }
     if budget is not None:
@@ -156,8 +157,7 @@ def _table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
 
 
 def _limit(layout: Evaluated) -> str:
-    cause, share = layout.limited_by
-    return f"{cause} {share:.0%}"
+    return ", ".join(f"{cause} {share:.0%}" for cause, share in layout.limits)
 
 
 def _told(budget: Budget) -> str:

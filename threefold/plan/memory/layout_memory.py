@@ -7,6 +7,7 @@ from itertools import groupby
 import numpy as np
 
 from threefold.config import Config
+from threefold.config.schema import ParallelConfig, PrecisionConfig
 from threefold.plan.memory.flight import flights_of
 from threefold.plan.memory.layer_memory import LayerMemory
 from threefold.plan.memory.systems import Keeps
@@ -106,7 +107,8 @@ class LayoutMemory:
         """What there is from the first micro-batch to the update: of ZeRO without what is gathered for a layer."""
         place = self.size.largest_place(pp_rank)
         whole = self.size.weights.held(self.size.layers_of_rank(pp_rank), place.unshared).all
-        return standing_states(self.size.rank(pp_rank, place), whole, self._config, self.keeps, self._gradients_grow)
+        found, config = self.size.rank(pp_rank, place), self._config
+        return standing_states(found, whole, config.parallel, config.precision, self.keeps, self._gradients_grow)
 
     def _stage(self, number: int, pp_rank: int) -> StageRuns:
         config, place = self._config, self.size.largest_place(pp_rank)
@@ -144,17 +146,23 @@ class LayoutMemory:
         )
 
 
-def standing_states(found: RankSize, whole: int, config: Config, keeps: Keeps, gradients_grow: bool) -> RankSize:
+def standing_states(
+    found: RankSize,
+    whole: int,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    keeps: Keeps,
+    gradients_grow: bool,
+) -> RankSize:
     """What a rank has from the first micro-batch to the update: of ZeRO without what is gathered for a layer.
 
     Args:
         found: the largest that its states are in a step.
         whole: elements of its weights, before ZeRO shards them.
-        config: resolved.
+        parallel, precision: sections of a resolved config.
         keeps: of the training system.
         gradients_grow: whether there are no gradients before the backward pass.
     """
-    parallel, precision = config.parallel, config.precision
     wide = precision.master_itemsize
     narrow = precision.itemsize if precision.itemsize < wide else 0
     added = precision.itemsize if precision.dtype in keeps.narrow_gradients else wide

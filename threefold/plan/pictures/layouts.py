@@ -9,13 +9,13 @@ from threefold.byte_sizes import format_bytes
 from threefold.plan.pictures.style import BLUE, INK, LINE, ORANGE, RED, TEXT_SIZE, lighter, new_figure, save
 from threefold.plan.search.costs import Evaluated
 from threefold.plan.search.planning import SearchAnswer
-from threefold.plan.search.search import front
+from threefold.plan.search.points import points_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LABELLED: Final = 3
-"""Of the best layouts, how many have a label."""
+"""Of the best layouts, how many are told in words."""
 _ROOM: Final = 1.3
 """Height of the picture for the fastest layout's, with room for the labels."""
 _GB: Final = 1e9
@@ -45,17 +45,26 @@ def draw_layouts(planned: SearchAnswer, path: Path) -> None:
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(color=LINE, alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="lower left", fontsize=TEXT_SIZE)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=TEXT_SIZE)
     save(figure, path)
 
 
 def _draw(axes: "Axes", planned: SearchAnswer) -> None:
-    points, best = planned.found.points, planned.found.ranked
+    points, best = points_of(planned.found, planned.costs), planned.found.ranked
     tokens = planned.request.tokens_per_step / points.seconds
-    memory = points.peak / _GB
-    axes.scatter(memory, tokens, s=6, color=lighter(BLUE, 0.5), linewidths=0, label="a layout", rasterized=True)
-    edge = front(points.seconds, points.peak)
-    axes.step(memory[edge], tokens[edge], where="post", color=BLUE, linewidth=1.5, label="fastest for its memory")
+    cloud = lighter(BLUE, 0.5)
+    axes.scatter(
+        points.peak / _GB, tokens, s=6, color=cloud, linewidths=0, label="a layout, as bounded", rasterized=True
+    )
+    axes.plot(
+        [each.peak / _GB for each in points.front],
+        [each.tokens_per_second for each in points.front],
+        color=BLUE,
+        linewidth=1.5,
+        marker="o",
+        markersize=4,
+        label="the fastest of each tenth less memory",
+    )
     axes.scatter(
         [each.peak / _GB for each in best],
         [each.tokens_per_second for each in best],
@@ -68,16 +77,21 @@ def _draw(axes: "Axes", planned: SearchAnswer) -> None:
     label = f"memory that a rank may use, {format_bytes(planned.usable_bytes)}"
     axes.axvline(limit, color=RED, linestyle="--", linewidth=1.2, label=label)
     axes.set_xlim(0, limit * 1.03)
-    axes.set_ylim(0, float(np.max(tokens)) * _ROOM)
-    for place, each in enumerate(best[:_LABELLED], 1):
-        at = (each.peak / _GB, each.tokens_per_second)
-        axes.annotate(
-            str(place), at, xytext=(0, 6), textcoords="offset points", ha="center", fontsize=TEXT_SIZE, color=INK
-        )
+    fastest = max([float(np.max(tokens)), *(each.tokens_per_second for each in best)])
+    axes.set_ylim(0, fastest * _ROOM)
+    first = best[0]
+    axes.annotate(
+        "1",
+        (first.peak / _GB, first.tokens_per_second),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+        fontsize=TEXT_SIZE,
+        color=INK,
+    )
     told = [_label(place, each) for place, each in enumerate(best[:_LABELLED], 1)]
     axes.text(0.015, 0.975, "\n".join(told), transform=axes.transAxes, va="top", fontsize=TEXT_SIZE, color=INK)
 
 
 def _label(place: int, layout: Evaluated) -> str:
-    cause, share = layout.limited_by
-    return f"{place}  {layout.choice}: {layout.seconds:.3g} s a step, {format_bytes(layout.peak)}, {cause} {share:.0%}"
+    return f"{place}  {layout.choice}: {layout.seconds:.4g} s a step, {format_bytes(layout.peak)}"

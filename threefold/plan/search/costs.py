@@ -24,8 +24,7 @@ class Evaluated:
         tokens_per_second: of all ranks together.
         mfu: model FLOPs of a step over what the devices could do in its time.
         peak_bytes: of each pipeline rank, of those the one with the most.
-        limited_by: the cause that takes the most of a step beside the model's matrix products, and its share of the
-            step.
+        limits: the causes that take the most of a step, the largest first, each with its share of it.
         details: further figures, for `--json`.
     """
 
@@ -34,7 +33,7 @@ class Evaluated:
     tokens_per_second: float
     mfu: float
     peak_bytes: tuple[int, ...]
-    limited_by: tuple[str, float]
+    limits: tuple[tuple[str, float], ...]
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -23,12 +23,14 @@ class SearchAnswer:
     Attributes:
         request: what was asked.
         found: by the search.
+        costs: the cost model.
         usable_bytes: memory of a device that a rank may use.
         seconds: that the search took.
     """
 
     request: Request
     found: Found
+    costs: Costs
     usable_bytes: int
     seconds: float
 
@@ -69,4 +71,4 @@ def plan_layouts(request: Request, clock: Callable[[], float], make_costs: MakeC
     if not found.ranked:
         usable = costs.usable_bytes(request.gpus)
         raise none_fits(request.gpus, request.fixed, request.hardware, usable, found, costs, run)
-    return SearchAnswer(request, found, costs.usable_bytes(request.gpus), clock())
+    return SearchAnswer(request, found, costs, costs.usable_bytes(request.gpus), clock())

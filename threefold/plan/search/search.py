@@ -24,8 +24,6 @@ _AT_ONCE = 256
 """Layouts that are looked for at once among all, in the order of their bounds."""
 _ROUNDING = 1 - 1e-9
 """A bound that is computed with other roundings may be above the exact time by as much."""
-POINTS = 4000
-"""Layouts that are kept for a picture."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +61,25 @@ class RefusedLayouts:
 
 
 @dataclass(frozen=True)
-class Points:
-    """Some of the layouts, for a picture: all that no other beats in both time and memory, and others at random.
+class Fitting:
+    """The layouts of a mesh that fit, as far as their bounds say.
 
     Attributes:
-        seconds: of a step, as bounded.
-        peak: bytes.
-        gpus: that each uses.
+        mesh, options: of them.
+        places: their indices in each dim of the options.
+        seconds: that a step takes at least.
+        peak: bytes that the rank with the most needs at least.
     """
 
+    mesh: MeshSizes
+    options: Options
+    places: tuple[np.ndarray, ...]
     seconds: Array
     peak: Array
-    gpus: Array
+
+    def choice(self, number: int) -> LayoutChoice:
+        """One of the layouts."""
+        return self.options.choice(self.mesh, [int(indices[number]) for indices in self.places])
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,9 @@ class Found:
         refusals: why the others are not sound, the most frequent first.
         misfit: those that do not fit; None where all do.
         nearest: the layout that needs the least memory; None where none is sound.
-        points: for a picture.
+        meshes: with layouts that fit, for a picture.
+        unfit: of the layouts of `meshes` one after the other, those that were evaluated and do not fit: all whose
+            bounds are below the best.
     """
 
     considered: int
@@ -101,18 +108,8 @@ class Found:
     refusals: list[RefusedLayouts]
     misfit: UnfitLayouts | None
     nearest: LayoutChoice | None
-    points: Points
-
-
-@dataclass
-class _Looked:
-    """A mesh with its sound options."""
-
-    mesh: MeshSizes
-    options: Options
-    places: tuple[np.ndarray, ...]
-    seconds: Array
-    peak: Array
+    meshes: list[Fitting]
+    unfit: list[int]
 
 
 @dataclass
@@ -125,7 +122,7 @@ class _Seen:
     nearest: LayoutChoice | None = None
     least_of_all: float = float("inf")
     smallest: LayoutChoice | None = None
-    looked: list[_Looked] = field(default_factory=list)
+    looked: list[Fitting] = field(default_factory=list)
 
 
 def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequence[int], objective: Objective) -> Found:
@@ -143,7 +140,7 @@ def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequen
         for mesh in space.meshes(count):
             _look(mesh, space.options(mesh), soundness, costs, seen)
     fitting = sum(len(each.seconds) for each in seen.looked)
-    ranked, evaluated = _best(seen.looked, costs, objective)
+    ranked, unfit, evaluated = _best(seen.looked, costs, objective)
     misfit = None
     if seen.sound > fitting and seen.nearest is not None:
         part = costs.largest_part(seen.nearest)
@@ -157,7 +154,8 @@ def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequen
         refusals=_refusals(soundness.refused, soundness.examples),
         misfit=misfit,
         nearest=seen.smallest,
-        points=_points(seen.looked),
+        meshes=seen.looked,
+        unfit=unfit,
     )
 
 
@@ -182,7 +180,7 @@ def _look(mesh: MeshSizes, options: Options, soundness: Soundness, costs: Costs,
     places = np.nonzero(fits)
     if len(places[0]):
         seconds = np.broadcast_to(costs.least_seconds(mesh, options, fits), options.shape)
-        seen.looked.append(_Looked(mesh, options, places, seconds[places], needed[places]))
+        seen.looked.append(Fitting(mesh, options, places, seconds[places], needed[places]))
 
 
 def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
@@ -192,24 +190,26 @@ def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
     return float(those.flat[place]), tuple(int(index) for index in np.unravel_index(place, those.shape))
 
 
-def _best(looked: list[_Looked], costs: Costs, objective: Objective) -> tuple[list[Evaluated], int]:
-    """The best layouts, and how many were evaluated to find them."""
+def _best(looked: list[Fitting], costs: Costs, objective: Objective) -> tuple[list[Evaluated], list[int], int]:
+    """The best layouts, those that were evaluated and do not fit, and how many were evaluated."""
     best: list[tuple[float, int, LayoutChoice, Evaluated]] = []
+    unfit: list[int] = []
     evaluated = 0
-    for bound, choice in _ascending(looked, objective):
+    for bound, place, choice in _ascending(looked, objective):
         if len(best) == BEST and bound * _ROUNDING > best[-1][0]:
             break
         found = costs.evaluate(choice)
         evaluated += 1
         if found.peak > costs.usable_bytes(choice.gpus):
+            unfit.append(place)
             continue
         best.append((found.seconds * objective.weight(choice.gpus), found.peak, choice, found))
         best = sorted(best, key=lambda each: each[:3])[:BEST]
-    return [each[-1] for each in best], evaluated
+    return [each[-1] for each in best], unfit, evaluated
 
 
-def _ascending(looked: list[_Looked], objective: Objective) -> Iterator[tuple[float, LayoutChoice]]:
-    """All layouts in the order of the bounds of their scores, with these."""
+def _ascending(looked: list[Fitting], objective: Objective) -> Iterator[tuple[float, int, LayoutChoice]]:
+    """All layouts in the order of the bounds of their scores: these, their places among all, and the layouts."""
     if not looked:
         return
     scores = np.concatenate([each.seconds * objective.weight(each.mesh.gpus) for each in looked])
@@ -220,30 +220,9 @@ def _ascending(looked: list[_Looked], objective: Objective) -> Iterator[tuple[fl
         chosen = np.flatnonzero((scores > below) & (scores <= limit))
         for place in chosen[np.argsort(scores[chosen], kind="stable")]:
             owner = int(np.searchsorted(starts, place, side="right")) - 1
-            each = looked[owner]
-            own = [int(indices[place - starts[owner]]) for indices in each.places]
-            yield float(scores[place]), each.options.choice(each.mesh, own)
+            yield float(scores[place]), int(place), looked[owner].choice(int(place - starts[owner]))
         below, count = limit, count * 4
 
 
 def _refusals(counts: Counter[str], examples: dict[str, tuple[str, str]]) -> list[RefusedLayouts]:
     return [RefusedLayouts(key, count, *examples[key]) for key, count in counts.most_common()]
-
-
-def _points(looked: list[_Looked]) -> Points:
-    if not looked:
-        return Points(*(np.zeros(0) for _ in range(3)))
-    seconds = np.concatenate([each.seconds for each in looked])
-    peak = np.concatenate([each.peak for each in looked])
-    gpus = np.concatenate([np.full(len(each.seconds), float(each.mesh.gpus)) for each in looked])
-    some = np.random.default_rng(0).choice(len(seconds), min(POINTS, len(seconds)), replace=False)
-    kept = np.union1d(some, front(seconds, peak))
-    return Points(seconds[kept], peak[kept], gpus[kept])
-
-
-def front(seconds: Array, peak: Array) -> np.ndarray:
-    """Indices of the layouts that no other beats in both, in the order of their memory (the Pareto front)."""
-    order = np.lexsort((seconds, peak))
-    fastest = np.minimum.accumulate(seconds[order])
-    first = np.r_[True, seconds[order][1:] < fastest[:-1]]
-    return order[first]

@@ -4,6 +4,7 @@ The parts are those of `plan.memory`: states, and for as many passes as the sche
 what is there in passing, only the largest set of one layer's backward pass. So the exact peak is no smaller.
 """
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -85,9 +86,10 @@ class LeastBytes:
         modes = [each["train.recompute"] for each in options.recompute]
         shards = [each["parallel.sequence_parallel"] for each in options.sequence_parallel]
         counts = mesh.share // sizes
-        whole, growing = (self._states_of(mesh, options, ranks, grow) for grow in (False, True))  # [rows, zero]
-        grows = (counts == 1) & (self._device == "cpu")
-        states = np.where(grows[:, None], growing[:, None, :], whole[:, None, :])  # [rows, micro, zero]
+        states = self._states_of(mesh, options, ranks, False)[:, None, :]  # [rows, micro, zero]
+        if self._device == "cpu":
+            growing = self._states_of(mesh, options, ranks, True)[:, None, :]
+            states = np.where((counts == 1)[:, None], growing, states)
         held = _Held.of(mesh, ranks, counts)
         buffers = self._buffers(mesh, options, ranks, counts)  # [rows, micro, zero]
         found = np.empty(options.shape)
@@ -166,17 +168,13 @@ class LeastBytes:
             held: Any = own.sum(axis=1)
             copies = held * narrow if narrow < wide else 0
             size = RankSize(held, held * wide + copies, held * wide, own @ np.array(self._states) * wide)
-            config = self._config.model_copy(update={"parallel": self._parallel(mesh, zero)})
-            size = standing_states(size, cast(int, whole.sum(axis=1)), config, self._keeps, grow)
+            parallel = _parallel(mesh, zero)
+            size = standing_states(size, cast(int, whole.sum(axis=1)), parallel, precision, self._keeps, grow)
             columns.append(size.weights + size.gradients + size.optimizer)
         return np.stack(columns, axis=-1)
 
-    def _parallel(self, mesh: MeshSizes, zero: int) -> ParallelConfig:
-        sizes = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep, "zero_shards": mesh.dp}
-        return self._config.parallel.model_copy(update={**sizes, "zero": zero})
-
     def _place(self, mesh: MeshSizes, zero: int) -> Place:
-        return place_of(self._parallel(mesh, zero), Coordinates(0, 0, 0, 0))
+        return place_of(_parallel(mesh, zero), Coordinates(0, 0, 0, 0))
 
     def _elements(self, ranks: RankLayers, place: Place) -> Array:
         """Of the weights that a rank holds, hidden matrices and others, [rows, 2]."""
@@ -194,3 +192,9 @@ class LeastBytes:
             tied = [first.hidden + last.hidden - both.hidden, first.others + last.others - both.others]
             self._held[place] = np.array([*([each.hidden, each.others] for each in alone), tied], dtype=float)
         return self._held[place]
+
+
+def _parallel(mesh: MeshSizes, zero: int) -> ParallelConfig:
+    """The sizes of a mesh under their names in a config, without the time that a config takes."""
+    axes = {axis: getattr(mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
+    return cast(ParallelConfig, SimpleNamespace(**axes, zero_shards=mesh.dp, zero=zero))

@@ -35,13 +35,12 @@ class _Inner:
 
     Attributes:
         places: indices of micro-batch, sequence parallelism and recompute.
-        parts: of these, the same sequence parallelism and recompute together: a config with them, and the sizes of
-            their micro-batches.
+        parts: of these, the same sequence parallelism and recompute together, and the sizes of their micro-batches.
         micro_batches: of a step.
     """
 
     places: tuple[Sizes, Sizes, Sizes]
-    parts: list[tuple[Config, Sizes]]
+    parts: list[tuple[bool, str, Sizes]]
     micro_batches: Sizes
 
 
@@ -78,7 +77,7 @@ class LeastSeconds:
         hardware = self._hardware.shared_by(mesh.gpus)
         system = self._system
         line, forward, backward = self._pipeline(mesh, options, ranks, inner, hardware)
-        group = axis_group(inner.parts[0][0], "dp·cp", hardware.gpus_per_node, system)
+        group = axis_group(self._in_layout(mesh), "dp·cp", hardware.gpus_per_node, system)
         for number, settings in enumerate(options.zero):
             if not wanted[..., number].any():
                 continue
@@ -115,11 +114,11 @@ class LeastSeconds:
             places.append((micro, np.full_like(micro, sequence), np.full_like(micro, recompute)))
             sharded = options.sequence_parallel[sequence]["parallel.sequence_parallel"]
             mode = options.recompute[recompute]["train.recompute"]
-            parts.append((self._in_layout(mesh, sharded, mode), sizes[micro]))
+            parts.append((sharded, mode, sizes[micro]))
         micro, sequences, recomputes = (np.concatenate(each) for each in zip(*places, strict=True))
         return _Inner((micro, sequences, recomputes), parts, mesh.share // sizes[micro])
 
-    def _in_layout(self, mesh: MeshSizes, sharded: bool, mode: str) -> Config:
+    def _in_layout(self, mesh: MeshSizes, sharded: bool = False, mode: str = "none") -> Config:
         """The config in a mesh, with micro-batches of one sample."""
         key = mesh, sharded, mode
         if key not in self._configs:
@@ -133,7 +132,7 @@ class LeastSeconds:
         self, mesh: MeshSizes, options: Options, ranks: RankLayers, inner: _Inner, hardware: Hardware
     ) -> tuple[Array, Array, Array]:
         """Seconds of all micro-batches by schedule; and of one through each row of `ranks`, forward and backward."""
-        passes = np.concatenate([self._of_kinds(*part, hardware) for part in inner.parts], axis=-1)
+        passes = np.concatenate([self._of_kinds(mesh, *part, hardware) for part in inner.parts], axis=-1)
         forward, backward, weight = (ranks.counts @ part for part in passes)  # [rows, inner]
         total = forward + backward + weight
         slowest = np.maximum.reduceat(total, ranks.starts, axis=0)
@@ -142,8 +141,11 @@ class LeastSeconds:
             everything, weights = self._layers @ passes.sum(axis=0), self._layers @ passes[2]
             is_slowest = total == slowest[ranks.schedule]
             of_slowest = np.minimum.reduceat(np.where(is_slowest, weight, np.inf), ranks.starts, axis=0)
-            sent = np.concatenate([sizes * sent_bytes(config, self._system) for config, sizes in inner.parts])
-            group = axis_group(inner.parts[0][0], "pp", hardware.gpus_per_node, self._system)
+            of_one = {
+                sharded: sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, _ in inner.parts
+            }
+            sent = np.concatenate([sizes * of_one[sharded] for sharded, _, sizes in inner.parts])
+            group = axis_group(self._in_layout(mesh), "pp", hardware.gpus_per_node, self._system)
             send = send_seconds(hardware, group, sent)  # type: ignore[arg-type]
             for rows, name, chunks in _alike(options):
                 line[rows] += bubble_seconds(
@@ -159,24 +161,21 @@ class LeastSeconds:
                     line[row] += send_waits(mesh.pp, int(count), inner.micro_batches, send, self._system.overlap_sends)  # type: ignore[arg-type]
         return line, forward, backward + weight
 
-    def _of_kinds(self, config: Config, sizes: Sizes, hardware: Hardware) -> Array:
-        """Seconds of the passes of a layer of each kind, [forward, backward and weight; kinds; sizes].
-
-        Args:
-            config: in a layout, with micro-batches of one sample.
-            sizes: of the micro-batches.
-            hardware: that computes them.
-        """
-        parallel, mode = config.parallel, config.train.recompute
-        stride = parallel.pp if parallel.ep > 1 else 1
-        axes = parallel.tp, parallel.cp, parallel.ep, stride, parallel.sequence_parallel
-        key = (*axes, mode, hardware.gpus_per_node)
+    def _of_kinds(self, mesh: MeshSizes, sharded: bool, mode: str, sizes: Sizes, hardware: Hardware) -> Array:
+        """Seconds of the passes of a layer of each kind, [forward, backward and weight; kinds; sizes]."""
+        stride = mesh.pp if mesh.ep > 1 else 1
+        key = mesh.tp, mesh.cp, mesh.ep, stride, sharded, mode, hardware.gpus_per_node
         if key not in self._passes:
-            self._passes[key] = self._computed(config, hardware)
+            self._passes[key] = self._computed(self._in_layout(mesh, sharded, mode), hardware)
         return self._passes[key][:, :, np.searchsorted(self._sizes, sizes)]
 
     def _computed(self, config: Config, hardware: Hardware) -> Array:
-        """The same for all sizes that there are."""
+        """The same for all sizes that there are.
+
+        Args:
+            config: in a layout, with micro-batches of one sample.
+            hardware: that computes them.
+        """
         sizes, per_node, system = self._sizes, hardware.gpus_per_node, self._system
         blocks = {
             kind: replace(block_of(config, layer, per_node, system), samples=sizes)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The cost model of the search: `plan.cost` and `plan.memory`, exactly for one layout and as bounds for many."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from threefold.plan.search.in_layout import in_layout
 from threefold.plan.search.request import Request
 from threefold.plan.search.soundness import Settings
 from threefold.plan.search.space import MeshSizes, Options
+
+_TOLD: Final = 2
+"""Causes that are named as what limits a layout."""
 
 
 class ModelCosts:
@@ -55,16 +59,16 @@ class ModelCosts:
     def evaluate(self, choice: LayoutChoice) -> Evaluated:
         """As of `Costs`."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
-        causes = {name: seconds for name, seconds in found.time.causes.items() if name != _USEFUL}
-        limit = max(causes, key=causes.__getitem__)
+        causes = found.time.causes
+        largest = sorted(causes, key=causes.__getitem__, reverse=True)[:_TOLD]
         return Evaluated(
             choice,
             found.step_seconds,
             found.tokens_per_second,
             found.mfu,
             tuple(found.peak_bytes),
-            (limit, causes[limit] / found.step_seconds),
-            {"seconds": {name: seconds for name, seconds in found.time.causes.items() if seconds}},
+            tuple((name, causes[name] / found.step_seconds) for name in largest),
+            {"seconds": {name: seconds for name, seconds in causes.items() if seconds}},
         )
 
     def largest_part(self, choice: LayoutChoice) -> str:
@@ -80,7 +84,3 @@ class ModelCosts:
             partition = self._config.parallel.partition
             self._ranks[key] = rank_layers(self._plan, self._kinds, pp, schedules, partition)
         return self._ranks[key]
-
-
-_USEFUL = "matrix products"
-"""The cause that is not a limit but the work itself."""
