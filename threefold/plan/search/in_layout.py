@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from threefold.config.loading import config_of
-from threefold.config.resolve import is_derived, loss_chunk_size
+from threefold.config.resolve import is_derived, logits_chunk
 from threefold.config.rules.batch import DEFAULT_GLOBAL_BATCH_SIZE
 from threefold.config.schema import Config
 from threefold.plan.search.choice import FOLLOWING, KEYS, LayoutChoice
@@ -48,16 +48,12 @@ def in_layout(config: Config, choice: LayoutChoice) -> Config:
     for key, value in choice.settings().items():
         section, name = key.split(".")
         (parallel if section == "parallel" else train)[name] = value
-    changed = config.model_copy(
-        update={
-            "parallel": _copied(config.parallel, parallel),
-            "train": config.train.model_copy(update=train),
-        }
+    if is_derived(config, "train.loss_chunk_size"):
+        tokens = choice.micro_batch_size * -(-config.data.sequence_length // choice.cp)
+        train["loss_chunk_size"] = logits_chunk(tokens, -(-config.model.vocab_size // choice.tp))
+    return config.model_copy(
+        update={"parallel": _copied(config.parallel, parallel), "train": config.train.model_copy(update=train)}
     )
-    if not is_derived(config, "train.loss_chunk_size"):
-        return changed
-    chunk = loss_chunk_size(changed)
-    return changed.model_copy(update={"train": changed.train.model_copy(update={"loss_chunk_size": chunk})})
 
 
 def _copied(parallel: Any, update: dict[str, Any]) -> Any:

@@ -66,12 +66,23 @@ class Soundness:
             key = (number, tuple(own[name] for name in own if name in read), several, read)
             if key in self._masks:
                 return self._masks[key]
-            found = list(_sentences(rule, own, dims))
+            kinds = [_kinds(values, read) for values in dims]
+            found = list(_sentences(rule, own, tuple(values for values, _ in kinds)))
             if rule.read <= read:
                 break
-        mask = np.array([not sentence for sentence in found]).reshape([len(values) for values in dims])
+        mask = np.array([not sentence for sentence in found]).reshape([len(values) for values, _ in kinds])
+        mask = mask[np.ix_(*(places for _, places in kinds))]
         self._masks[key] = mask, next((sentence for sentence in found if sentence), "")
         return self._masks[key]
+
+
+def _kinds(values: tuple[Settings, ...], read: frozenset[str]) -> tuple[tuple[Settings, ...], list[int]]:
+    """Values of a dim that differ in what is read, and for each value which of these it is like."""
+    first: dict[tuple[object, ...], int] = {}
+    names = [name for name in values[0] if name in read]
+    alike = [first.setdefault(tuple(value[name] for name in names), len(first)) for value in values]
+    kinds = tuple(values[alike.index(number)] for number in range(len(first)))
+    return kinds, alike
 
 
 def _sentences(rule: RuleAnswers, own: Settings, dims: tuple[tuple[Settings, ...], ...]) -> Iterator[str]:

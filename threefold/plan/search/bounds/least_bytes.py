@@ -134,22 +134,23 @@ class LeastBytes:
         key = mesh.tp, mesh.cp, mesh.ep, size, sharded, mode
         if key not in self._layers:
             choice = LayoutChoice(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, 0, "1f1b", 1, size, 1, mode, sharded)
-            found = [self._of_layers(in_layout(self._config, choice), mode, chunk) for chunk in self._chunks()]
-            self._layers[key] = np.min(found, axis=0)
+            self._layers[key] = self._of_layers(in_layout(self._config, choice), mode)
         return self._layers[key]
 
-    def _chunks(self) -> tuple[int | None, ...]:
-        """Sizes of chunks of the logits between whose bytes are those of every derived size."""
-        return (0, 1) if is_derived(self._config, "train.loss_chunk_size") else (None,)
-
-    def _of_layers(self, config: Config, mode: str, chunk: int | None) -> Array:
-        if chunk is not None:
-            config = config.model_copy(update={"train": config.train.model_copy(update={"loss_chunk_size": chunk})})
-        replayed = self._weights.recomputed(mode, 1)
-        memory = LayerMemory(config, self._device, self._keeps, self._weights.plan.layers, replayed)
-        layers = [memory.of(name) for name in self._names]
-        rows = [[each.kept, each.backward, each.deferred] for each in layers]
-        return np.array([*rows, [memory.output, 0, 0]], dtype=float).T
+    def _of_layers(self, config: Config, mode: str) -> Array:
+        chunks = [config.train.loss_chunk_size]
+        if is_derived(self._config, "train.loss_chunk_size"):
+            chunks = [0, 1]  # between whose bytes are those of every other one
+        memories = []
+        for chunk in chunks:
+            changed = config.model_copy(update={"train": config.train.model_copy(update={"loss_chunk_size": chunk})})
+            replayed = self._weights.recomputed(mode, 1)
+            memories.append(LayerMemory(changed, self._device, self._keeps, self._weights.plan.layers, replayed))
+        found = [memories[0].of(name) for name in self._names[:-1]]
+        rows = [[each.kept, each.backward, each.deferred] for each in found]
+        heads = [memory.of(self._names[-1]) for memory in memories]
+        head = np.min([[each.kept, each.backward, each.deferred] for each in heads], axis=0)
+        return np.array([*rows, head, [memories[0].output, 0, 0]], dtype=float).T
 
     def _states_of(self, mesh: MeshSizes, options: Options, ranks: RankLayers, grow: bool) -> Array:
         """Weights, gradients and optimizer state, [rows, zero].
