@@ -18,6 +18,7 @@ from threefold.plan.search.search import Found
 
 _WIDTH_OF_A_FILE: Final = 150
 _WIDEST_REASON: Final = 80
+_TIMES: Final = (("days", 86400), ("hours", 3600), ("minutes", 60))
 
 
 def print_plan(planned: SearchAnswer, written: Path | None, drawn: Path | None) -> None:
@@ -164,10 +165,14 @@ def _told(budget: Budget) -> str:
     """A budget in words."""
     dollars = ""
     if budget.dollars is not None:
-        dollars = f", ${budget.dollars:,.0f} at ${budget.dollars_per_hour:.2f} per GPU-hour"
-    time = f"{budget.days:,.1f} days" if budget.days >= 1 else f"{budget.seconds / 3600:,.1f} hours"
-    hours = f"{budget.gpu_hours:,.0f} GPU-hours"
-    return f"{_amount(budget.tokens)} tokens are {budget.steps:,} steps, {time}, {hours}{dollars}"
+        dollars = f", ${_rounded(budget.dollars)} at ${budget.dollars_per_hour:.2f} per GPU-hour"
+    unit, scale = next(((unit, scale) for unit, scale in _TIMES if budget.seconds >= scale), ("seconds", 1))
+    time = f"{budget.seconds / scale:,.1f} {unit}, {_rounded(budget.gpu_hours)} GPU-hours"
+    return f"{_amount(budget.tokens)} tokens are {budget.steps:,} steps, {time}{dollars}"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _amount(tokens: int) -> str:
