@@ -16,6 +16,11 @@ from threefold.plugins import one_of
 FILE_SUFFIX: Final = ".csv"
 
 
+SENDS_UNDER_WAY: Final = 4
+"""Sends of a rank that are not waited for yet, where they are operations by themselves: about the last micro-batch each
+way, and the one before it."""
+
+
 class Schedule(ABC):
     """In which order the ranks of a pipeline compute the micro-batches of a step.
 
@@ -42,6 +47,11 @@ class Schedule(ABC):
     def one_backward_per_micro_batch(self) -> bool:
         """Whether autograd gives each parameter of a rank one gradient for each micro-batch."""
         return self.stages_per_rank == 1 and not self.defers_weight_gradients
+
+    @property
+    def sends_apart(self) -> bool:
+        """Whether its sends are operations by themselves, not one with a receive."""
+        return True
 
     @abstractmethod
     def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -112,6 +122,10 @@ class TorchSchedule(Schedule):
     rule: MicroBatchRule
     defers_weight_gradients: bool
     passes: Callable[[int, int, int], int] | None
+
+    @property
+    def sends_apart(self) -> bool:
+        return self.stages_per_rank != 1  # torch has loops of their own for schedules of one stage a rank
 
     def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
         if self.shape == "v":

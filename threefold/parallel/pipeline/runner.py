@@ -21,7 +21,6 @@ from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.pipeline.torch_schedules import (
     actions,
     evaluation_schedule,
-    sends_apart,
     training_schedule,
 )
 from threefold.torch_private.pipelining import PipelineSchedule
@@ -178,7 +177,7 @@ class PipelineRunner(Runner):
     def _make_passes(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _Passes:
         """Those for activations that each stage of this rank and each before one of them gives the next."""
         count, placement = len(self._numbers), self._parallelism.stages
-        stages = self._make_stages(activations, sends_apart(self._schedule), self._deferred)
+        stages = self._make_stages(activations, self._schedule.sends_apart, self._deferred)
         train = training_schedule(self._schedule, stages, count, _scaled)
         # Stages of its own: torch's keep buffers and shapes of the last pass, with or without gradients.
         evaluate = evaluation_schedule(self._make_stages(activations, True), placement, count, _scaled)

@@ -2,13 +2,11 @@
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Final
 
 import torch.distributed as dist
 from torch import Tensor
 
-_UNDER_WAY: Final = 4
-"""Sends that are not waited for yet: about the last micro-batch each way, and the one before it."""
+from threefold.config.schedules import SENDS_UNDER_WAY
 
 
 class SendQueue:
@@ -28,7 +26,7 @@ class SendQueue:
         for op in ops:
             work = dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
             self._under_way.append((work, op.tensor))
-        self._wait(_UNDER_WAY)
+        self._wait(SENDS_UNDER_WAY)
 
     def finish(self) -> None:
         """Wait for all of them."""

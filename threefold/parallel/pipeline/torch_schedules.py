@@ -53,11 +53,6 @@ class ActionSchedule(AnyOrderRuntime):
         self.pipeline_order_with_comms = add_send_recv(computed, self.stage_index_to_group_rank.__getitem__, len(ranks))
 
 
-def sends_apart(schedule: Schedule) -> bool:
-    """Whether a training schedule's sends are operations by themselves, not one with a receive."""
-    return isinstance(schedule, FileSchedule) or not issubclass(_torch_class(schedule), PipelineScheduleSingle)
-
-
 def training_schedule(
     schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
 ) -> PipelineSchedule:

@@ -76,16 +76,15 @@ class LayoutMemory:
         return states, max(moments, key=lambda moment: moment.total)
 
     def _moments(self, pp_rank: int, stages: Sequence[StageRuns]) -> Iterator[Moment]:
-        # The gradient of the input that was sent last.
-        sent = max(stage.sent for stage in stages)
         flights = self._flights[pp_rank]
         kept = flights.held @ np.array([stage.kept for stage in stages], dtype=float)
         kept += flights.deferred @ np.array([stage.deferred for stage in stages], dtype=float)
+        kept += flights.sent * max(stage.sent for stage in stages)
         for place, stage in enumerate(stages[:-1]):
             if stage.hands_on:  # what one stage of a rank hands to another of it is there once
                 kept -= stage.output * np.minimum(flights.held[:, place], flights.held[:, place + 1])
         for (kind, place), actions in flights.alike.items():
-            most = int(kept[actions].max()) + sent
+            most = int(kept[actions].max())
             for moment in _of_action(kind, stages[place]):
                 yield moment.plus(activations=most)
         yield from self._reduction(pp_rank)
