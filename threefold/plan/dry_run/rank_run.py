@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from torch.distributed.fsdp import FSDPModule
+
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event
 from threefold.config import Config
@@ -53,6 +55,7 @@ def run_step(config: Config, rank: int, source: ModelSource | None = None) -> tu
         batch = batch_of(config, mesh.dp.index)
         with _explaining(own, rank), fake_tensors(), FakeNumbers():
             engine = _make_engine(config, mesh, source or ConfigSource())
+            _pad_shards(engine)
             measured = measure_step(engine, batch, flops)
             layers = tuple(name for stage in engine.stages for name in stage.layer_names)
             parameters = sum(weight.master.numel() for weight in engine.model.weights)
@@ -93,6 +96,18 @@ def _explaining(own: bool, rank: int) -> Iterator[None]:
         raise UserError(f"The model fails on rank {rank} with {told(error)}.") from error
     finally:
         logging.disable(before)
+
+
+def _pad_shards(engine: Engine) -> None:
+    """With ZeRO, have `fully_shard` look at its parameters before the step, as it does in the first gather: it takes
+    shards of uneven sizes for new ones, by their type, and pads them again."""
+    if engine.parallelism.zero is None:
+        return
+    for stage in engine.stages:
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
 
 
 def _make_engine(config: Config, mesh: FakeMesh, source: ModelSource) -> Engine:
