@@ -18,11 +18,7 @@ from threefold.parallel.pipeline.micro_batches import LocalBatch, StepSamples
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, StageShapes, TimedAction
 from threefold.parallel.pipeline.sends import SendQueue
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.pipeline.torch_schedules import (
-    actions,
-    evaluation_schedule,
-    training_schedule,
-)
+from threefold.parallel.pipeline.torch_schedules import actions, evaluation_schedule, training_schedule
 from threefold.torch_private.pipelining import PipelineSchedule
 
 __all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]
