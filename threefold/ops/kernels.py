@@ -178,8 +178,11 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> 
 
 
 def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`a` [m, k] times the transpose of `b` [n, k], through oneDNN, which takes transposed views as they are."""
-    return onednn_linear(a, b, bias)
+    """`a` [m, k] times the transpose of `b` [n, k], through oneDNN, which takes a transposed view of `b` as it is.
+
+    Of `a` it would make a copy itself, which nothing that counts memory could see.
+    """
+    return onednn_linear(a.contiguous(), b, bias)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

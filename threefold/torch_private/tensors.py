@@ -42,7 +42,7 @@ def foreach_norm(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` through oneDNN, which takes transposed views as they are.
+    """`F.linear` through oneDNN, which takes a transposed view of `weight` as it is, and copies one of `x`.
 
     Why: `F.linear` copies them first, which takes as long as a small product. `F.linear` without the copy would replace
     it.
