@@ -1,12 +1,16 @@
 """Peaks of memory: predicted against dry runs of this package's code, and against published ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import torch
 import yaml
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.planner.goals import Goal
@@ -14,6 +18,7 @@ from benchmarks.planner.memory_layouts import CASES, LayoutCase
 from benchmarks.planner.rows import published_rows
 from threefold.config import resolve
 from threefold.config.loading import config_of
+from threefold.host import usable_cores
 from threefold.plan.dry_run.rank_run import dry_run
 from threefold.plan.dry_run.stages import stage_ranks
 from threefold.plan.hardware.catalogue import find_hardware
@@ -43,15 +48,26 @@ class Peak(NamedTuple):
         return self.predicted / self.known - 1
 
 
-def of_dry_runs(cases: tuple[LayoutCase, ...] = CASES) -> Iterator[Peak]:
-    """Of the first and the last stage of each layout."""
-    for case in cases:
-        config = case.config
-        predicted = stage_memory(config, "cpu")
-        ranks = stage_ranks(config)
-        for place in dict.fromkeys((0, len(predicted) - 1)):
-            known = dry_run(config, ranks[place]).peak_bytes
-            yield Peak(case.name, f"stage {place}: {case.layout}", known, predicted[place].tensors)
+def of_dry_runs(console: Console, cases: Sequence[LayoutCase] = CASES) -> list[Peak]:
+    """Of the first and the last stage of each layout, on all cores."""
+    context = get_context("forkserver")
+    with ProcessPoolExecutor(usable_cores(), context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = track(pool.map(_of_dry_run, cases), "dry runs", len(cases), console=console)
+        return [peak for peaks in found for peak in peaks]
+
+
+def _of_dry_run(case: LayoutCase) -> list[Peak]:
+    config = case.config
+    predicted, ranks = stage_memory(config, "cpu"), stage_ranks(config)
+    return [
+        Peak(
+            case.name,
+            f"stage {place}: {case.layout}",
+            dry_run(config, ranks[place]).peak_bytes,
+            predicted[place].tensors,
+        )
+        for place in dict.fromkeys((0, len(predicted) - 1))
+    ]
 
 
 def published() -> Iterator[Peak]:
@@ -85,7 +101,7 @@ def judged() -> tuple[int, int, int, int]:
 
 
 def run(console: Console) -> list[Goal]:
-    runs, papers = list(of_dry_runs()), list(published())
+    runs, papers = of_dry_runs(console), list(published())
     for title, peaks in (("Against dry runs on a CPU", runs), ("Against published peaks", papers)):
         table = Table("model", "layout", "known", "predicted", "error", title=title)
         for peak in peaks:

@@ -18,6 +18,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
+from threefold.host import keep_freed_memory
 from threefold.launch.worker import threads_per_rank
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.registry import make_model, model_plan
@@ -98,6 +99,7 @@ def config(parallel: dict[str, int]) -> Config:
 def fastest_step(settings: Config, steps: int) -> float:
     """Called on each rank: seconds of the fastest of so many steps, after one that warms up."""
     torch.set_num_threads(threads_per_rank(RANKS))
+    keep_freed_memory()  # as `threefold.train.entry_point` does
     mesh, length = Mesh(Layout.of(settings.parallel)), settings.data.sequence_length
     engine = Engine(lambda: make_model(settings.model), model_plan(settings.model, length), mesh, settings)
     rows = torch.arange(settings.train.global_batch_size).chunk(mesh.dp.size)[mesh.dp.index]

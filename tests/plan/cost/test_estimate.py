@@ -8,7 +8,10 @@ from tests.plan.cost.ideal import GPT, LLAMA, config, ideal
 from threefold.errors import UserError
 from threefold.models.flops import model_flops_per_token
 from threefold.plan.cost.estimate import default_system, estimate
+from threefold.plan.cost.step import step_time
+from threefold.plan.cost.system import SYSTEMS
 from threefold.plan.hardware.catalogue import find_hardware
+from threefold.plan.hardware.entry import Link
 
 
 def test_figures_follow_from_the_time() -> None:
@@ -59,6 +62,36 @@ def test_ranks_share_a_cpu() -> None:
     assert replace(host, device="cuda").shared_by(4).matrix_rate("bf16") == host.matrix_rate("bf16")
     whole, split = estimate(config(GPT), host), estimate(config(GPT, dp=4), host)
     assert split.step_seconds == pytest.approx(whole.step_seconds, rel=0.05)
+
+
+def test_ranks_that_take_turns_on_cores_take_longer_for_all_that_one_does_alone() -> None:
+    link = Link(1e9, 1e-5)
+    host = replace(ideal(), device="cpu", gpus_per_node=8, cores=2, inside=link, between=link)
+    host = replace(host, achievable=replace(host.achievable, kernel=8e-6, block=4e-3))
+    one, two, four = (host.shared_by(ranks) for ranks in (1, 2, 4))
+    assert [each.achievable.block for each in (one, two, four)] == pytest.approx([1e-3, 1e-3, 2e-3])
+    assert [each.achievable.kernel for each in (one, two, four)] == pytest.approx([2e-6, 2e-6, 4e-6])
+    assert (two.inside.bandwidth, four.between.latency) == pytest.approx((4e9, 5e-6))
+
+
+def test_the_host_lengthens_what_its_kernels_do_not_hide() -> None:
+    cpu = replace(ideal(), device="cpu")
+    slow = {
+        device: [
+            replace(cpu, name=f"{device} {block}", device=device, achievable=replace(cpu.achievable, block=block))
+            for block in (0.0, 1e-4, 10.0)
+        ]
+        for device in ("cpu", "cuda")
+    }
+    times = {
+        device: [step_time(config(GPT), each, SYSTEMS["own"]).compute for each in entries]
+        for device, entries in slow.items()
+    }
+    blocks = GPT["num_layers"] * 32  # and micro-batches
+    assert [each.host for each in times["cpu"]] == pytest.approx([0.0, 1e-4 * blocks, 10.0 * blocks])
+    hidden, short, long = times["cuda"]
+    assert hidden.host == short.host == 0.0, "kernels take longer"
+    assert long.host == pytest.approx(10.0 * blocks - (long.total - long.host), rel=0.2), "but for embedding and head"
 
 
 def test_ranks_fill_nodes() -> None:

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from threefold.errors import UserError
+from threefold.plan.cost.block import block_seconds
+from threefold.plan.cost.sizes import block_of
+from threefold.plan.cost.system import SYSTEMS
 from threefold.plan.doctor.disk import DiskSpeed, measure_disk
 from threefold.plan.doctor.examination import Examination
 from threefold.plan.doctor.findings import findings_of
+from threefold.plan.doctor.host_work import tiny_config
 from threefold.plan.doctor.machine import Gpu, Machine, gpu_of, this_machine
 from threefold.plan.doctor.measured_entry import half_depth, measured_entry, measured_link
 from threefold.plan.doctor.measuring import Collective, RankRates
@@ -44,7 +48,7 @@ def rates_of(ranks: int, fp32: float = 1e9, depth: float = 100.0) -> RankRates:
         collectives[name] = Collective(latency, seconds, 1 << 20, "shared memory")
     halves = {"fp32": fp32 / 2}
     found = collectives if ranks > 1 else {}
-    return RankRates(ranks, 1, {"fp32": matrix, "bf16": {64: 1.0}}, halves, halves, 2e9, 1e-5, found)
+    return RankRates(ranks, 1, {"fp32": matrix, "bf16": {64: 1.0}}, halves, halves, 2e9, 1e-5, 0.0, found)
 
 
 def said(machine: Machine = MACHINE, device: str = "cpu", disk: DiskSpeed = DISK, ranks: int = 4) -> str:
@@ -143,3 +147,18 @@ def test_this_machine_and_its_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="cannot be written: No such file"):
         measure_disk(tmp_path / "absent", 4 << 20)
+
+
+def test_host_work_is_what_kernels_do_not_explain() -> None:
+    without, with_block = (
+        Examination(MACHINE, "cpu", (), (), (replace(rates_of(8), block=block),), DISK, ()) for block in (0.0, 5e-3)
+    )
+    before, entry = measured_entry(without), measured_entry(with_block)
+    assert before is not None
+    assert entry is not None
+    kernels = block_seconds(block_of(tiny_config(), 0, 1, SYSTEMS["own-cpu"]), before, SYSTEMS["own-cpu"]).total
+    assert before.achievable.block == 0.0 < kernels < 5e-3
+    assert entry.achievable.block == pytest.approx(5e-3 - kernels)
+    on_gpu = measured_entry(replace(with_block, device="cuda"))
+    assert on_gpu is not None
+    assert on_gpu.achievable.block == 5e-3, "which runs beside the kernels"

@@ -17,6 +17,9 @@ BUSIEST = 1.1
 _PIECES = 4
 """Parts into which an overlapped tensor-parallel collective and the product beside it are cut: the first is exposed."""
 
+_HOST_FORWARD = 1 / 3
+"""Share of the host's work for a block that its forward pass takes."""
+
 
 class Seconds(NamedTuple):
     """Time of a rank by cause.
@@ -26,6 +29,7 @@ class Seconds(NamedTuple):
         attention: the attention core.
         memory: norms, activation functions, dropout, sums, softmax and loss, and sorting for experts.
         tensor, context, experts: collectives of these axes that nothing hides.
+        host: Python and autograd, where no kernels hide them.
     """
 
     matrix: float = 0.0
@@ -34,10 +38,11 @@ class Seconds(NamedTuple):
     tensor: float = 0.0
     context: float = 0.0
     experts: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return self[0] + self[1] + self[2] + self[3] + self[4] + self[5]
+        return self[0] + self[1] + self[2] + self[3] + self[4] + self[5] + self[6]
 
     def plus(self, *others: "Seconds") -> "Seconds":
         """The sum, cause by cause."""
@@ -95,6 +100,7 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
         context=positive(context - core[0] * (1 - 1 / block.cp.ranks)) if hidden_by_core else context,
         experts=experts,
     )
+    forward = forward._replace(host=_host(hardware, _HOST_FORWARD, forward.total))
     weight = Seconds(matrix=linear, memory=weight_passes)
     backward_tensor = _exposed(tensor, linear / 2, system.overlap_tensor)
     if system.overlap_tensor_backward and not system.overlap_tensor:
@@ -110,11 +116,20 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
         context=positive(2 * context - core[1] * (1 - 1 / block.cp.ranks)) if hidden_by_core else 2 * context,
         experts=experts,
     )
-    return Passes(forward, backward.plus(_replayed(forward, recompute, system)), weight)
+    backward = backward.plus(_replayed(forward, recompute, system))
+    host = _host(hardware, 1 - _HOST_FORWARD, backward.total - backward.host + weight.total)
+    return Passes(forward, backward._replace(host=backward.host + host), weight)
 
 
 block_seconds = lru_cache(1 << 14)(block_passes)
 """The same of a block whose sizes are numbers, kept."""
+
+
+def _host(hardware: Hardware, share: float, kernels: float) -> float:
+    """Of the host's work for a block, what lengthens a pass: all of it where the same cores compute, else what takes
+    longer than the kernels that it starts."""
+    work = hardware.achievable.block * share
+    return work if hardware.device == "cpu" else positive(work - kernels)
 
 
 def _replayed(forward: Seconds, recompute: str, system: System) -> Seconds:

@@ -62,6 +62,7 @@ class StepTime:
             "tensor parallelism": self.compute.tensor,
             "context parallelism": self.compute.context,
             "expert parallelism": self.compute.experts,
+            "Python and autograd": self.compute.host,
             "pipeline bubble": self.bubble,
             "pipeline sends": self.sends,
             "gradients and weights": self.gradients,

@@ -1,10 +1,15 @@
 """The hardware entry of this machine, from what ranks on it have reached together."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import log2
 from statistics import geometric_mean, median
 
+from threefold.plan.cost.block import block_seconds
+from threefold.plan.cost.sizes import block_of
+from threefold.plan.cost.system import SYSTEMS
 from threefold.plan.doctor.examination import Examination
+from threefold.plan.doctor.host_work import tiny_config
 from threefold.plan.doctor.measuring import RankRates
 from threefold.plan.hardware.catalogue import THIS_MACHINE
 from threefold.plan.hardware.entry import Achievable, Hardware, Link
@@ -49,7 +54,7 @@ def measured_entry(found: Examination) -> Hardware | None:
         kernel=most.kernel,
         step=0.0,
     )
-    return Hardware(
+    entry = Hardware(
         name=THIS_MACHINE,
         title=title,
         device=found.device,
@@ -66,6 +71,16 @@ def measured_entry(found: Examination) -> Hardware | None:
             f"threefold doctor on {machine.host}: {ranks} local ranks of {most.threads} threads at the same time",
         ),
     )
+    return replace(entry, achievable=replace(reached, block=_host_work(most, entry)))
+
+
+def _host_work(rates: RankRates, entry: Hardware) -> float:
+    """Of the measured block, what its kernels do not explain; on a GPU, whose kernels run beside it, all of it."""
+    if entry.device == "cuda":
+        return rates.block
+    config, system = tiny_config(), SYSTEMS["own-cpu"]
+    kernels = block_seconds(block_of(config, 0, 1, system), entry, system).total if rates.block else 0.0
+    return max(0.0, rates.block - kernels)
 
 
 def half_depth(rates: Mapping[int, float]) -> float:

@@ -18,7 +18,9 @@ from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.dtypes import DTYPES
+from threefold.host import keep_freed_memory
 from threefold.ops.kernels import linear
+from threefold.plan.doctor.host_work import measure_block
 
 _COPIED: Final = 64 << 20
 """Bytes of a tensor that is copied: more than caches hold."""
@@ -30,6 +32,9 @@ _LEAST_REPEATS: Final = 2
 _LONGEST_PRODUCT: Final = 0.5
 """Seconds of one."""
 _HEADS, _HEAD_DIM = 4, 64
+_LEAST_SECONDS: Final = 1e-7
+_BETWEEN: Final = 512
+"""Size of the square product between collectives."""
 
 
 class MeasuringEffort(NamedTuple):
@@ -45,7 +50,7 @@ class MeasuringEffort(NamedTuple):
 
     seconds: float = 0.35
     sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)
-    nbytes: int = 4 << 20
+    nbytes: int = 1 << 20
     positions: int = 256
     copied: int = _COPIED
 
@@ -86,6 +91,7 @@ class RankRates:
         attention, attention_backward: FLOP/s of the fused kernel, without the masked part, by dtype.
         memory_bandwidth: bytes read and written per second by a copy.
         kernel: seconds of a kernel on a few elements, with what autograd does about it.
+        block: seconds of the forward and backward pass of a block of the least sizes.
         collectives: by name: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; of groups of two ranks at
             the same time `pairs`, an all-reduce, and `send`; none with one rank.
     """
@@ -97,6 +103,7 @@ class RankRates:
     attention_backward: dict[str, float]
     memory_bandwidth: float
     kernel: float
+    block: float = 0.0
     collectives: dict[str, Collective] = field(default_factory=dict)
 
 
@@ -109,6 +116,8 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
         budget: how much.
         device: `cpu` or `cuda`.
     """
+    if device == "cpu":
+        keep_freed_memory()  # as a rank that trains
     world = dist.get_world_size()
     on = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     mesh = Mesh(Layout(dp=world // 2, tp=2) if world > 1 else Layout(), on)
@@ -123,6 +132,7 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
         attention_backward={dtype: rates[1] for dtype, rates in attention.items()},
         memory_bandwidth=_copy(timer, budget.copied),
         kernel=_kernel(timer),
+        block=measure_block(timer.of, world, on),
         collectives=_collectives(timer, mesh, budget.nbytes) if world > 1 else {},
     )
 
@@ -217,7 +227,11 @@ def _kernel(timer: _Timer) -> float:
 
 
 def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective]:
-    """Those of all ranks, and `pairs` and `send` of groups of two that all work at the same time."""
+    """Those of all ranks, and `pairs` and `send` of groups of two that all work at the same time.
+
+    Each comes after a product, as in training: ranks that take turns on cores reach it one after the other, and one
+    that waits leaves its core to another, so that what it adds to the product is what it takes.
+    """
     world, pair = mesh.world, mesh.tp
     by_name: dict[str, tuple[Axis, Callable[[Tensor], Tensor], int]] = {  # with the ranks whose parts make the whole
         "all_reduce": (world, world.all_reduce_, 1),
@@ -226,13 +240,23 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
         "pairs": (pair, pair.all_reduce_, 1),
         "send": (pair, lambda tensor: pair.start_shift(tensor)(), 1),
     }
+    x = torch.randn(_BETWEEN, _BETWEEN, device=mesh.device)
+    between = partial(linear, x, x)
+    with torch.no_grad():
+        alone = timer.of(between)
     sockets = "NCCL" if mesh.device.type == "cuda" else "gloo"
     found = {}
     for name, (axis, operation, parts) in by_name.items():
         times = []
         for whole in (_SMALL, nbytes):
             tensor = torch.zeros(max(1, whole // 4 // parts // world.size) * world.size, device=mesh.device)
-            times.append(timer.of(partial(operation, tensor)))
+            with torch.no_grad():
+                times.append(max(timer.of(partial(_both, between, partial(operation, tensor))) - alone, _LEAST_SECONDS))
         transport = sockets if name == "send" or axis.shared is None else "shared memory"
         found[name] = Collective(times[0], times[1], nbytes, transport)
     return found
+
+
+def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
+    first()
+    second()

@@ -39,6 +39,8 @@ class Achievable:
         link: fraction of the bandwidth inside a node, in large collectives.
         network: the same between nodes.
         kernel: seconds between the end of one kernel and the start of the next.
+        block: seconds that a block's forward and backward pass of a micro-batch take beside its kernels: Python and
+            autograd, where nothing hides them.
         step: seconds of a step that no other cause accounts for.
     """
 
@@ -53,6 +55,7 @@ class Achievable:
     link: float = 0.75
     network: float = 0.8
     kernel: float = 4e-6
+    block: float = 0.0
     step: float = 0.02
 
 
@@ -121,13 +124,23 @@ class Hardware:
         if self.device != "cpu" or ranks == self.gpus_per_node:
             return self
         share = self.gpus_per_node / ranks
+        faster = self._turns(self.gpus_per_node) / self._turns(ranks)
+        link = Link(self.inside.bandwidth * faster, self.inside.latency / faster)
+        reached = self.achievable
         return replace(
             self,
             matrix_rates={dtype: rate * share for dtype, rate in self.matrix_rates.items()},
             memory_bytes=int(self.memory_bytes * share),
             memory_bandwidth=self.memory_bandwidth * share,
             gpus_per_node=ranks,
+            inside=link,
+            between=link,
+            achievable=replace(reached, kernel=reached.kernel / faster, block=reached.block / faster),
         )
+
+    def _turns(self, ranks: int) -> float:
+        """How many ranks take turns on a core."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def __hash__(self) -> int:
         return hash((self.name, self.gpus_per_node))

@@ -30,6 +30,7 @@ _ZERO_ALLOWED: Final = (
     "attention_length",
     "attention_depth",
     "kernel",
+    "block",
     "step",
     "cores",
     "dollars_per_hour",
