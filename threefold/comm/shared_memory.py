@@ -1,38 +1,34 @@
 """Collectives between processes of one host, through memory they share: for CPU tensors, without sockets.
 
-Every collective is built from one primitive, the *round*: fill your own slot, signal every peer, wait for every peer's
-signal, then read any slot. Slots are double-buffered by the parity of the round. A rank fills its slot for round n + 2
-only after it has received all signals of round n + 1, and a peer sends that one only after it has read what it needed
-of round n; so one signal per round and pair is enough, and nothing has to be acknowledged.
-
-Signals are eight bytes through a named pipe, one pipe for each ordered pair of ranks. Reading one blocks (processes
-that share a core must not spin), orders the memory accesses around it, works the same on Linux and macOS, and ends with
-end-of-file when the writer dies. Measured with four pairs of processes on two cores, pipes, eventfd, futexes and
-semaphores all take about ten microseconds for an exchange; only pipes and sockets notice a dead peer.
+Every collective is built from one primitive, the *round*: fill your own slot, wait until all have (`turnstile`), then
+read any slot. Slots are double-buffered by the parity of the round. A rank fills its slot for round n + 2 only after
+round n + 1, to which a peer comes only after it has read what it needed of round n; so nothing has to be acknowledged.
 """
 
-import itertools
-import os
-import select
-import struct
-import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.shared_memory_setup import Shared, share
+from threefold.comm.shared_memory_setup import SIGNAL_BYTES, Shared, share, whole_pages
+from threefold.comm.turnstile import PeerLostError, Turnstile
 
-T = TypeVar("T")
+__all__ = ["PeerLostError", "SharedMemoryGroup", "accumulate"]
 
 DEFAULT_CAPACITY = 2 << 20
 """Bytes of one slot; a longer message goes in pieces of this size."""
 
 _TWO_PHASE_BYTES = 1 << 20
-"""From this size on, three ranks or more divide the additions among them instead of each doing all (measured: 3–8 ranks
-on two cores; below it the second round costs more than the additions saved)."""
+"""From this size on, times the ranks beyond two, ranks divide the additions among them instead of each doing all
+(measured: 3, 4 and 8 ranks on two cores; below it the second round costs more than the additions saved)."""
+
+_SHARE_BYTES = 64
+"""Shares begin at multiples of this, so that no two ranks write to one cache line."""
+
+_KEPT_VIEWS = 256
+"""Sizes of messages whose views of the slots are kept; a training step has a few."""
 
 _DTYPES = (
     torch.float32,
@@ -50,11 +46,25 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _HALVES = (torch.bfloat16, torch.float16)
 
 _OPERATIONS = ("all_reduce_", "all_reduce_max_", "all_gather", "reduce_scatter", "broadcast_", "barrier")
-_SIGNAL = struct.Struct("<BBHI")  # operation, dtype, source index, elements in this round
+_OPERATION_CODES = {name: code for code, name in enumerate(_OPERATIONS)}
 
 
-class PeerLostError(ConnectionError):
-    """A process of the group has ended while this one was waiting for it."""
+class _Views(NamedTuple):
+    """The slots of the rounds of one parity, for messages of one dtype and size.
+
+    Attributes:
+        slots: [elements] of each rank.
+        rows: the same as one tensor, [ranks, elements].
+        shares: of each rank's slot, the elements that this rank adds up where that is shared out.
+        result: [elements] of the sum, where all ranks write their shares.
+        own_share: this rank's of `result`.
+    """
+
+    slots: list[Tensor]
+    rows: Tensor
+    shares: list[Tensor]
+    result: Tensor
+    own_share: Tensor
 
 
 class SharedMemoryGroup:
@@ -73,15 +83,12 @@ class SharedMemoryGroup:
         self.ranks = shared.ranks
         self.index = shared.index
         self.size = len(shared.ranks)
-        self._bytes = torch.frombuffer(shared.memory, dtype=torch.uint8)
-        self._capacity = len(shared.memory) // (2 * self.size)
-        self._inboxes = shared.inboxes
-        self._outboxes = shared.outboxes
-        self._pollers = {peer: _poller(descriptor) for peer, descriptor in shared.inboxes.items()}
-        self._timeout = shared.timeout
-        self._closed = weakref.finalize(self, _close, [*shared.inboxes.values(), *shared.outboxes.values()])
-        self._parity = 0
-        self._views: dict[torch.dtype, list[list[Tensor]]] = {}
+        signals = whole_pages(2 * self.size * SIGNAL_BYTES)
+        slots = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=signals)
+        self._slots = slots.view(2, self.size + 1, -1)
+        self._capacity = self._slots.shape[-1]
+        self._turnstile = Turnstile(shared, _OPERATIONS, tuple(map(str, _DTYPES)))
+        self._views: dict[tuple[torch.dtype, int], tuple[_Views, _Views]] = {}
 
     @classmethod
     def try_create(cls, group: dist.ProcessGroup, capacity: int = DEFAULT_CAPACITY) -> "SharedMemoryGroup | None":
@@ -98,9 +105,9 @@ class SharedMemoryGroup:
 
     def close(self) -> None:
         """Close the pipes and free the memory. Peers that wait for this rank then raise `PeerLostError`."""
-        self._closed()
-        self._inboxes, self._outboxes, self._views = {}, {}, {}
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._turnstile.close()
+        self._views.clear()
+        self._slots = torch.empty(0, dtype=torch.uint8)
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
@@ -127,9 +134,8 @@ class SharedMemoryGroup:
         flat = _flat(tensor)
         gathered = flat.new_empty(self.size, flat.numel())
         for start, count in self._pieces(flat, self._elements(flat.dtype)):
-            slots = self._exchange("all_gather", flat[start : start + count])
-            for part, slot in zip(gathered, slots, strict=True):
-                part[start : start + count].copy_(slot[:count])
+            views = self._exchange("all_gather", flat[start : start + count])
+            gathered[:, start : start + count].copy_(views.rows)
         return gathered.view(self.size, *tensor.shape)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -144,9 +150,9 @@ class SharedMemoryGroup:
         out = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
         own = out.view(-1)
         for start, count in self._pieces(own, self._elements(flat.dtype) // self.size):
-            slots = self._exchange("reduce_scatter", parts[:, start : start + count])
+            views = self._exchange("reduce_scatter", parts[:, start : start + count])
             offset = self.index * count
-            accumulate(torch.add, [slot[offset : offset + count] for slot in slots], own[start : start + count])
+            accumulate(torch.add, [slot[offset : offset + count] for slot in views.slots], own[start : start + count])
         return out
 
     def broadcast_(self, tensor: Tensor, source_index: int) -> Tensor:
@@ -156,12 +162,12 @@ class SharedMemoryGroup:
         flat = _flat(tensor)
         for start, count in self._pieces(flat, self._elements(flat.dtype)):
             piece = flat[start : start + count]
-            slots = self._slots(flat.dtype)
+            slot = self._views_of(flat.dtype, count).slots[source_index]
             if self.index == source_index:
-                slots[self.index][:count].copy_(piece)
+                slot.copy_(piece)
             self._round("broadcast_", flat.dtype, count, source_index)
             if self.index != source_index:
-                piece.copy_(slots[source_index][:count])
+                piece.copy_(slot)
         return _write_back(flat, tensor)
 
     def barrier(self) -> None:
@@ -172,68 +178,44 @@ class SharedMemoryGroup:
 
     def _reduce(self, operation: str, source: Tensor, target: Tensor, combine: Callable[..., Tensor]) -> None:
         for start, count in self._pieces(source, self._elements(source.dtype)):
+            views = self._exchange(operation, source[start : start + count])
             piece = target[start : start + count]
-            slots = self._exchange(operation, source[start : start + count])
-            if self.size > 2 and count * source.itemsize >= _TWO_PHASE_BYTES:
-                self._reduce_shared(operation, [slot[:count] for slot in slots], piece, combine)
+            if self._divides_additions(piece):  # each rank combines its share; then all read all shares
+                accumulate(combine, views.shares, views.own_share)
+                self._round(operation, piece.dtype, count)
+                piece.copy_(views.result)
             else:
-                accumulate(combine, [slot[:count] for slot in slots], piece)
+                accumulate(combine, views.slots, piece)
 
-    def _reduce_shared(
-        self, operation: str, filled: list[Tensor], piece: Tensor, combine: Callable[..., Tensor]
-    ) -> None:
-        """Each rank combines its share of the elements into its next slot; then all read all shares."""
-        count = piece.numel()
-        bounds = [count * rank // self.size for rank in range(self.size + 1)]
-        shares = list(itertools.pairwise(bounds))
-        slots = self._slots(piece.dtype)
-        first, last = shares[self.index]
-        accumulate(combine, [slot[first:last] for slot in filled], slots[self.index][: last - first])
-        self._round(operation, piece.dtype, count)
-        for slot, (first, last) in zip(slots, shares, strict=True):
-            piece[first:last].copy_(slot[: last - first])
+    def _divides_additions(self, piece: Tensor) -> bool:
+        added = torch.float32.itemsize if piece.dtype in _HALVES else piece.itemsize
+        return (self.size - 2) * piece.numel() * added >= _TWO_PHASE_BYTES
 
-    def _exchange(self, operation: str, piece: Tensor) -> list[Tensor]:
-        """One round in which every rank contributes `piece`; returns all slots, each with its rank's piece first."""
-        slots = self._slots(piece.dtype)
-        slots[self.index][: piece.numel()].view(piece.shape).copy_(piece)
+    def _exchange(self, operation: str, piece: Tensor) -> _Views:
+        """One round in which every rank contributes `piece`; returns all slots, each with its rank's piece."""
+        views = self._views_of(piece.dtype, piece.numel())
+        views.slots[self.index].view(piece.shape).copy_(piece)
         self._round(operation, piece.dtype, piece.numel())
-        return slots
+        return views
 
     def _round(self, operation: str, dtype: torch.dtype, count: int, source: int = 0) -> None:
-        """Signal all peers that this rank's slot is filled, wait for their signals, then switch to the other slots."""
-        signal = _SIGNAL.pack(_OPERATIONS.index(operation), _DTYPE_CODES[dtype], source, count)
-        for peer, descriptor in self._outboxes.items():
-            try:
-                os.write(descriptor, signal)
-            except BrokenPipeError:
-                raise self._lost(peer, operation) from None
-        for peer, descriptor in self._inboxes.items():
-            received = self._receive(peer, descriptor, operation)
-            if received != signal:
-                if not received:
-                    raise self._lost(peer, operation)
-                raise RuntimeError(
-                    f"rank {self.ranks[self.index]} called {_describe(signal)} "
-                    f"while rank {self.ranks[peer]} called {_describe(received)}"
-                )
-        self._parity ^= 1
+        """Wait until all ranks have filled their slots, then switch to the other slots."""
+        self._turnstile.meet(_OPERATION_CODES[operation], _DTYPE_CODES[dtype], count, source)
 
-    def _receive(self, peer: int, descriptor: int, operation: str) -> bytes:
-        if not self._pollers[peer].poll(self._timeout * 1000):
-            waited = f"rank {self.ranks[self.index]} has waited {self._timeout:g} s in {operation}"
-            raise TimeoutError(f"{waited} for rank {self.ranks[peer]}")
-        return os.read(descriptor, _SIGNAL.size)
+    def _views_of(self, dtype: torch.dtype, count: int) -> _Views:
+        """The slots of this round for `count` elements of `dtype`."""
+        key = dtype, count
+        if key not in self._views:
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            self._views[key] = self._make_views(self._slots[0], *key), self._make_views(self._slots[1], *key)
+        return self._views[key][self._turnstile.parity]
 
-    def _lost(self, peer: int, operation: str) -> PeerLostError:
-        return PeerLostError(f"rank {self.ranks[peer]} ended while rank {self.ranks[self.index]} was in {operation}")
-
-    def _slots(self, dtype: torch.dtype) -> list[Tensor]:
-        """The slots of this round, one per rank, as flat tensors of `dtype`."""
-        if dtype not in self._views:
-            slots = self._bytes.view(2, self.size, self._capacity)
-            self._views[dtype] = [[slot.view(dtype) for slot in half] for half in slots]
-        return self._views[dtype][self._parity]
+    def _make_views(self, slots: Tensor, dtype: torch.dtype, count: int) -> _Views:
+        *each, result = (slot.view(dtype)[:count] for slot in slots)
+        share = -(-count * dtype.itemsize // (self.size * _SHARE_BYTES)) * _SHARE_BYTES // dtype.itemsize
+        own = slice(share * self.index, share * (self.index + 1))
+        return _Views(each, slots[:-1].view(dtype)[:, :count], [slot[own] for slot in each], result, result[own])
 
     def _elements(self, dtype: torch.dtype) -> int:
         if dtype not in _DTYPE_CODES:
@@ -245,17 +227,6 @@ class SharedMemoryGroup:
         """(start, count) of the pieces `flat` goes in."""
         total = flat.numel()
         return [(start, min(longest, total - start)) for start in range(0, total, longest)]
-
-
-def _poller(descriptor: int) -> select.poll:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return poller
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -285,9 +256,3 @@ def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor)
         combine(parts[0], parts[1], out=out)
         for part in parts[2:]:
             combine(out, part, out=out)
-
-
-def _describe(signal: bytes) -> str:
-    operation, dtype, source, count = _SIGNAL.unpack(signal)
-    origin = f" from index {source}" if _OPERATIONS[operation] == "broadcast_" else ""
-    return f"{_OPERATIONS[operation]} of {count} elements of {_DTYPES[dtype]}{origin}"

@@ -17,6 +17,11 @@ from threefold.torch_private.distributed import process_group_timeout
 
 T = TypeVar("T")
 
+SIGNAL_BYTES = 16
+"""What a rank tells of each round."""
+TURNSTILES = ("turnstile-0", "turnstile-1")
+"""Names of the pipes that ranks pass in turn."""
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -25,17 +30,41 @@ class Shared:
     Attributes:
         ranks: their global ranks.
         index: this process's index among them.
-        memory: two slots of equal size for each.
-        inboxes, outboxes: file descriptors of pipes, by peer index.
+        memory: of `memory_bytes` bytes: a signal of each rank, twice, and from the next page on slots of equal size,
+            twice as many as there are ranks and two more.
+        turnstiles: file descriptors of the two pipes that every rank reads and writes; `tickets` are in the first.
+        alive: by peer index, the end for reading of a pipe that the peer alone can write to.
+        own: the end for writing of this rank's, which others have in `alive`.
         timeout: seconds to wait for a peer at most.
     """
 
     ranks: list[int]
     index: int
     memory: mmap.mmap
-    inboxes: dict[int, int]
-    outboxes: dict[int, int]
+    turnstiles: tuple[int, int]
+    alive: dict[int, int]
+    own: int
     timeout: float
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Of all its pipes."""
+        return [*self.turnstiles, *self.alive.values(), self.own]
+
+
+def memory_bytes(size: int, capacity: int) -> int:
+    """Bytes of a group of `size` ranks with slots of `capacity` bytes, both parts in whole pages."""
+    return whole_pages(2 * size * SIGNAL_BYTES) + 2 * (size + 1) * whole_pages(capacity)
+
+
+def whole_pages(length: int) -> int:
+    """`length` bytes, rounded up to whole pages, one at least."""
+    return -(-max(length, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def tickets(size: int) -> bytes:
+    """What is in a turnstile that `size` ranks are to pass: a byte for each, of which the last is not zero."""
+    return bytes(size - 1) + b"\1"
 
 
 def share(group: dist.ProcessGroup, capacity: int) -> Shared | None:
@@ -60,30 +89,32 @@ def share(group: dist.ProcessGroup, capacity: int) -> Shared | None:
 
 
 def _join(group: dist.ProcessGroup, folder: Path, ranks: list[int], index: int) -> Shared | None:
-    peers = [(index + step) % len(ranks) for step in range(1, len(ranks))]
+    peers = [peer for peer in range(len(ranks)) if peer != index]
     with contextlib.ExitStack() as opened:  # closes the pipes again unless every rank gets to the end
 
-        def open_pipes(paths: dict[int, Path], mode: int) -> dict[int, int]:
-            descriptors = {}
-            for peer, path in paths.items():
-                descriptors[peer] = os.open(path, mode | os.O_NONBLOCK)  # opening must not wait for the other end
-                opened.callback(os.close, descriptors[peer])
-                os.set_blocking(descriptors[peer], True)
-            return descriptors
+        def open_pipe(name: str, mode: int) -> int:
+            descriptor = os.open(folder / name, mode | os.O_NONBLOCK)  # opening must not wait for the other end
+            opened.callback(os.close, descriptor)
+            return descriptor
 
-        def map_and_open_inboxes() -> tuple[mmap.mmap, dict[int, int]]:
-            return _map_memory(folder), open_pipes({p: folder / f"{p}-{index}" for p in peers}, os.O_RDONLY)
+        def map_and_open() -> tuple[mmap.mmap, tuple[int, int], dict[int, int]]:
+            first, second = (open_pipe(name, os.O_RDWR) for name in TURNSTILES)
+            if index == 0:
+                os.write(first, tickets(len(ranks)))
+            return _map_memory(folder), (first, second), {p: open_pipe(_alive(p), os.O_RDONLY) for p in peers}
 
-        begun = _together(group, map_and_open_inboxes)
-        # A pipe can be opened for writing once its reader is there, and all readers are after the line above.
-        outboxes = _together(group, lambda: open_pipes({p: folder / f"{index}-{p}" for p in peers}, os.O_WRONLY))
-        if begun is None or outboxes is None:
+        begun = _together(group, map_and_open)
+        # A pipe can be opened for writing once it has a reader, and all readers are there after the line above.
+        own = _together(group, lambda: open_pipe(_alive(index), os.O_WRONLY if peers else os.O_RDWR))
+        if begun is None or own is None:
             return None
-        memory, inboxes = begun
         opened.pop_all()
         # What the group's own collectives wait at most.
-        timeout = process_group_timeout(group)
-        return Shared(ranks, index, memory, inboxes, outboxes, timeout)
+        return Shared(ranks, index, *begun, own, process_group_timeout(group))
+
+
+def _alive(index: int) -> str:
+    return f"alive-{index}"
 
 
 def _host() -> tuple[str, str]:
@@ -94,17 +125,14 @@ def _host() -> tuple[str, str]:
 
 def _make_folder(size: int, capacity: int) -> Path | None:
     """A new folder with the memory and pipes of `size` ranks, in memory where possible; None if there is no room."""
-    slot = -(-max(capacity, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     for parent in ("/dev/shm", tempfile.gettempdir()):
         folder = None
         try:
             folder = Path(tempfile.mkdtemp(prefix="threefold-", dir=parent))
             with open(folder / "memory", "wb") as file:
-                _reserve(file.fileno(), 2 * size * slot)
-            for source in range(size):
-                for target in range(size):
-                    if source != target:
-                        os.mkfifo(folder / f"{source}-{target}")
+                _reserve(file.fileno(), memory_bytes(size, capacity))
+            for name in (*TURNSTILES, *map(_alive, range(size))):
+                os.mkfifo(folder / name)
             return folder
         except OSError:
             if folder:
