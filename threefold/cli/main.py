@@ -1,6 +1,7 @@
 """`threefold`: the commands, and exit statuses of errors."""
 
 import errno
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -68,6 +69,7 @@ def main() -> None:
         try:
             app()  # turns Ctrl-C into its status
         finally:
+            gc.freeze()  # or Python looks at all that was imported once more before it ends: half a second with torch
             sys.stdout.flush()
     except (UserError, RuntimeError) as error:
         sys.exit(_tell(error))

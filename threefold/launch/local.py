@@ -26,9 +26,9 @@ from threefold.errors import UserError
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
 from threefold.launch.hangs.local import INTERVAL, LocalWatch, SharedPages
 from threefold.launch.output import log_file
-from threefold.launch.process import die_with_parent
+from threefold.launch.process import die_with_parent, shared_objects
 from threefold.launch.signals import NUMBERS, Asked, StopRequested, StopSignals, signals_blocked, unblock_signals
-from threefold.launch.worker import Job, NextAttempt, RankInfo, never, stay_on_loopback, work
+from threefold.launch.worker import Job, NextAttempt, RankInfo, never, shorten_name_lookups, stay_on_loopback, work
 from threefold.train.callbacks.base import CallbackFailed
 
 StartMethod = Literal["fork", "spawn"]
@@ -107,7 +107,7 @@ def collect_local(
     import torch.distributed as dist
 
     pages = SharedPages(multiprocessing.get_context(start_method), world_size) if job.timeout else None
-    with socket.create_server((LOOPBACK, 0), backlog=1024) as listener, _ended() as ranks:
+    with socket.create_server((LOOPBACK, 0), backlog=1024) as listener, shared_objects(), _ended() as ranks:
         port = listener.getsockname()[1]
         for rank in range(world_size):
             info = RankInfo(rank, world_size, rank, world_size, job.device)
@@ -161,6 +161,7 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, 
             import torch.distributed as dist
 
             stay_on_loopback()
+            shorten_name_lookups()
             store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
             result = work(job, replace(info, asked=asked, heartbeat=heartbeat), store)
         report.send(result)

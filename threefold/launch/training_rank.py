@@ -12,6 +12,7 @@ from threefold.train.recovery.attempt import Attempt
 if TYPE_CHECKING:
     from threefold.models.source import ModelSource
     from threefold.train.callbacks.base import Callback
+    from threefold.train.profiling.profiler import ProfileRequest
     from threefold.train.stop import Stopped
 
 
@@ -32,9 +33,7 @@ def train_as_rank(
         profile_steps: how many are profiled; 0 for none.
     """
     from threefold.models.source import ConfigSource
-    from threefold.plan.pictures.run_timeline import draw_run_timeline
     from threefold.train.entry_point import train
-    from threefold.train.profiling.profiler import ProfileRequest
 
     return train(
         config,
@@ -48,8 +47,32 @@ def train_as_rank(
         info.heartbeat,
         attempt,
         peak_rate_of(info, config.precision.dtype),
-        ProfileRequest(profile_steps, draw_run_timeline) if profile_steps else None,
+        _request(profile_steps) if profile_steps else None,
     )
+
+
+def import_parts(config: Config) -> None:
+    """Import what `train_as_rank` imports with a config, for ranks that are forked from this process.
+
+    Args:
+        config: resolved.
+
+    Raises:
+        UserError: a part of another package or of the user cannot be imported.
+    """
+    import threefold.launch.hangs.beats
+    import threefold.launch.hangs.flight_recorder
+    import threefold.plan.hardware.of_machine  # noqa: F401
+    from threefold.train.entry_point import import_named
+
+    import_named(config)
+
+
+def _request(steps: int) -> "ProfileRequest":
+    from threefold.plan.pictures.run_timeline import draw_run_timeline
+    from threefold.train.profiling.profiler import ProfileRequest
+
+    return ProfileRequest(steps, draw_run_timeline)
 
 
 def peak_rate_of(info: RankInfo, dtype: str) -> float | None:

@@ -26,7 +26,7 @@ from threefold.launch.environment import find_launched_rank
 from threefold.launch.in_process import joined_rank, run_in_process
 from threefold.launch.launcher import run
 from threefold.launch.output import log_file
-from threefold.launch.process import require_room, signal_name
+from threefold.launch.process import lasting_imports, require_room, signal_name
 from threefold.launch.restarts.fallbacks import Fallback, fallbacks_of, in_world, naming_fallback
 from threefold.launch.restarts.policy import Restarts, launched_attempt
 from threefold.launch.run_lock import FILE as LOCK_FILE
@@ -186,8 +186,11 @@ class TrainingRun:
         """
         if self.finished:
             return None
-        from threefold.train.entry_point import check_division  # imported here once, instead of by every forked rank
+        with lasting_imports():  # here once, instead of on every forked rank
+            from threefold.launch.training_rank import import_parts
+            from threefold.train.entry_point import check_division
 
+            import_parts(self.config)
         check_division(self.config)
         if self.config.train.max_restarts:
             import_writer()

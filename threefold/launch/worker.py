@@ -172,6 +172,17 @@ def stay_on_loopback() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
 
 
+def shorten_name_lookups() -> None:
+    """Have the look-ups of names in this process, which has made none yet, ask again after one second and give up after
+    two.
+
+    For ranks of one host. Each asks for the name of 127.0.0.1 when it connects to the store: without a network that
+    takes 10 s, and of 64 ranks that ask at once some wait 5 s for an answer that was lost. Only the environment
+    variable sets this: torch 2.13 has no option to leave the name.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+
 def wait_for_all() -> None:
     """Wait until every rank has joined, as a rank that ended early would look lost to one that still connects."""
     import torch

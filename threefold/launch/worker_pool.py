@@ -5,6 +5,7 @@ server, itself forked when the pool is made, which runs no torch operation: a pr
 backward pass cannot be forked safely, and replaced workers have to start like the first ones.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -213,6 +214,7 @@ def _in_child(parent: int, body: Callable[[], None], *foreign: Connection) -> No
 
 def _fork_server(connection: Connection) -> None:
     """Fork a worker on the request "fork", report how a worker ended on its pid, until the pool is closed."""
+    gc.freeze()  # as `shared_objects` does, for as long as this process lives
     endings: dict[int, str] = {}
     while True:
         try:

@@ -39,6 +39,11 @@ class Family:
     huggingface: str | None = None
     shapes: str | None = None
 
+    def import_parts(self) -> None:
+        """Import the model and the plan, of a process that is then forked."""
+        for part in (self.model, self.plan):
+            resolve_name(part)
+
     def make_model(self, config: ModelConfig) -> "Decoder":
         """The whole, single-device model of a resolved config."""
         made: Decoder = resolve_name(self.model)(config)

@@ -18,6 +18,7 @@ from threefold.config.model import OWN
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.host import keep_freed_memory
+from threefold.models.registry import family_of
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
 from threefold.parallel.pipeline.placement import StageMap
@@ -26,15 +27,17 @@ from threefold.parallel.source_check import check_layout, check_source
 from threefold.train.anomalies.policy import AnomalyPolicy
 from threefold.train.callbacks.base import Callback, RunContext
 from threefold.train.callbacks.console import say
-from threefold.train.callbacks.registry import make_callbacks
+from threefold.train.callbacks.registry import import_always, make_callbacks
 from threefold.train.corruption.watch import check_device, make_watch
 from threefold.train.data_check import DataCheck, agree_on_micro_batch
 from threefold.train.engine import Engine
 from threefold.train.loop import TrainingLoop
+from threefold.train.optimizers.own import update_rule
 from threefold.train.profiling.profiler import Profiler, ProfileRequest
 from threefold.train.profiling.span_recorder import SpanRecorder
 from threefold.train.recovery.attempt import Attempt
 from threefold.train.recovery.kept_states import KeptStates
+from threefold.train.schedule import learning_rate
 from threefold.train.start import Start
 from threefold.train.state import Checkpoints
 from threefold.train.stop import Stop, Stopped
@@ -141,6 +144,19 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> None
             model_files(file_source(config.model).path)
     check_device(config)
     check_layout(source, config)
+
+
+def import_named(config: Config) -> None:
+    """Import what `train` finds by names of a config and imports when it needs it, for processes that are then forked.
+
+    Raises:
+        UserError: the optimizer or the learning-rate schedule cannot be imported.
+    """
+    if config.model.architecture != OWN:
+        family_of(config.model).import_parts()
+    update_rule(config.optimizer)
+    learning_rate(config.optimizer.warmup_steps + 1, config.optimizer)
+    import_always()
 
 
 def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:

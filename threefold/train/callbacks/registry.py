@@ -58,6 +58,12 @@ def check_names(entries: Sequence[Entry]) -> None:
             _check_arguments(kind, name, arguments)
 
 
+def import_always() -> None:
+    """Import the callbacks that every run has, of a process that is then forked."""
+    for name in _ALWAYS:
+        _load(name)
+
+
 def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Callback]:
     """The callbacks of this rank, set up: the built-in ones, those of `train.callbacks` in their order, then `given`.
 
