@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 NEXT := $(BIN)/threefold generate demo/run --prompt 'In Python, a list'
 
-.PHONY: demo test test-slow test-sweep lint benchmark docs clean
+.PHONY: demo test test-slow test-gpu test-sweep lint benchmark docs clean
 
 # What `make demo` adds to its command line, such as DEMO_OPTIONS="--set train.max_steps=20".
 DEMO_OPTIONS ?=
@@ -30,6 +30,10 @@ test: .venv/ready
 
 test-slow: .venv/ready
 	$(BIN)/pytest $(SHARED) -m "slow and not sweep"
+
+# On a GPU, against the CPU; without one they are skipped, and the summary says how many.
+test-gpu: .venv/ready
+	$(BIN)/pytest -m gpu
 
 # What takes too long for CI: many kills, long fuzzing.
 test-sweep: .venv/ready

@@ -17,6 +17,7 @@ from tests.support.command import Command, Ended
 from tests.support.parity import Case, Trace, one_process
 from tests.train.support import Run, write_tokens
 from threefold.cli import main
+from threefold.launch.device import gpu_count
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.tensorboard import import_writer
 
@@ -54,14 +55,32 @@ LONGEST = (
 """Files that take longest, each for one worker: they begin first, so that none is left alone at the end."""
 
 
+NO_GPU = "torch finds no GPU on this machine"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers share the tests: the longest files first, then the others, those with most tests first."""
+    """Without a GPU, tests of the mark `gpu` are skipped. Where several workers share the tests: the longest files
+    first, then the others, those with most tests first."""
+    if not gpu_count():  # which initialises no CUDA, that the workers of the pool could not use then
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=NO_GPU))
     if not hasattr(config, "workerinput"):
         return
     first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     assert [str(path) for path in first if not path.exists()] == []
     count = Counter(item.path for item in items)
     items.sort(key=lambda item: (first.get(item.path, len(first)), -count[item.path], item.path))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests need a GPU that is not there."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if NO_GPU in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(
+            f"{len(skipped)} tests of the mark gpu were skipped: {NO_GPU}; `make test-gpu` is for one with it.",
+            yellow=True,
+        )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

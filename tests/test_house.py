@@ -276,6 +276,7 @@ def test_test_modules_import_helpers_from_support_and_not_from_each_other() -> N
 
 
 FOLDERS_OF_THEIR_OWN = {
+    "gpu": "compares a GPU with the CPU, whatever the room",
     "support": "helpers of the tests",
     "fuzz": "damages the files of every reader in turn",
 }

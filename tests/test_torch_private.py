@@ -4,6 +4,7 @@ import ast
 import re
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,51 @@ def test_assert_async() -> None:
     except RuntimeError as error:
         said = str(error)
     assert "the label is wrong" in said, "torch._assert_async no longer raises its message for a false scalar on a CPU"
+
+
+def test_a_process_group_of_python(pool) -> None:
+    """Torch takes one in place of a backend, calls its methods, and waits for the work that they return."""
+    pool.run(1, _in_a_group_of_python)
+
+
+def _in_a_group_of_python() -> None:
+    from threefold.torch_private.distributed import PythonGroup, Work, default_store, with_gloo
+
+    called: list[str] = []
+
+    class Doubling(Work):
+        def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+            super().__init__()
+            self.work, self.tensor = work, tensor
+
+        def wait(self, timeout: object = None) -> bool:
+            self.work.wait()
+            self.tensor.mul_(2)
+            return True
+
+    class Group(PythonGroup):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            super().__init__(rank, size)
+            self.gloo = with_gloo(self, store, rank, size, timeout)
+
+        def allreduce(self, tensors: list[torch.Tensor], opts: object) -> dist.Work:
+            called.append("allreduce")
+            return Doubling(self.gloo.allreduce(tensors, opts), tensors[0])
+
+    store = default_store()
+    dist.destroy_process_group()
+    dist.Backend.register_backend("python_group", Group, devices=["cpu"])
+    dist.init_process_group("python_group", store=dist.PrefixStore("python", store), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert isinstance(group, Group), "torch no longer takes a process group of Python in place of a backend"
+    assert [device.type for device in group._device_types] == ["cpu"], "_register_backend no longer adds a device"
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2, 2], "torch no longer waits for the work that a process group of Python returns"
+    functional = torch.ops._c10d_functional
+    summed = functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", group.group_name))
+    assert summed.tolist() == [2, 2], "functional collectives no longer reach a process group of Python"
+    assert called == ["allreduce"] * 2
 
 
 def test_nccl_records() -> None:

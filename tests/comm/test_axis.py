@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.devices import staged_on
 from threefold.comm.axis import Axis, Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -121,6 +122,11 @@ def test_gather_and_scatter(pool, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("work", [sum_views, pass_on])
 def test_views(pool, work: Callable[[str], None], transport: str) -> None:
     pool.run(3, work, transport)
+
+
+@pytest.mark.parametrize("work", [gather_and_scatter, sum_views, pass_on])
+def test_over_copies_of_the_tensors(pool, work: Callable[[str], None]) -> None:
+    pool.run(3, staged_on, "cpu", work, "sockets")
 
 
 def test_only_equal_parts_can_be_scattered(pool) -> None:

@@ -242,3 +242,22 @@ def test_fingerprints_tell_contents_apart(make_loader) -> None:
         assert fingerprint(changed) != mark
     assert fingerprint(Batch(batch.tokens.T, batch.labels, batch.rows)) != mark
     assert fingerprint(loader.batch(1)) != mark
+
+
+def test_batches_are_pinned_where_a_gpu_copies_them(make_loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors of the training and of the held-out batches, and with the same contents. (Pinning needs a GPU.)"""
+    loader, plain = make_loader(), make_loader()
+    expected, held_out = plain.batch(0), list(plain.eval_batches(2))
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        pinned.append(copy.data_ptr())
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    loader.pinned = True
+    for batch, same in zip([loader.batch(0), *loader.eval_batches(2)], [expected, *held_out], strict=True):
+        assert_equal(batch, same)
+        tensors = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+        assert all(tensor is None or tensor.data_ptr() in pinned for tensor in tensors)

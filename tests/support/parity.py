@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.devices import device_of
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
@@ -63,6 +64,7 @@ class Case:
     clip: float = 0.5
     compile: bool = False
     shared_memory: bool = True
+    device: str = "cpu"
     settings: tuple[tuple[str, Any], ...] = ()  # further ones, ("section.key", value), that change no result
 
     def with_layout(self, dp: int, tp: int, pp: int, **changes: Any) -> "Case":
@@ -72,7 +74,7 @@ class Case:
     def unsplit(self) -> "Case":
         """What one process has to compute for it: the same for every layout, schedule and accumulation."""
         alone = replace(self, dp=1, tp=1, pp=1, cp=1, schedule="1f1b", accumulation=1, settings=())
-        return replace(alone, compile=False, shared_memory=True)
+        return replace(alone, compile=False, shared_memory=True, device="cpu")
 
     @property
     def world_size(self) -> int:
@@ -190,14 +192,14 @@ def one_process(case: Case) -> Trace:
 
 def make_engine(case: Case) -> Engine:
     config = case.config
-    mesh = Mesh(Layout.of(config.parallel), shared_memory=case.shared_memory)
+    mesh = Mesh(Layout.of(config.parallel), device_of(case.device), shared_memory=case.shared_memory)
     return Engine(partial(make_model, config.model), model_plan(config.model, case.sequence), mesh, config)
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
     """An attribute of each entry (`master`, `gradient`) as whole tensors, in one exchange of those that share them."""
     entries = engine.optimizer.entries
-    mine = {entry.name: (offset(entry.parameter), getattr(entry, attribute).detach()) for entry in entries}
+    mine = {entry.name: (offset(entry.parameter), getattr(entry, attribute).detach().cpu()) for entry in entries}
     parts = engine.mesh.tp.gather_objects(mine)
     for axis in (engine.mesh.ep, *([] if (zero := engine.parallelism.zero) is None else [zero.shards])):
         parts = [part for parts in axis.gather_objects(parts) for part in parts]

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from threefold.api.launch import DeviceSetting, device_of, join_launched
 from threefold.comm.layout import Layout
+from threefold.comm.staged_group import BACKEND
 from threefold.errors import UserError, naming_arguments
 from threefold.launch.environment import LaunchedRank, find_launched_rank, missing_variables
 from threefold.launch.worker import Device, RankInfo, join, stay_on_loopback
@@ -156,4 +157,5 @@ def _device_of_group() -> Device:
     import torch
     import torch.distributed as dist
 
-    return "cuda" if "nccl" in dist.get_backend_config() and torch.cuda.is_available() else "cpu"
+    backend = dist.get_backend_config()
+    return "cuda" if ("nccl" in backend or BACKEND in backend) and torch.cuda.is_available() else "cpu"

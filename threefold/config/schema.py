@@ -94,6 +94,10 @@ class ParallelConfig(Section):
     """What gradients are rounded to while they are summed over the data- and context-parallel ranks: half the bytes,
     for sums that are off by as many roundings as there are ranks. Before that they are added up in fp32."""
 
+    backend: Literal["auto", "gloo"] = "auto"
+    """What collectives go through: `auto` takes NCCL between GPUs and gloo between CPUs; `gloo` has them of a GPU too
+    go through the CPU, which is slow and for debugging: several ranks may then share a GPU, as NCCL refuses."""
+
     fallbacks: tuple[str, ...] = derived(strict=False)
     """Layouts with which a run that has lost ranks goes on, such as `[dp2·tp2, dp2]`: the first that fits, under
     torchrun one of as many ranks as the world has, otherwise one of fewer than before. Each is written as for

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,7 @@ class Loader:
         share: this rank's part of the global batch.
         seed: keys the order of the training samples.
         separate_documents: whether batches have the document of each token.
+        pinned: whether batches of tokens are in pinned memory, from which a GPU copies while the host goes on.
 
     Attributes:
         consumed: the samples consumed before each step; set where a run is resumed, before the first batch.
@@ -98,12 +99,13 @@ class Loader:
         share: Share,
         seed: int,
         separate_documents: bool = False,
+        pinned: bool = False,
     ) -> None:
         self.train = train
         self.heldout = heldout
         self.share = share
         self.seed = seed
-        self.separate_documents = separate_documents
+        self.separate_documents, self.pinned = separate_documents, pinned
         self.consumed = ConsumedSamples(share.global_batch_size)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
         self._ahead: dict[int, Future[Any]] = {}
@@ -206,7 +208,7 @@ class Loader:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int) -> Any:
-        return self._make_batch(self.train, self.sample_indices(step))
+        return self._placed(self._make_batch(self.train, self.sample_indices(step)))
 
     def _read_heldout(self, samples: Samples, number: int) -> Any:
         indices = number * self.share.global_batch_size + self.share.rows
@@ -215,7 +217,15 @@ class Loader:
         past_end = indices >= len(samples)
         batch = self._make_batch(samples, np.where(past_end, 0, indices))
         batch.labels.numpy()[past_end] = IGNORE_INDEX
-        return batch
+        return self._placed(batch)
+
+    def _placed(self, batch: Any) -> Any:
+        """A batch in pinned memory, if batches are to be; copied there by the thread that reads ahead."""
+        if not self.pinned or not isinstance(batch, Batch):
+            return batch
+        tensors = (getattr(batch, field.name) for field in fields(batch))
+        pinned: list[Any] = [None if each is None else each.pin_memory() for each in tensors]
+        return Batch(*pinned)
 
     def _make_batch(self, samples: Samples, indices: Int64Array) -> Any:
         if isinstance(samples, NestedSamples):

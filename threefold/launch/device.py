@@ -6,6 +6,9 @@ from typing import Final, Literal
 from threefold.errors import UserError
 from threefold.host import memory
 
+Backend = Literal["auto", "gloo"]
+"""As `parallel.backend` has it."""
+
 _SHARE = {"cpu": 0.5, "cuda": 0.7}
 """Fraction of the memory that a run may use; the rest is for fragmentation and, on a CPU, for other programs."""
 _OWN = {"cpu": 400 << 20, "cuda": 1 << 30}
@@ -15,29 +18,41 @@ _DRIVERS: Final = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "
 """Device files of the drivers of NVIDIA (Linux, Tegra, WSL) and AMD GPUs, of which torch needs one."""
 
 
-def choose_device(setting: Literal["auto", "cpu", "cuda"], dtype: str, local_world_size: int) -> Literal["cpu", "cuda"]:
+def choose_device(
+    setting: Literal["auto", "cpu", "cuda"], dtype: str, local_world_size: int, backend: Backend = "auto"
+) -> Literal["cpu", "cuda"]:
     """Resolve `train.device`: `auto` takes CUDA when there is a GPU for each rank of this host.
+
+    Args:
+        setting: of the config.
+        dtype: of the computation.
+        local_world_size: ranks of this host.
+        backend: with `gloo` ranks may share a GPU.
 
     Raises:
         UserError: `setting` is cuda and there are fewer GPUs than ranks.
     """
     if setting == "cuda":
-        require_gpus(local_world_size)
+        require_gpus(local_world_size, backend)
         return "cuda"
     if setting == "cpu" or dtype == "fp64":
         return "cpu"
-    return "cuda" if gpu_count() >= local_world_size else "cpu"
+    return "cuda" if gpu_count() >= _gpus_needed(local_world_size, backend) else "cpu"
 
 
-def require_gpus(local_world_size: int) -> None:
-    """Check that there is a GPU for each rank of this host.
+def _gpus_needed(local_world_size: int, backend: Backend) -> int:
+    return 1 if backend == "gloo" else local_world_size
+
+
+def require_gpus(local_world_size: int, backend: Backend = "auto") -> None:
+    """Check that there is a GPU for each rank of this host; over gloo, that there is one.
 
     Raises:
         UserError: there are fewer.
     """
     gpus = gpu_count()
-    if gpus < local_world_size:
-        fewer = f" or start at most {gpus} ranks here" if gpus else ""
+    if gpus < _gpus_needed(local_world_size, backend):
+        fewer = f", start at most {gpus} ranks here, or debug with parallel.backend gloo" if gpus else ""
         raise UserError(
             f"train.device is cuda but this machine has {gpus} GPUs for {local_world_size} ranks; "
             f"set train.device to cpu{fewer}."
@@ -61,11 +76,12 @@ def memory_per_rank(device: Literal["cpu", "cuda"], local_world_size: int) -> in
 
     Args:
         device: of several GPUs, the smallest counts.
-        local_world_size: ranks of this host, which divide the memory of a CPU.
+        local_world_size: ranks of this host, which divide the memory of a CPU; of GPUs where these are fewer.
     """
     if device == "cpu":
         return max(0, int(memory() * _SHARE[device] / local_world_size) - _OWN[device])
     import torch
 
     sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpu_count())]
-    return max(0, int(min(sizes) * _SHARE[device]) - _OWN[device])
+    sharing = -(-local_world_size // len(sizes))
+    return max(0, int(min(sizes) * _SHARE[device] / sharing) - _OWN[device])

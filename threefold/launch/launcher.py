@@ -10,7 +10,7 @@ from typing import Any
 
 from threefold.comm.heartbeat import Heartbeat, RunSection, wait_code
 from threefold.errors import UserError
-from threefold.launch.device import require_gpus
+from threefold.launch.device import Backend, require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import REPORTS, Failure, RankFailed, from_exception, lost_rank_zero
 from threefold.launch.local import Again, StartMethod, run_local, write_traceback
@@ -37,6 +37,7 @@ def run(
     signals: StopSignals | None = None,
     timeout: float = 0.0,
     again: Again | None = None,
+    backend: Backend = "auto",
 ) -> object:
     """Call `worker(rank_info, *args)` on every rank with `torch.distributed` initialised, and wait for the end.
 
@@ -51,6 +52,7 @@ def run(
         signals: for a worker that ends when `rank_info.asked()` is not 0; without, signals end the processes.
         timeout: seconds that a rank may make no progress while another one waits for it; 0 for any number.
         again: as of `run_local`, for ranks that are started here.
+        backend: as of `RankInfo`.
 
     Returns:
         the worker's result on the rank of this process, or on rank 0 where the ranks are started here.
@@ -74,12 +76,13 @@ def run(
             signals=signals,
             timeout=timeout,
             again=again,
+            backend=backend,
         )
     if launched.world_size != world_size:
         raise UserError(
             f"The launcher started {launched.world_size} ranks but the layout needs {world_size}; start {world_size}."
         )
-    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, timeout=timeout)
+    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, timeout=timeout, backend=backend)
     return _run_here(job, launched, own, signals)
 
 
@@ -96,6 +99,7 @@ def spawn(
     signals: StopSignals | None = None,
     timeout: float = 0.0,
     again: Again | None = None,
+    backend: Backend = "auto",
 ) -> object:
     """As `run`, always on processes of this host.
 
@@ -105,8 +109,8 @@ def spawn(
     """
     require_room(world_size)
     if device == "cuda":
-        require_gpus(world_size)
-    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, timeout=timeout)
+        require_gpus(world_size, backend)
+    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, timeout=timeout, backend=backend)
     with own():
         return run_local(job, world_size, start_method or ("spawn" if device == "cuda" else "fork"), signals, again)
 
@@ -114,11 +118,10 @@ def spawn(
 def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSignals | None) -> object:
     """Run as the rank that a launcher started."""
     if job.device == "cuda":
-        require_gpus(launched.local_world_size)
+        require_gpus(launched.local_world_size, job.backend)
     asked = (lambda: signals.received) if signals else never
-    info = RankInfo(
-        launched.rank, launched.world_size, launched.local_rank, launched.local_world_size, job.device, asked
-    )
+    place = (launched.rank, launched.world_size, launched.local_rank, launched.local_world_size)
+    info = RankInfo(*place, job.device, asked, backend=job.backend)
     store = None
     try:
         store = meet(launched)
@@ -156,10 +159,10 @@ def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat
                 os.write(console, f"Error: {failure.message(job.run_dir)}.\n".encode())
 
     def write() -> None:
-        if job.device == "cuda":
+        if job.over_nccl:
             write_records(job.run_dir, rank)
 
-    if job.device == "cuda":
+    if job.over_nccl:
         keep_records(job.run_dir)
     watch = StoreWatch(store, rank, launched.world_size, job.timeout, tell, write)
     watch.heartbeat.section(RunSection.START)

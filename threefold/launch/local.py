@@ -110,7 +110,7 @@ def collect_local(
     with socket.create_server((LOOPBACK, 0), backlog=1024) as listener, shared_objects(), _ended() as ranks:
         port = listener.getsockname()[1]
         for rank in range(world_size):
-            info = RankInfo(rank, world_size, rank, world_size, job.device)
+            info = RankInfo(rank, world_size, rank, world_size, job.device, backend=job.backend)
             with signals_blocked():  # or a signal could come between the start of a process and its entry in the list
                 ranks.append(_start(job, info, port, start_method, pages))
         store = dist.TCPStore(
@@ -125,7 +125,7 @@ def collect_local(
 def _hang_watch(job: Job, ranks: list[_Rank], pages: SharedPages | None) -> LocalWatch | None:
     if pages is None:
         return None
-    return LocalWatch(pages, [rank.process.pid or 0 for rank in ranks], job.timeout, asks=job.device == "cuda")
+    return LocalWatch(pages, [rank.process.pid or 0 for rank in ranks], job.timeout, asks=job.over_nccl)
 
 
 def _start(job: Job, info: RankInfo, port: int, start_method: StartMethod, pages: SharedPages | None) -> _Rank:

@@ -107,7 +107,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
         fallbacks = ()  # the launcher starts the ranks
     local_world_size = launched.local_world_size if launched else Layout.of(config.parallel).world_size
     if config.train.device == "cuda":
-        require_gpus(local_world_size)
+        require_gpus(local_world_size, config.parallel.backend)
     dataset = open_dataset(config)
     config = dataset.complete(config)
     resolved = resolve(config, dataset.vocab_size)
@@ -115,7 +115,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
     if resolved.train.evaluates:
         dataset.samples("valid", resolved.data, progress)
     config, resolved = _counted(config, dataset, len(samples))
-    device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size)
+    device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size, resolved.parallel.backend)
     others = []
     for each in fallbacks:
         with naming_fallback(config, str(each)):
@@ -211,6 +211,7 @@ class TrainingRun:
             signals=signals,
             timeout=self.config.train.timeout,
             again=restarts,
+            backend=self.config.parallel.backend,
         )
         stopped = cast("Stopped | None", ended)
         if stopped and stopped.signal and signals and find_launched_rank() is None:
@@ -250,6 +251,7 @@ class TrainingRun:
         joined = joined_rank()
         if joined is None and find_launched_rank() is not None:
             options: dict[str, Any] = {"own": self._folder, "signals": signals, "timeout": self.config.train.timeout}
+            options["backend"] = self.config.parallel.backend
             ended = run(train_as_rank, args, size, device=device, run_dir=self.run_dir, **options)
         else:
             ended = run_in_process(train_as_rank, args, size, device=device, own=self._folder, signals=signals)

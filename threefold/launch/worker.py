@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, wait_code
 from threefold.host import usable_cores
+from threefold.launch.device import Backend, gpu_count
 from threefold.launch.environment import LaunchedRank
 from threefold.launch.output import log_file, logged, logged_and_shown
 
@@ -24,6 +25,7 @@ Device = Literal["cpu", "cuda"]
 _LONGEST_WAIT: Final = timedelta(days=1)
 """For a rank that makes progress, such as one that writes a large checkpoint to a slow disk; one that makes none is
 found by the heartbeats. (What waits in shared memory counts milliseconds in 32 bits.)"""
+_NCCL: Final = "cpu:gloo,cuda:nccl"
 _WAITS_ON_GPU: Final = 4
 """How many timeouts a collective of NCCL may wait, in which the thread that trains is not seen to wait."""
 
@@ -39,10 +41,12 @@ class RankInfo:
 
     Attributes:
         rank: 0 to `world_size` - 1.
-        local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the index of its GPU.
+        local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the index of its GPU, which over gloo several
+            share in turn.
         device: CPU or CUDA.
         asked: returns the number of the signal that stops this rank, 0 for none.
         heartbeat: where it notes what it does; None where nobody reads it.
+        backend: of the collectives: NCCL between GPUs and gloo between CPUs, or gloo everywhere.
     """
 
     rank: int
@@ -52,6 +56,7 @@ class RankInfo:
     device: Device
     asked: Callable[[], int] = never
     heartbeat: Heartbeat | None = None
+    backend: Backend = "auto"
 
 
 Worker = Callable[..., object]
@@ -67,6 +72,7 @@ class Job:
         prints_traceback: whether a rank without a log prints the traceback of its exception; not where its caller
             raises that.
         timeout: seconds after which a rank is taken to hang; 0 for none.
+        backend: as of `RankInfo`.
     """
 
     worker: Worker
@@ -77,13 +83,19 @@ class Job:
     stops: bool = False
     prints_traceback: bool = True
     timeout: float = 0.0
+    backend: Backend = "auto"
+
+    @property
+    def over_nccl(self) -> bool:
+        """Whether collectives run on GPUs, beside the thread that trains."""
+        return self.device == "cuda" and self.backend == "auto"
 
     def beating(self, heartbeat: Heartbeat, rank: int) -> AbstractContextManager[None]:
         """Beats for `rank`; on a GPU it writes what NCCL knows when a rank does not answer."""
         from threefold.launch.hangs.beats import beating
         from threefold.launch.hangs.flight_recorder import keep_records, write_records
 
-        if self.device != "cuda":
+        if not self.over_nccl:
             return beating(heartbeat)
         keep_records(self.run_dir)
         return beating(heartbeat, partial(write_records, self.run_dir, rank))
@@ -132,25 +144,37 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
     import torch.distributed as dist
 
     if info.device == "cuda":
-        torch.cuda.set_device(info.local_rank)
+        torch.cuda.set_device(info.local_rank if info.backend == "auto" else info.local_rank % gpu_count())
     else:
         torch.set_num_threads(threads_per_rank(info.local_world_size))
-    backend = "cpu:gloo,cuda:nccl" if info.device == "cuda" else "gloo"
+    backend = _backend_of(info)
     heartbeat = info.heartbeat or Heartbeat()
     heartbeat.activity(Activity.JOIN)
     with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(info.world_size)))):
-        longest = _group_timeout(info.device, timeout)
+        longest = _group_timeout(backend, timeout)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=longest)
         wait_for_all()
 
 
-def _group_timeout(device: Device, timeout: float) -> timedelta | None:
+def _backend_of(info: RankInfo) -> str:
+    """The name by which `torch.distributed` knows the backend of a rank."""
+    if info.device == "cpu":
+        return "gloo"
+    if info.backend == "auto":
+        return _NCCL
+    from threefold.comm.staged_group import BACKEND, register_backend
+
+    register_backend()
+    return BACKEND
+
+
+def _group_timeout(backend: str, timeout: float) -> timedelta | None:
     """How long collectives of a process group wait at most where a rank without progress has `timeout` seconds (0: any
     number); None for as long as torch lets them."""
     if not timeout:
         return None
     on_gpu = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
-    return on_gpu if device == "cuda" else _LONGEST_WAIT
+    return on_gpu if backend == _NCCL else _LONGEST_WAIT
 
 
 def meet(launched: LaunchedRank) -> "Store":
@@ -188,7 +212,7 @@ def wait_for_all() -> None:
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.zeros(1))  # on the CPU, which both backends support, unlike a barrier
+    dist.all_reduce(torch.zeros(1))  # on the CPU, which all backends support, unlike a barrier
 
 
 def threads_per_rank(local_world_size: int) -> int:

@@ -231,7 +231,7 @@ class GradientStep:
         if _is_of_tokens(batch):
             rows, batch = batch.rows, tokens_and_labels(batch)
         size = batch_size(batch)
-        data = map_tensors(batch, lambda tensor: tensor.to(self.mesh.device))
+        data = map_tensors(batch, lambda tensor: tensor.to(self.mesh.device, non_blocking=True))
         mine = count_terms(loss, data, size)
         unknown, sizes, counts = self._exchange_counts(not self.runner.knows(batch_shapes(data)), size, mine)
         if not any(counts.values()):
@@ -242,7 +242,7 @@ class GradientStep:
         if step is not None and self._has_dropout:
             if rows is None:
                 rows = torch.arange(size) + sum(sizes[: self.mesh.dp.index])
-            keys = sample_keys(self.settings.seed, step, rows).to(self.mesh.device)
+            keys = sample_keys(self.settings.seed, step, rows).to(self.mesh.device, non_blocking=True)
         samples = NOTHING if keys is None else SampleInfo(keys)
         local = OwnBatch(data, TermSums(loss, counts), self.settings.dtype, samples)
         if unknown:
@@ -296,15 +296,16 @@ class GradientStep:
         return valid, padding
 
     def _local_batch(self, batch: TokenBatch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:
-        """This rank's positions of every sequence, on its device."""
+        """This rank's positions of every sequence, on its device; the host does not wait for the copies to it."""
         device = self.mesh.device
-        tokens, labels = batch.tokens.to(device), batch.labels.to(device)
+        tokens, labels = (each.to(device, non_blocking=True) for each in (batch.tokens, batch.labels))
         cut = self.parallelism.context.cut.across_context
         if cut.shares > 1:
             held = cut.indices(tokens.shape[1] // cut.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]
         facts = (
-            None if fact is None else fact.to(device) for fact in (keys, batch.documents, weights, batch.positions)
+            None if fact is None else fact.to(device, non_blocking=True)
+            for fact in (keys, batch.documents, weights, batch.positions)
         )
         return LocalBatch(tokens, labels, SampleInfo(*facts))
 

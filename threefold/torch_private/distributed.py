@@ -1,6 +1,7 @@
 """Private parts of torch that concern meshes, DTensor, FSDP and distributed checkpoints."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -64,6 +65,34 @@ def copy_group_timeout(target: dist.ProcessGroup) -> None:
         if device in source._device_types:
             timeout = source._get_backend(device).options._timeout
             target._get_backend(device)._set_default_timeout(timeout)
+
+
+Work = dist.Work
+"""What a collective returns while it is under way. Why: torch names it in signatures and documents it, but not how to
+subclass it, as a backend written in Python does. A note on such backends would replace this and the next."""
+
+PythonGroup: Any = dist.ProcessGroup
+"""Base class of a process group whose collectives are written in Python. Why: torch takes an instance of a subclass in
+place of a backend, which only its tests do."""
+
+
+def with_gloo(
+    group: dist.ProcessGroup, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Give a group of such a class gloo for the CPU, where torch looks for its timeouts and the device of its objects;
+    returns a group of torch's own class, with the same gloo.
+
+    Why: a process group of Python has no backends, and `_register_backend` is how torch's own get theirs. Torch's own
+    class has gloo's collectives under the names that torch calls them by. A documented way to write a backend in Python
+    would replace it.
+    """
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    of_torch = dist.ProcessGroup(store, rank, size)
+    of_torch._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    for each in (group, of_torch):
+        each._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return of_torch
 
 
 def nccl_records() -> bytes | None:

@@ -206,7 +206,8 @@ class Engine(GradientStep):
     def _sum_over_ranks(self, totals: Tensor) -> list[float]:
         """Numbers, each summed over all ranks; with them, in the one small collective, go the requests to end the
         run."""
-        request = torch.tensor([self.stop.request()], dtype=totals.dtype, device=totals.device)
+        # Filled on the device: a tensor of a Python number would be copied there while the host waits.
+        request = torch.full((1,), self.stop.request(), dtype=totals.dtype, device=totals.device)
         *summed, requests = super()._sum_over_ranks(torch.cat([totals, request]))
         self.stop.receive(requests)
         return summed

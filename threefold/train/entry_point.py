@@ -167,7 +167,14 @@ def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
     """
     heldout = dataset.samples("valid") if config.train.evaluates else None
     share = Share(config.train.global_batch_size, replicas.index, replicas.size)
-    return Loader(dataset.samples("train"), heldout, share, config.train.seed, config.data.separate_documents)
+    return Loader(
+        dataset.samples("train"),
+        heldout,
+        share,
+        config.train.seed,
+        config.data.separate_documents,
+        pinned=config.train.device == "cuda",
+    )
 
 
 def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel, plan: ModelPlan) -> None:

@@ -90,7 +90,7 @@ class Rotary(nn.Module):
         """`q`, `k` [B, S, heads, d], each turned; computed in fp32 at least."""
         # Exact angles of far positions need fp64; a table of them would be a buffer that every rank has to fill.
         size = q.shape[1]
-        turns = frequencies(self.head_dim, self.theta, self.scaling, self.held.whole(size)).to(q.device)
+        turns = frequencies(self.head_dim, self.theta, self.scaling, self.held.whole(size), q.device)
         angles = self.held.indices(size, q.device).double().unsqueeze(-1) * turns
         wide = torch.promote_types(q.dtype, torch.float32)
         factor = self.scaling.attention_factor

@@ -78,8 +78,12 @@ def through(x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tens
     """
     hidden, per_token = x.shape[-1], choice.experts.shape[-1]
     chosen = choice.experts.flatten()
-    counts = torch.bincount(chosen, minlength=experts + 1)[:experts]
-    order = chosen.argsort(stable=True)[: int(counts.sum())]  # without those whose expert was full, which come last
+    # Not `torch.bincount`, for whose size the host waits for a GPU.
+    ones = chosen.new_ones(1).expand_as(chosen)
+    counts = chosen.new_zeros(experts + 1).index_add_(0, chosen, ones)[:experts]
+    order = chosen.argsort(stable=True)
+    if choice.may_drop:
+        order = order[: int(counts.sum())]  # without those whose expert was full, which come last
     # One row for each token and expert: both permutations are then copies, whose gradients are deterministic.
     rows = x.reshape(-1, 1, hidden).expand(-1, per_token, -1).reshape(-1, hidden)[order]
     outputs = run(rows, counts)

@@ -48,23 +48,26 @@ def rope_scaling(config: ModelConfig) -> RopeScaling:
     )
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling, length: int) -> Tensor:
+def frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling, length: int, device: torch.device | None = None
+) -> Tensor:
     """Radians per position of each pair: fp64 [d/2].
 
     Args:
         head_dim, theta, scaling: as for `Rotary`.
         length: of the whole sequence, for `dynamic`.
+        device: where they are computed, as the host would wait for a GPU to copy them there; None for the CPU.
     """
     if scaling.method == "dynamic" and length > scaling.original_positions:
         stretch = scaling.factor * length / scaling.original_positions - (scaling.factor - 1)
         theta *= stretch ** (head_dim / (head_dim - 2))
-    plain = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / -head_dim)
+    plain = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / -head_dim)
     if scaling.method == "linear":
         return plain / scaling.factor
     if scaling.method == "llama3":
         return _mixed(plain, scaling.factor, _llama3_share(plain, scaling))
     if scaling.method == "yarn":
-        return _mixed(plain, scaling.factor, _yarn_share(head_dim, theta, scaling))
+        return _mixed(plain, scaling.factor, _yarn_share(head_dim, theta, scaling, device))
     return plain
 
 
@@ -79,7 +82,7 @@ def _llama3_share(plain: Tensor, scaling: RopeScaling) -> Tensor:
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
-def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device | None) -> Tensor:
     def pair(turns: float) -> float:
         """Which pair, counted in dims of d/2, turns so many times in the original positions."""
         return head_dim * log(scaling.original_positions / (turns * 2 * pi)) / (2 * log(theta))
@@ -87,5 +90,5 @@ def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     first = max(floor(pair(scaling.beta_fast)), 0)
     last = min(ceil(pair(scaling.beta_slow)), head_dim - 1)
     width = last - first if last != first else 0.001
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float64) - first) / width
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float64, device=device) - first) / width
     return 1 - ramp.clamp(0, 1)

@@ -21,10 +21,12 @@ class Choice(NamedTuple):
     Attributes:
         experts: int64 [B, S, k]; the number of experts itself where a token's expert was full.
         weights: [B, S, k], of each expert's output.
+        may_drop: whether an expert can have been full.
     """
 
     experts: Tensor
     weights: Tensor
+    may_drop: bool = False
 
 
 class Routing(nn.Module):
@@ -65,9 +67,10 @@ class Routing(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         if samples.weights is not None and self.adds_losses:
             weights = _WithLoss.apply(weights, self._losses(wide, probabilities, experts, samples.weights))
-        if self.capacity_factor and self.training:
+        may_drop = bool(self.capacity_factor) and self.training
+        if may_drop:
             experts = experts.masked_fill(~self._taken(experts), self.experts)
-        return Choice(experts, weights.to(logits.dtype))
+        return Choice(experts, weights.to(logits.dtype), may_drop)
 
     def _losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """The sum of both losses over the tokens at hand, each times its weight.

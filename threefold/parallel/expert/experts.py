@@ -39,10 +39,11 @@ class ParallelExperts(nn.Module):
         """[B, S, H] → [B, S, H], the same on every rank of the tensor axis or its shard of the sequence."""
         tp, dim = self.context.tp, self.context.sequence_dim
         if dim is None:
-            x, choice = copy_to(x, tp), Choice(choice.experts, copy_to(choice.weights, tp))
+            x, choice = copy_to(x, tp), choice._replace(weights=copy_to(choice.weights, tp))
         else:
             x = gather_shares(x, tp, dim)
-            choice = Choice(tp.all_gather_equal(choice.experts, dim), gather_shares(choice.weights, tp, dim))
+            experts = tp.all_gather_equal(choice.experts, dim)
+            choice = choice._replace(experts=experts, weights=gather_shares(choice.weights, tp, dim))
         out = through(x, choice, self.count, self._run)
         return reduce_from(out, tp) if dim is None else reduce_to_shares(out, tp, dim)
 

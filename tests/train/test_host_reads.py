@@ -1,0 +1,144 @@
+"""In a training step the host reads nothing from its device but the loss and the norm, in one read: on a GPU every
+other one would wait until all that is under way is done."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.cases import LLAMA, MOE, MOE_SIZES
+from tests.support.golden_collectives import LAYOUTS
+from tests.support.host_reads import HostReads
+from tests.support.parity import Case, make_engine, shard_of
+from tests.support.sweep import sweep
+from threefold.random.dropout import Dropout
+from threefold.train.engine import Engine
+
+STEPS = 2
+LOSS_AND_NORM = {"comm/axis.py: all_reduce_values": STEPS}
+
+ON_A_CPU = (
+    "ops/kernels.py: backward",  # of a narrow embedding, whose sums a CPU would round
+    "ops/kernels.py: grouped_linear",  # a GPU has a product of groups whose sizes are on the device
+    "models/layers/router.py: _losses",  # `F.one_hot` checks its input on a CPU alone
+    "models/layers/router.py: _taken",  # likewise
+)
+"""Reads of code that a GPU does not run."""
+OF_EXPERTS = (
+    "models/layers/experts.py: through",  # where an expert may be full: how many tokens found room
+    "parallel/expert/experts.py: _run",  # how many tokens each rank sends and receives
+)
+"""What the host has to know: sizes of tensors that follow from the router's choice."""
+
+ALONE = Case(sequence=12, steps=STEPS)
+SMALL = {name: replace(case, shared_memory=False) for name, case in LAYOUTS.items() if case.world_size <= 3}
+SMALL["dp2 pp2, ZeRO 3"] = replace(LAYOUTS["dp2 pp2, ZeRO 3"], shared_memory=False)
+UNLIMITED = tuple((key, value) for key, value in MOE_SIZES if key != "expert_capacity_factor")
+CASES = {
+    "gpt": ALONE,
+    "dropout": replace(ALONE, dropout=0.1),
+    "fp16 with loss scale": replace(ALONE, dtype="fp16"),
+    "bf16": replace(ALONE, dtype="bf16"),
+    "llama, windows, packed documents": LLAMA,
+    "full recompute": replace(ALONE, dropout=0.1, settings=(("train.recompute", "full"),)),
+    "selective recompute": replace(ALONE, dropout=0.1, settings=(("train.recompute", "selective"),)),
+    "chunked loss": replace(ALONE, settings=(("train.loss_chunk_size", 5),)),
+    "muon": replace(ALONE, optimizer="muon"),
+    "lion": replace(ALONE, optimizer="lion"),
+    "mixture without a capacity": replace(MOE, model=UNLIMITED),
+}
+WITH_EXPERTS = {
+    "mixture": MOE,
+    **{name: case for name, case in SMALL.items() if name.startswith("mixture")},
+}
+CASES |= {name: case for name, case in SMALL.items() if name not in WITH_EXPERTS}
+QUICK = ("gpt", "llama, windows, packed documents", "mixture without a capacity", "fp16 with loss scale")
+QUICK_LAYOUTS = ("dp3, ZeRO 1", "pp2, zero-bubble")
+
+
+def places(case: Case) -> Counter[str]:
+    """Where this rank reads tensors in its steps after the first, in which torch's pipelines ask one another whether
+    all shapes are known."""
+    engine = make_engine(case)
+    engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
+    with HostReads(engine) as found:
+        for step in range(1, 1 + STEPS):
+            engine.train_step(shard_of(case, step, engine.mesh.dp.index), step)
+    return found
+
+
+def reads_of_a_gpu(pool, case: Case) -> list[dict[str, int]]:
+    found = pool.run(case.world_size, places, case)
+    return [{place: count for place, count in rank.items() if place not in ON_A_CPU} for rank in found]
+
+
+@sweep("name", CASES, quick=[place for place, name in enumerate(CASES) if name in (*QUICK, *QUICK_LAYOUTS)])
+def test_only_loss_and_norm_are_read(pool, name: str) -> None:
+    case = CASES[name]
+    assert reads_of_a_gpu(pool, case) == [LOSS_AND_NORM] * case.world_size
+
+
+@sweep("name", WITH_EXPERTS, quick=(0,))
+def test_of_experts_the_numbers_of_their_tokens_are_read_too(pool, name: str) -> None:
+    for found in reads_of_a_gpu(pool, WITH_EXPERTS[name]):
+        assert found.keys() - LOSS_AND_NORM.keys() <= set(OF_EXPERTS)
+        assert {place: count for place, count in found.items() if place not in OF_EXPERTS} == LOSS_AND_NORM
+
+
+class _Reading(Dropout):
+    """A layer with a read of each kind that the tests are to find."""
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        if keys is None:
+            return x
+        with torch.no_grad():
+            flat = x.detach().flatten()
+            flat.sum().item()
+            flat[:2].tolist()
+            bool(flat.sum() > 0)
+            flat[flat > 0].sum()
+            flat.nonzero()
+            flat.cpu()
+            torch.tensor([1.0], device=x.device)
+            torch.zeros(2).to(x.device)
+            torch.zeros(2).to(x.device, non_blocking=True)  # which does not wait
+        return super().forward(x, keys)
+
+
+def planted() -> Counter[str]:
+    case = replace(ALONE, dropout=0.1)
+    engine: Engine = make_engine(case)
+    for module in engine.model.modules():
+        if isinstance(module, Dropout):
+            module.__class__ = _Reading
+            break
+    with HostReads(engine) as found:
+        engine.compute_gradients(shard_of(case, 0, 0), 0)
+    return found
+
+
+def test_reads_are_found(pool) -> None:
+    """Eight a micro-batch, of which there are two."""
+    (found,) = pool.run(1, planted)
+    assert found == {"models/gpt/model.py: forward": 16}
+
+
+@pytest.mark.gpu
+def test_torch_finds_no_other_synchronization(pool) -> None:
+    """The same on a GPU, as torch itself sees it: copies and kernels that wait raise an error."""
+    pool.run(1, step_without_synchronization)
+
+
+def step_without_synchronization() -> None:
+    case = replace(ALONE, dropout=0.1, device="cuda")
+    engine, waits = make_engine(case), torch.cuda.set_sync_debug_mode
+    engine.train_step(shard_of(case, 0, 0), 0)
+    batch = shard_of(case, 1, 0)
+    waits("error")
+    try:
+        loss, tokens = engine.compute_gradients(batch, 1)
+    finally:
+        waits("default")
+    engine.update(loss, tokens, 1)
