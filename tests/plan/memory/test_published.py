@@ -11,9 +11,8 @@ MEGATRON = Kernels(fused_softmax=True, mask_bytes=1, wide_statistics=True)
 
 
 def test_published_peaks() -> None:
-    """torchtitan without torch.compile takes more than its tensors by a tenth, which no rule here explains."""
     for peak in published():
-        assert abs(peak.error) <= (0.12 if peak.title.startswith("torchtitan,") else 0.05), peak
+        assert abs(peak.error) <= 0.05, peak
 
 
 def test_which_published_steps_fit() -> None:

@@ -44,7 +44,11 @@ class LayerMemory:
             chunk = config.train.loss_chunk_size if self._keeps.chunked_loss else 0
             if self._keeps.whole_logits:
                 block = replace(block, tp=1, sequence_parallel=False)
-            return head_layer(block, model.vocab_size, chunk)
+            found = head_layer(block, model.vocab_size, chunk)
+            if self._keeps.casts_logits and not chunk and block.itemsize < block.wide:
+                columns = -(-model.vocab_size // block.tp)
+                found = replace(found, backward=found.backward + block.tokens * columns * block.itemsize)
+            return found
         learned = model.position_embedding == "learned"
         positions = model.max_position_embeddings if learned else 0
         dropout = model.embedding_dropout if model.architecture == "gpt" else model.hidden_dropout

@@ -24,6 +24,8 @@ class Keeps:
         shards_optimizer: whether replicas share masters and optimizer state even where `parallel.zero` is 0.
         narrow_gradients: dtypes of the computation in which gradients are added up themselves.
         whole_logits: whether every tensor rank gathers all logits for the loss.
+        casts_logits: whether the loss casts narrow logits to fp32 in kernels of their own, on a GPU: what the allocator
+            took for the narrow ones is too small for the wide ones, and stays with it.
         fragmentation: what the allocator loses, as a share of what comes and goes.
     """
 
@@ -34,6 +36,7 @@ class Keeps:
     shards_optimizer: bool = False
     narrow_gradients: tuple[str, ...] = ()
     whole_logits: bool = False
+    casts_logits: bool = False
     fragmentation: float = 0.0
 
     def attention(self, own: Attention) -> Attention:
@@ -78,5 +81,6 @@ def keeps_of(system: str, device: str) -> Keeps:
         found.sharded_optimizer,
         ("bf16", "fp16") if found.gradient_bytes == _NARROW else found.narrow_gradients,
         found.whole_logits,
+        not found.fused_loss,
         FRAGMENTATION,
     )
