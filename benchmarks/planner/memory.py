@@ -93,7 +93,7 @@ def judged() -> tuple[int, int, int, int]:
     that are judged to fit."""
     counts = {True: [0, 0], False: [0, 0]}
     for row in published_rows():
-        memory = max(stage.peak for stage in stage_memory(row.config(), "cuda", row.system))
+        memory = max(stage.needed for stage in stage_memory(row.config(), "cuda", row.system))
         fits, ran = memory <= usable_bytes(find_hardware(row.hardware).memory_bytes), row.seconds is not None
         counts[ran][0] += 1
         counts[ran][1] += fits != ran

@@ -68,7 +68,7 @@ def memory_title(found: "Estimate") -> str:
 
 
 def _fit(found: "Estimate") -> str:
-    left = found.usable_bytes - max(found.peak_bytes)
+    left = found.usable_bytes - max(found.needed_bytes)
     room = format_bytes(found.usable_bytes)
     if found.fits:
         return f"Fits: {format_bytes(left)} of {room} are left"

@@ -19,9 +19,15 @@ _SHARDED_GRADIENTS = 2  # values of parallel.zero
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of a pipeline rank at the peak of a step, by cause."""
+    """Bytes of a pipeline rank at the peak of a step.
+
+    Attributes:
+        causes: by cause.
+        given_back: of them, what an allocator gives back where memory runs out.
+    """
 
     causes: Mapping[str, int]
+    given_back: int = 0
 
     @property
     def peak(self) -> int:
@@ -97,8 +103,13 @@ class Estimate:
         return [stage.peak for stage in self.stages]
 
     @property
+    def needed_bytes(self) -> list[int]:
+        """Of each pipeline rank, without what an allocator gives back where memory runs out."""
+        return [stage.peak - stage.given_back for stage in self.stages]
+
+    @property
     def fits(self) -> bool:
-        return max(self.peak_bytes) <= self.usable_bytes
+        return max(self.needed_bytes) <= self.usable_bytes
 
     @property
     def error_band(self) -> tuple[float, float]:
@@ -212,4 +223,4 @@ def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None
 
 def _memory(config: Config, hardware: Hardware, system: System) -> tuple[tuple[StageBytes, ...], int]:
     found = stage_memory(config, hardware.device, system.name)
-    return tuple(StageBytes(stage.causes) for stage in found), usable_memory(hardware)
+    return tuple(StageBytes(stage.causes, stage.given_back) for stage in found), usable_memory(hardware)

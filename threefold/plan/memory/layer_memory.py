@@ -34,6 +34,15 @@ class LayerMemory:
         block, _ = self._block(0)
         return block.own_tokens * block.hidden * block.itemsize
 
+    @property
+    def narrow_logits(self) -> int:
+        """Bytes of logits that are cast to fp32 for the loss; 0 where none are."""
+        block, chunk = self._block(0)[0], self._config.train.loss_chunk_size if self._keeps.chunked_loss else 0
+        if chunk or not self._keeps.casts_logits or block.itemsize == block.wide:
+            return 0
+        columns = self._config.model.vocab_size // (1 if self._keeps.whole_logits else block.tp)
+        return block.tokens * columns * block.itemsize
+
     def of(self, name: str) -> LayerBytes:
         """Those of a layer."""
         config, layers = self._config, self._layers
@@ -44,11 +53,7 @@ class LayerMemory:
             chunk = config.train.loss_chunk_size if self._keeps.chunked_loss else 0
             if self._keeps.whole_logits:
                 block = replace(block, tp=1, sequence_parallel=False)
-            found = head_layer(block, model.vocab_size, chunk)
-            if self._keeps.casts_logits and not chunk and block.itemsize < block.wide:
-                columns = -(-model.vocab_size // block.tp)
-                found = replace(found, backward=found.backward + block.tokens * columns * block.itemsize)
-            return found
+            return head_layer(block, model.vocab_size, chunk)
         learned = model.position_embedding == "learned"
         positions = model.max_position_embeddings if learned else 0
         dropout = model.embedding_dropout if model.architecture == "gpt" else model.hidden_dropout

@@ -69,6 +69,11 @@ class LayoutMemory:
         # The allocator of a GPU keeps what it had in the step before.
         self._gradients_grow = self._micro_batches == 1 and device == "cpu"
 
+    @property
+    def narrow_logits(self) -> int:
+        """Bytes of logits that are cast to fp32 for the loss; 0 where none are."""
+        return self._layers.narrow_logits
+
     def peak(self, pp_rank: int) -> tuple[RankSize, Moment]:
         """What a rank has all the time, and beside it at the moment when it has the most."""
         stages = [self._stage(number, pp_rank) for number in self.size.map.held_by(pp_rank)]

@@ -32,6 +32,7 @@ class StageMemory:
         logits: in passing in the head: logits, probabilities and their gradients.
         buffers: of collectives: gathers and reduce-scatters of ZeRO, receive buffers.
         fragmentation: what the allocator cannot use between tensors.
+        given_back: of that, what it gives back where memory runs out: whole tensors' places that nothing fits into.
     """
 
     pp_rank: int
@@ -43,16 +44,22 @@ class StageMemory:
     logits: int
     buffers: int
     fragmentation: int
+    given_back: int = 0
 
     @property
     def causes(self) -> dict[str, int]:
         """Bytes by the name of the cause."""
-        return {name: value for name, value in asdict(self).items() if name != "pp_rank"}
+        return {name: value for name, value in asdict(self).items() if name not in ("pp_rank", "given_back")}
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """All of it, as an allocator reports what it has reserved."""
         return sum(self.causes.values())
+
+    @property
+    def needed(self) -> int:
+        """What has to be there."""
+        return self.peak - self.given_back
 
     @property
     def tensors(self) -> int:
@@ -85,6 +92,7 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
     found = []
     for rank in range(config.parallel.pp):
         states, moment = layout.peak(rank)
+        left = layout.narrow_logits if moment.logits else 0
         passing = moment.activations + moment.working + moment.logits + moment.buffers
         found.append(
             StageMemory(
@@ -96,7 +104,8 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
                 int(moment.working),
                 int(moment.logits),
                 int(moment.buffers),
-                int(layout.keeps.fragmentation * passing),
+                int(layout.keeps.fragmentation * passing) + left,
+                left,
             )
         )
     return found

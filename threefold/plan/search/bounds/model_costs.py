@@ -66,7 +66,7 @@ class ModelCosts:
             found.step_seconds,
             found.tokens_per_second,
             found.mfu,
-            tuple(found.peak_bytes),
+            tuple(found.needed_bytes),
             tuple((name, causes[name] / found.step_seconds) for name in largest),
             {"seconds": {name: seconds for name, seconds in causes.items() if seconds}},
         )
