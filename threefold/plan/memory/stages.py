@@ -104,7 +104,7 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
                 int(moment.working),
                 int(moment.logits),
                 int(moment.buffers),
-                int(layout.keeps.fragmentation * passing) + left,
+                int(layout.keeps.fragmentation * (passing + left)) + left,
                 left,
             )
         )
