@@ -126,7 +126,7 @@ def replicated_parameters_counted_tp_times_in_the_norm() -> list[Patch]:
 def norm_of_one_rank() -> list[Patch]:
     def alone(self: engine.Engine, local_loss: Tensor) -> tuple[float, float]:
         mean, _ = both(self, local_loss)
-        return mean, float(gradient_norm.local_squared_norm(self.model, self.optimizer.entries) ** 0.5)
+        return mean, float(self._norm.squared() ** 0.5)
 
     both = engine.Engine._loss_and_norm
     return [replace(engine.Engine, "_loss_and_norm", alone)]

@@ -77,16 +77,14 @@ def gradients_added_up_narrow() -> list[Patch]:
 def overflow_seen_by_one_rank_alone() -> list[Patch]:
     def alone(self: engine.Engine, loss: Tensor) -> tuple[float, float]:
         mean, norm = both(self, loss)
-        return mean, 1.0 + float(gradient_norm.overflow(self.optimizer.entries)) if norm != norm or norm == float(
-            "inf"
-        ) else norm
+        return mean, 1.0 + float(self._norm.squared_or_overflow()) if norm != norm or norm == float("inf") else norm
 
     both = engine.Engine._loss_and_norm
     return [(engine.Engine, "_loss_and_norm", alone)]
 
 
 def overflow_of_what_another_rank_answers_for_not_seen() -> list[Patch]:
-    return [(engine, "overflow", lambda entries: torch.zeros((), dtype=torch.float64))]
+    return [(gradient_norm.GradientNorm, "uncounted_overflow", lambda self: torch.zeros((), dtype=torch.float64))]
 
 
 def adam_counts_a_skipped_update() -> list[Patch]:

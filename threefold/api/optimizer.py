@@ -11,7 +11,7 @@ from torch import Tensor
 from threefold.api.model import DistributedModel
 from threefold.errors import UserError
 from threefold.parallel.matrices import ShardedMatrix
-from threefold.train.gradient_norm import local_squared_norm, overflow
+from threefold.train.gradient_norm import GradientNorm
 from threefold.train.optimizers.base import Entry
 from threefold.train.optimizers.updated_weights import UpdatedWeights
 
@@ -87,7 +87,7 @@ class ModelOptimizer:
                 "optimizer.step() is called without gradients; call model.train_batch(batch, loss_fn) first."
             )
         step, scale = self.model.gradient_step, self.model.loss_scale
-        total = local_squared_norm(step.model, self.entries) + overflow(self.entries)
+        total = GradientNorm(step.model, self.entries).squared_or_overflow()
         norm = float(self.model.mesh.world.all_reduce_(total.view(1)).item()) ** 0.5
         finite = isfinite(norm)
         if not finite and (scale is None or scale.is_least):

@@ -1,10 +1,14 @@
-"""Cross-entropy of a linear layer's output, some columns of the logits at a time.
+"""Cross-entropy: of logits, and of a linear layer's output, some columns of the logits at a time.
 
-What is kept for the backward pass is the input and one number per token, the largest logit: the backward pass computes
-the logits again, chunk by chunk, as Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (arXiv
-2411.09009), section 4. So the memory does not depend on how many micro-batches a pipeline has under way. (Liger Kernel,
-Hsu et al., arXiv 2410.10989, goes over chunks of tokens and computes the gradients in the forward pass: one product
-fewer, but each micro-batch under way holds a gradient as large as the weight.)
+On a CPU the logits are gone over by runs of rows that the processor's caches hold, with one buffer in fp32 at least:
+torch's own functions go over all of them in memory several times, and over wide copies of narrow ones. What is kept of
+logits for the backward pass is the logits, as the product gave them, and two numbers per token.
+
+What is kept of a layer's output in chunks is the layer's input and one number per token, the largest logit: the
+backward pass computes the logits again, chunk by chunk, as Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"
+(arXiv 2411.09009), section 4. So the memory does not depend on how many micro-batches a pipeline has under way. (Liger
+Kernel, Hsu et al., arXiv 2410.10989, goes over chunks of tokens and computes the gradients in the forward pass: one
+product fewer, but each micro-batch under way holds a gradient as large as the weight.)
 
 A chunk is a run of columns of the logits for all tokens, so the rows of the weight's gradient come each from one
 product, rounded once.
@@ -16,10 +20,102 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from threefold.labels import IGNORE_INDEX
 from threefold.ops.kernels import product
+from threefold.ops.sizes import LOGITS_AT_ONCE
 from threefold.torch_private.tensors import assert_async
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """`F.cross_entropy(..., reduction="none")`, computed in fp32 at least.
+
+    Args:
+        logits: [T, V].
+        labels: int64 [T], -100 to ignore a token.
+
+    Returns:
+        [T], zero for ignored labels; in fp32, or fp64 for fp64 logits.
+    """
+    if torch.compiler.is_compiling():
+        wide = logits if logits.itemsize >= 4 else logits.float()
+        return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    losses: Tensor = _CrossEntropy.apply(logits, labels)
+    return losses
+
+
+def row_sums(logits: Tensor, top: Tensor) -> Tensor:
+    """Σ exp(logit − top) of each row.
+
+    Args:
+        logits: [T, V].
+        top: [T], in the dtype to compute in.
+    """
+    sums = [run.exp_().sum(1) for run, _ in _shifted(logits, top)]
+    return torch.cat(sums) if sums else torch.zeros_like(top)
+
+
+def scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor) -> Tensor:
+    """exp(logit − top) · factor in each row, and `added` to it at `column`; rounded once.
+
+    Args:
+        logits: [T, V], V > 0.
+        top, factor, added: [T], in the dtype to compute in.
+        column: int64 [T], in [0, V).
+
+    Returns:
+        [T, V], in the dtype of `logits`.
+    """
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    factor, column, added = (each.unsqueeze(1) for each in (factor, column, added))
+    for run, rows in _shifted(logits, top, out):
+        run.exp_().mul_(factor[rows]).scatter_add_(1, column[rows], added[rows])
+        if run.dtype != out.dtype:
+            out[rows] = run
+    return out
+
+
+def _shifted(logits: Tensor, top: Tensor, into: Tensor | None = None) -> Iterator[tuple[Tensor, slice]]:
+    """Runs of rows of logit − top, and which rows they are; each overwrites the one before.
+
+    Args:
+        logits: [T, V].
+        top: [T], in the dtype to compute in.
+        into: [T, V], where the runs are made that are of its dtype.
+    """
+    count, columns = logits.shape
+    length = max(1, LOGITS_AT_ONCE // max(1, columns)) if logits.device.type == "cpu" else max(1, count)
+    made_there = into is not None and into.dtype == top.dtype
+    buffer = top.new_empty(0 if made_there else min(length, count), columns)
+    shift = top.unsqueeze(1)
+    for first in range(0, count, length):
+        rows = slice(first, min(first + length, count))
+        run = into[rows] if into is not None and made_there else buffer[: rows.stop - first]
+        if logits.dtype == top.dtype:
+            torch.sub(logits[rows], shift[rows], out=run)
+        else:
+            run.copy_(logits[rows]).sub_(shift[rows])
+        yield run, rows
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        top = logits.amax(1).to(torch.promote_types(logits.dtype, torch.float32))
+        total = row_sums(logits, top)
+        ignored = labels == IGNORE_INDEX
+        target = logits.gather(1, labels.masked_fill(ignored, 0).unsqueeze(1)).squeeze(1)
+        ctx.save_for_backward(logits, labels, top, total)
+        return (total.log() - (target - top)).masked_fill_(ignored, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, labels, top, total = ctx.saved_tensors
+        ignored = labels == IGNORE_INDEX
+        grad, column = grad.masked_fill(ignored, 0), labels.masked_fill(ignored, 0)
+        return scaled_exponentials(logits, top, grad / total, column, -grad), None
 
 
 # Torch's compiler would find the logits of both passes to be the same, and keep them.
@@ -78,12 +174,13 @@ class _LogitSums(torch.autograd.Function):
         top = x.new_full((len(x),), -torch.inf, dtype=wide)
         total, target = torch.zeros_like(top), torch.zeros_like(top)
         for first, rows in _chunks(weight, chunk):
-            logits = product(x, rows).to(wide)
+            logits = product(x, rows)
             place, there = _within(column - first, len(rows))
             target += logits.gather(1, place).squeeze(1).masked_fill_(~there, 0)
             higher = torch.maximum(top, logits.amax(1))
-            total.mul_((top - higher).exp_()).add_(logits.sub_(higher.unsqueeze(1)).exp_().sum(1))
+            total.mul_((top - higher).exp_()).add_(row_sums(logits, higher))
             top = higher
+            del logits  # before the next ones are made
         ctx.save_for_backward(x, weight, column, top)
         ctx.chunk = chunk
         ctx.mark_non_differentiable(top)
@@ -96,13 +193,13 @@ class _LogitSums(torch.autograd.Function):
         grad_x = torch.zeros_like(x, dtype=total.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for first, rows in _chunks(weight, ctx.chunk):
-            grad = product(x, rows).to(top.dtype).sub_(top.unsqueeze(1)).exp_().mul_(total.unsqueeze(1))
             place, there = _within(column - first, len(rows))
-            grad = grad.scatter_add_(1, place, (target * there).unsqueeze(1)).to(x.dtype)
+            grad = scaled_exponentials(product(x, rows), top, total, place.squeeze(1), target * there)
             if grad_x is not None:
                 grad_x += product(grad, rows.t())
             if grad_weight is not None:
                 grad_weight[first : first + len(rows)] = product(grad.t(), x.t())
+            del grad
         return None if grad_x is None else grad_x.to(x.dtype), grad_weight, None, None
 
 

@@ -1,13 +1,14 @@
 """Linear layers, embeddings and attention: the same arithmetic as torch's, faster on a CPU; elsewhere torch's own.
 
 Torch's fp32 linear goes through MKL, which takes a slow path on processors other than Intel's; oneDNN, which torch
-includes, does not. Torch's fused bf16 attention takes three times as long as plain products on a CPU, and the memory
-that it saves is little for short sequences.
+includes, does not. On Intel's MKL is the faster: oneDNN copies what the gradient of a weight transposes. Torch's fused
+bf16 attention takes three times as long as plain products on a CPU, and the memory that it saves is little for short
+sequences.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from threefold.host import processor_vendor
 from threefold.torch_private.tensors import onednn_linear
 
 _LONGEST_MATERIALISED = 512  # tokens; above it the attention matrices are worth saving
+
+_MKL_IS_FAST: Final = torch.backends.mkl.is_available() and processor_vendor() == "GenuineIntel"
+"""Whether fp32 products are torch's own. By the processor, not by a measurement: ranks and restarts agree on it."""
 
 _GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # what torch's grouped product takes
 
@@ -147,7 +152,8 @@ def later(queries: int, keys: int, device: torch.device) -> Tensor:
 
 def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
     return (
-        x.dtype == torch.float32 == weight.dtype
+        not _MKL_IS_FAST
+        and x.dtype == torch.float32 == weight.dtype
         and x.device.type == "cpu"
         and x.numel() > 0 < weight.numel()
         and torch.backends.mkldnn.is_available()

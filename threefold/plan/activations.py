@@ -33,6 +33,9 @@ class Kernels:
         wide_statistics: whether norms keep their numbers for each row in fp32 whatever they compute in.
         grouped: whether one kernel computes the products of all experts, and the gradient of their weights as one
             tensor; otherwise each has a gradient of its own before they are joined.
+        keeps_probabilities: whether the loss keeps probabilities of all logits, in fp32 at least; otherwise the logits
+            as they are and two numbers for each token.
+        widens_logits: whether the loss makes a wide copy of all logits at hand at once; otherwise of some rows.
         gradients_in_place: whether products for weights add to the fp32 gradients themselves, so that there is no
             gradient of a weight beside the sum.
     """
@@ -45,6 +48,8 @@ class Kernels:
     replays_operations: bool = False
     wide_statistics: bool = False
     grouped: bool = False
+    keeps_probabilities: bool = False
+    widens_logits: bool = False
     gradients_in_place: bool = False
 
 
@@ -265,8 +270,8 @@ def _experts_bytes(sizes: BlockSizes, experts: ExpertSizes) -> int:
 def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
     """Bytes that the head keeps of one micro-batch between its forward and its backward pass.
 
-    Exact on a CPU for the first tensor rank. While it computes the loss it has, for a moment, one or two chunks of its
-    logits beside that, or with `chunk_size` 0 another copy or two of what it keeps of them.
+    Exact for the first tensor rank. While it computes the loss it has, for a moment, one or two chunks of its logits
+    beside that, or with `chunk_size` 0 their gradients.
 
     Args:
         sizes: of the blocks before it, whose heads and features do not matter.
@@ -280,5 +285,9 @@ def head_bytes(sizes: BlockSizes, vocab: int, chunk_size: int = 0) -> int:
     labels = tokens * (8 + (2 if split else 0))
     if chunk_size:  # the largest logit and the sum of the exponentials; with tp the factor to the common maximum too
         return norm + labels + tokens * ((4 if split else 2) * wide + (0 if split else 1))
-    probabilities = tokens * -(-vocab // sizes.tp) * wide
-    return norm + labels + probabilities + (0 if split else wide)  # one number for the weight of all tokens together
+    columns = -(-vocab // sizes.tp)
+    if sizes.kernels.keeps_probabilities:
+        # One number for the weight of all tokens together.
+        return norm + labels + tokens * columns * wide + (0 if split else wide)
+    # The largest logit and the sum of the exponentials; with tp the label's logit beside the sum.
+    return norm + labels + tokens * (columns * sizes.itemsize + (3 if split else 2) * wide)

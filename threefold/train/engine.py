@@ -17,7 +17,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
 from threefold.train.divergence import DivergenceError
-from threefold.train.gradient_norm import local_squared_norm, overflow, uncounted_overflow
+from threefold.train.gradient_norm import GradientNorm
 from threefold.train.loss_scale import LossScale
 from threefold.train.optimizer import Optimizer
 from threefold.train.schedule import learning_rate
@@ -108,6 +108,7 @@ class Engine(GradientStep):
         self.optimizer = Optimizer(
             self.model.weights, self.gradients, config.optimizer, plan, self.parallelism.sharding_axes
         )
+        self._norm = GradientNorm(self.model, self.optimizer.entries)
         self.loss_scale = LossScale.of(config.precision)
 
     def train_step(self, batch: Any, step: int) -> StepResult:
@@ -194,11 +195,10 @@ class Engine(GradientStep):
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.tp.is_first:
             totals[0] = loss
-        totals[1] = local_squared_norm(self.model, self.optimizer.entries)
         if self.loss_scale is None:
-            totals[1] += uncounted_overflow(self.model, self.optimizer.entries)
+            totals[1] = self._norm.squared() + self._norm.uncounted_overflow()
         else:
-            totals[1] += overflow(self.optimizer.entries)
+            totals[1] = self._norm.squared_or_overflow()
         mean, squared, *summed = self._sum_over_ranks(totals if terms is None else torch.cat([totals, terms]))
         self._terms = {} if self._sums is None else self._sums.over_all(summed, 0).terms
         return mean, squared**0.5

@@ -13,20 +13,41 @@ from threefold.train.optimizer import Entry
 _NORM_PIECE = 1 << 14  # elements
 
 
-def local_squared_norm(model: TrainableModel, entries: Sequence[Entry]) -> Tensor:
-    """This rank's term of the squared norm: of the gradients that it is the one to count. fp64 scalar."""
-    counted = [entry.gradient for entry in entries if _is_counted(model, entry)]
-    return squared_norm(counted) if counted else _zero(model)
+class GradientNorm:
+    """This rank's terms of the norm, of gradients as they are when asked for.
 
-
-def uncounted_overflow(model: TrainableModel, entries: Sequence[Entry]) -> Tensor:
-    """Zero, or not a number where a gradient that another rank counts is not finite on this one. fp64 scalar.
-
-    The ranks that have a gradient in common have the same bits of it, unless memory or a link of one fails: then the
-    norm would be finite, and the update of this rank alone would spoil its weights.
+    Args:
+        model: which it trains.
+        entries: its weights.
     """
-    others = [entry.gradient for entry in entries if not _is_counted(model, entry)]
-    return 0 * squared_norm(others) if others else _zero(model)
+
+    def __init__(self, model: TrainableModel, entries: Sequence[Entry]) -> None:
+        self._counted = [entry for entry in entries if _is_counted(model, entry)]
+        self._others = [entry for entry in entries if not _is_counted(model, entry)]
+        self._device = model.parallelism.mesh.device
+
+    def squared(self) -> Tensor:
+        """This rank's term of the squared norm: of the gradients that it is the one to count. fp64 scalar."""
+        return self._of(self._counted)
+
+    def uncounted_overflow(self) -> Tensor:
+        """Zero, or not a number where a gradient that another rank counts is not finite on this one. fp64 scalar.
+
+        The ranks that have a gradient in common have the same bits of it, unless memory or a link of one fails: then
+        the norm would be finite, and the update of this rank alone would spoil its weights.
+        """
+        return 0 * self._of(self._others)
+
+    def squared_or_overflow(self) -> Tensor:
+        """`squared`, or not a number where any gradient of this rank is not finite, those included that another rank
+        counts. fp64 scalar."""
+        squared = self.squared()
+        return squared + 0 * squared + self.uncounted_overflow()
+
+    def _of(self, entries: Sequence[Entry]) -> Tensor:
+        if not entries:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return squared_norm([entry.gradient for entry in entries])
 
 
 def _is_counted(model: TrainableModel, entry: Entry) -> bool:
@@ -37,21 +58,21 @@ def _is_counted(model: TrainableModel, entry: Entry) -> bool:
     )
 
 
-def _zero(model: TrainableModel) -> Tensor:
-    return torch.zeros((), dtype=torch.float64, device=model.parallelism.mesh.device)
-
-
-def overflow(entries: Sequence[Entry]) -> Tensor:
-    """Zero, or not a number where any gradient of this rank overflowed, those included that another rank counts."""
-    return 0 * squared_norm([entry.gradient for entry in entries])
-
-
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of squares of all elements, in fp64.
 
     Torch adds the squares of a tensor up in its own dtype, which for fp32 and millions of elements loses three digits;
     by short pieces it loses none that matter, at a third of the cost of working in fp64 throughout.
     """
-    pieces = [piece for tensor in tensors for piece in tensor.flatten().split(_NORM_PIECE)]
-    wide = torch.promote_types(pieces[0].dtype, torch.float32)
-    return torch.stack(foreach_norm(pieces, dtype=wide)).double().square().sum()
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms, rest = [], []
+    for tensor in tensors:
+        flat = tensor.flatten()
+        in_pieces = flat.numel() // _NORM_PIECE * _NORM_PIECE
+        if in_pieces:
+            norms.append(torch.linalg.vector_norm(flat[:in_pieces].view(-1, _NORM_PIECE), dim=1, dtype=wide))
+        if in_pieces < flat.numel() or not in_pieces:
+            rest.append(flat[in_pieces:])
+    if rest:
+        norms.append(torch.stack(foreach_norm(rest, dtype=wide)))
+    return torch.cat(norms).double().square().sum()

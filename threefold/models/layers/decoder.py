@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from threefold.labels import IGNORE_INDEX
-from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy
+from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import embedding, linear
 from threefold.random.positions import Positions, Slice
 
@@ -94,9 +92,7 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """`logits` [..., V], `labels` int64 [...] → [...]; zero for ignored labels."""
-        logits = logits if logits.itemsize >= 4 else logits.float()
-        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-        return losses.view(labels.shape)
+        return cross_entropy(logits.flatten(0, -2), labels.flatten()).view(labels.shape)
 
     def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
         """The same of the logits `x` [..., H] times `weight` [V, H], of which `chunk` columns are in memory at once."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from threefold.comm.mesh import Axis
 from threefold.comm.shards import shard_bounds
 from threefold.labels import IGNORE_INDEX
-from threefold.ops.cross_entropy import check_labels
+from threefold.ops.cross_entropy import check_labels, row_sums, scaled_exponentials
 from threefold.parallel.tensor.chunked_loss import parallel_chunked_cross_entropy
 
 
@@ -72,24 +73,21 @@ class _SplitCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         top = logits.amax(-1).to(wide) if columns else logits.new_full(labels.shape, -torch.inf, dtype=wide)
         axis.all_reduce_max_(top)
-        shifted = logits.to(wide) - top.unsqueeze(-1)
         column = labels - start
         mine = (column >= 0) & (column < columns)
         column = column.masked_fill(~mine, 0)
-        target = shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1) if columns else torch.zeros_like(top)
-        weights = shifted.exp_()
-        sums = torch.stack([weights.sum(-1), target.masked_fill(~mine, 0)])
+        target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - top if columns else torch.zeros_like(top)
+        sums = torch.stack([row_sums(logits, top), target.masked_fill(~mine, 0)])
         axis.all_reduce_(sums)
         counted = labels != IGNORE_INDEX
-        ctx.save_for_backward(weights.div_(sums[0].unsqueeze(-1)), column, mine, counted)
-        ctx.dtype = logits.dtype
+        ctx.save_for_backward(logits, top, sums, column, mine, counted)
         return (sums[0].log() - sums[1]).masked_fill_(~counted, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, column, mine, counted = ctx.saved_tensors
+        logits, top, sums, column, mine, counted = ctx.saved_tensors
+        if not logits.numel():
+            return torch.zeros_like(logits), None, None, None
         scale = grad.masked_fill(~counted, 0)
-        out = probabilities * scale.unsqueeze(-1)
-        if probabilities.shape[-1]:
-            out.scatter_add_(-1, column.unsqueeze(-1), -(scale * mine).unsqueeze(-1))
-        return out.to(ctx.dtype), None, None, None
+        return scaled_exponentials(logits, top, scale / sums[0], column, -(scale * mine)), None, None, None

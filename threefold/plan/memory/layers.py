@@ -2,12 +2,13 @@
 
 The moments are those of this package's layers (`models`, `parallel`), in the order in which autograd runs: the first
 product of a block's backward pass has the gradients of the block's output and of the inner features beside all that is
-kept; a head has its logits, their probabilities and the gradients of both.
+kept; a head has its logits and their gradients.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+from threefold.ops.sizes import LOGITS_AT_ONCE
 from threefold.plan.activations import BlockSizes, block_bytes, head_bytes
 
 
@@ -107,18 +108,27 @@ def head_layer(sizes: BlockSizes, vocab: int, chunk_size: int) -> LayerBytes:
     weight = columns * sizes.hidden
     if chunk_size:
         logits = sizes.tokens * min(chunk_size, columns)
-        again = 0 if chunk_size >= columns else item
-        forward = logits * (wide + item if narrow else wide + again) + gathered
-        backward = logits * (wide + item + again if narrow else wide + again) + whole // item * wide + gathered
+        run = _run_bytes(sizes, logits)
+        forward = logits * item + run + gathered
+        backward = 2 * logits * item + (run if narrow else 0) + whole // item * wide + gathered
         return LayerBytes(kept, forward, backward, 3 * whole, weight)
     logits = sizes.tokens * columns
-    normed = kept - logits * wide  # the probabilities are freed before the products
-    if sizes.tp > 1:
+    # What is kept of the logits is freed before the products.
+    normed = kept - logits * (wide if sizes.kernels.keeps_probabilities else item)
+    if not sizes.kernels.keeps_probabilities:
+        run = _run_bytes(sizes, logits)
+        forward, backward = run, logits * item + (run if narrow else 0)
+    elif sizes.tp > 1:
         forward = backward = logits * (wide + item if narrow else wide)
     else:
         forward, backward = logits * (wide + item if narrow else item), 2 * logits * wide
     ending = normed + logits * item + whole + gathered
     return LayerBytes(kept, forward + gathered, backward + gathered, ending, 0, logits * item + whole)
+
+
+def _run_bytes(sizes: BlockSizes, logits: int) -> int:
+    """Of the wide copy of some rows of logits."""
+    return sizes.wide * (logits if sizes.kernels.widens_logits else min(logits, LOGITS_AT_ONCE))
 
 
 @lru_cache(maxsize=65536)

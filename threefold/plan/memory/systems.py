@@ -60,7 +60,7 @@ def keeps_of(system: str, device: str) -> Keeps:
     if device == "cpu":
         return Keeps()
     if found.name.startswith("own"):
-        kernels = Kernels(fused_norm=True, wide_statistics=True, grouped=True)
+        kernels = Kernels(fused_norm=True, wide_statistics=True, grouped=True, widens_logits=True)
         return Keeps(kernels, fragmentation=FRAGMENTATION)
     kernels = Kernels(
         fused_norm=found.fused_norm,
@@ -71,6 +71,8 @@ def keeps_of(system: str, device: str) -> Keeps:
         replays_operations=found.replays_operations,
         wide_statistics=True,
         grouped=True,
+        keeps_probabilities=True,
+        widens_logits=True,
         gradients_in_place=found.fused_gradients,
     )
     return Keeps(

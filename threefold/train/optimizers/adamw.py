@@ -1,21 +1,47 @@
 """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import BUILT_IN
-from threefold.train.optimizers.base import TorchRule, zeros
+from threefold.train.optimizers.base import Entry, TorchRule, zeros
+
+
+class _Group:
+    """Weights of one weight decay, with their tensors in the order of the weights."""
+
+    def __init__(self, decay: float, entries: Sequence[Entry], states: Sequence[Mapping[str, Tensor]]) -> None:
+        self.decay, self.entries = decay, entries
+        self.masters = [entry.master for entry in entries]
+        self.means = [state["exp_avg"] for state in states]
+        self.squares = [state["exp_avg_sq"] for state in states]
+        self.steps = [state["step"] for state in states]
 
 
 class AdamW(TorchRule):
     """`torch.optim.AdamW`; reads `betas` and `eps`; keeps `step` (a scalar), `exp_avg` and `exp_avg_sq`."""
 
+    decoupled: ClassVar[bool] = True
+    """Whether weight decay shrinks the weight, rather than being added to the gradient."""
+
+    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
+        super().__init__(entries, config)
+        by_decay: dict[float, list[Entry]] = {}
+        for entry in self.entries:
+            by_decay.setdefault(self.weight_decay(entry), []).append(entry)
+        self._groups = [
+            _Group(decay, group, [self.state(entry) for entry in group]) for decay, group in by_decay.items()
+        ]
+
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         config = self.config
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
+        return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
     def initial_state(self, master: Tensor) -> dict[str, Tensor]:
         return {
@@ -23,6 +49,29 @@ class AdamW(TorchRule):
             "exp_avg": zeros(master),
             "exp_avg_sq": zeros(master),
         }
+
+    def step(self, lr: float) -> None:
+        """One update by torch's function, whose arguments are looked up once: a small model's step shows the time that
+        torch's optimizer takes for that."""
+        (beta1, beta2), eps = self.config.betas, self.config.eps
+        for group in self._groups:
+            adam(
+                group.masters,
+                [entry.gradient for entry in group.entries],
+                group.means,
+                group.squares,
+                [],
+                group.steps,
+                fused=True,
+                decoupled_weight_decay=self.decoupled,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=lr,
+                weight_decay=group.decay,
+                eps=eps,
+                maximize=False,
+            )
 
     @classmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:

@@ -1,0 +1,84 @@
+"""The loss of whole logits, a run of rows at a time, against torch's own in fp64; chunks of it are tested where the
+head is, in `tests/parallel/tensor/test_chunked_loss.py`."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from threefold.labels import IGNORE_INDEX
+from threefold.ops.cross_entropy import cross_entropy
+from threefold.ops.sizes import LOGITS_AT_ONCE
+from threefold.plan.saved_tensors import recording_saved
+
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+SIZES = [(1, 1), (5, 7), (300, 1000), (2, LOGITS_AT_ONCE + 1), (LOGITS_AT_ONCE // 65 + 3, 65), (0, 9)]
+"""One run, several with a shorter last one, rows longer than a run, none."""
+
+
+def problem(tokens: int, vocab: int, dtype: torch.dtype, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels of which one is ignored, and the weight of each token's loss."""
+    generator = torch.Generator().manual_seed(tokens + vocab)
+    logits = (torch.randn(tokens, vocab, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[tokens // 2 : tokens // 2 + 1] = IGNORE_INDEX
+    return logits, labels, torch.rand(tokens, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("tokens", "vocab"), SIZES)
+def test_equals_torch_in_fp64(tokens: int, vocab: int, dtype: torch.dtype) -> None:
+    logits, labels, weights = problem(tokens, vocab, dtype)
+    own, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    got = cross_entropy(own, labels)
+    expected = F.cross_entropy(theirs, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert got.dtype == torch.promote_types(dtype, torch.float32)
+    wide = 1e-6 if got.dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(got.double(), expected, rtol=wide, atol=wide)
+    assert own.grad is not None
+    assert theirs.grad is not None
+    assert own.grad.dtype == dtype
+    # Each gradient is rounded once, so that a label whose probability is near one has no error of a larger number's.
+    limit = TOLERANCE[dtype] * theirs.grad.abs() + (1e-7 if dtype != torch.float64 else 1e-15)
+    assert bool(((own.grad.double() - theirs.grad).abs() <= limit).all())
+    assert torch.equal(own, logits)  # which the backward pass leaves as they were
+
+
+def test_of_a_strided_view() -> None:
+    logits, labels, _ = problem(7, 11, torch.float32)
+    whole = torch.cat([logits, logits], 1).requires_grad_()
+    cross_entropy(whole[:, :11], labels).sum().backward()
+    assert whole.grad is not None
+    assert whole.grad[:, 11:].abs().max() == 0
+    alone = logits.clone().requires_grad_()
+    cross_entropy(alone, labels).sum().backward()
+    assert torch.equal(whole.grad[:, :11], alone.grad)
+
+
+def test_large_logits_overflow_nowhere() -> None:
+    logits, labels, _ = problem(6, 9, torch.float32, scale=1e30)
+    own = logits.clone().requires_grad_()
+    losses = cross_entropy(own, labels)
+    losses.sum().backward()
+    assert bool(losses.isfinite().all())
+    assert own.grad is not None
+    assert bool(own.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_told(bad: float) -> None:
+    logits, labels, _ = problem(4, 9, torch.float32)
+    logits[0, 3] = bad
+    losses = cross_entropy(logits, labels)
+    assert not losses[0].isfinite()
+    assert bool(losses[1:].isfinite().all())
+
+
+def test_keeps_the_logits_and_two_numbers_for_each_token() -> None:
+    logits, labels, _ = problem(20, 50, torch.bfloat16)
+    with recording_saved([]) as saved:
+        losses = cross_entropy(logits.requires_grad_(), labels)
+    assert saved.nbytes == 20 * (50 * 2 + 2 * 4 + 8)
+    assert losses.requires_grad
