@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from threefold.ops import kernels
 from threefold.ops.kernels import causal_attention, embedding, later, linear
 
 
@@ -22,7 +23,13 @@ def close(got: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("lead", [(), (1,), (5,), (3, 7)], ids=str)
-def test_linear(lead: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mkl", [True, False], ids=["MKL", "oneDNN"])
+def test_linear(
+    monkeypatch: pytest.MonkeyPatch, mkl: bool, lead: tuple[int, ...], bias: bool, dtype: torch.dtype
+) -> None:
+    """As on a processor on which either library is the faster."""
+    monkeypatch.setattr(kernels, "_MKL_IS_FAST", mkl)
+
     def run(function) -> list[Tensor]:
         x, weight, shift = leaf(*lead, 13, dtype=dtype), leaf(9, 13, dtype=dtype), leaf(9, dtype=dtype, seed=1)
         inputs = [x, weight, shift] if bias else [x, weight]

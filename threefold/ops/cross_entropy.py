@@ -5,10 +5,10 @@ torch's own functions go over all of them in memory several times, and over wide
 logits for the backward pass is the logits, as the product gave them, and two numbers per token.
 
 What is kept of a layer's output in chunks is the layer's input and one number per token, the largest logit: the
-backward pass computes the logits again, chunk by chunk, as Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"
-(arXiv 2411.09009), section 4. So the memory does not depend on how many micro-batches a pipeline has under way. (Liger
-Kernel, Hsu et al., arXiv 2410.10989, goes over chunks of tokens and computes the gradients in the forward pass: one
-product fewer, but each micro-batch under way holds a gradient as large as the weight.)
+backward pass computes the logits again, chunk by chunk, as Wijmans et al., "Cut Your Losses in Large-Vocabulary
+Language Models" (arXiv 2411.09009), section 4. So the memory does not depend on how many micro-batches a pipeline has
+under way. (Liger Kernel, Hsu et al., arXiv 2410.10989, goes over chunks of tokens and computes the gradients in the
+forward pass: one product fewer, but each micro-batch under way holds a gradient as large as the weight.)
 
 A chunk is a run of columns of the logits for all tokens, so the rows of the weight's gradient come each from one
 product, rounded once.
