@@ -3,11 +3,12 @@
 import gc
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Contestant:
         name: shown in the table.
         make_step: an importable function that sets the training up, as `make_step(*args)` on each rank.
         ranks: processes; the cores are divided among them.
+        tree: another checkout of Threefold, which its processes import; empty for this one.
         launched: each process is made a rank the way Threefold's launcher does it; otherwise it is a plain one.
     """
 
@@ -32,6 +34,7 @@ class Contestant:
     args: tuple[Any, ...]
     ranks: int = 1
     launched: bool = True
+    tree: str = ""
 
 
 def contest(contestants: list[Contestant], rounds: int, steps: int) -> dict[str, list[float]]:
@@ -55,14 +58,24 @@ def ratio(faster: list[float], slower: list[float]) -> float:
     return statistics.median(theirs / ours for ours, theirs in zip(faster, slower, strict=True))
 
 
-def _start(
-    contestant: Contestant, context: multiprocessing.context.ForkServerContext, stack: ExitStack
-) -> list[Connection]:
+def _start_other_tree(contestant: Contestant, stack: ExitStack) -> list[Connection]:
+    """A fresh interpreter for each process, which looks for modules in that checkout first."""
+    own = replace(contestant, tree="")
+    sys.path.insert(0, contestant.tree)  # a spawned process gets this list
+    try:
+        return _start(own, multiprocessing.get_context("spawn"), stack)
+    finally:
+        sys.path.remove(contestant.tree)
+
+
+def _start(contestant: Contestant, context: multiprocessing.context.BaseContext, stack: ExitStack) -> list[Connection]:
+    if contestant.tree:
+        return _start_other_tree(contestant, stack)
     store = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store")
     connections = []
     for rank in range(contestant.ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(contestant, rank, store, theirs), daemon=True)
+        process = context.Process(target=_serve, args=(contestant, rank, store, theirs), daemon=True)  # type: ignore[attr-defined]
         process.start()
         theirs.close()
         stack.callback(process.join)

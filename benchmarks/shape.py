@@ -1,9 +1,11 @@
-"""The model and the batch that the benchmarks train, and Threefold's training of it."""
+"""The models and batches that the benchmarks train, and how Threefold and others train them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from plain_gpt import PlainGPT
 from torch import Tensor
 
 from threefold.comm.layout import Layout
@@ -11,46 +13,100 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.host import keep_freed_memory
+from threefold.models.flops import model_flops_per_token
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.train.engine import Engine
 
-LAYERS, HIDDEN, HEADS, FFN, VOCAB, SEQUENCE = 8, 256, 8, 1024, 8192, 256
-MICRO_BATCH, GLOBAL_BATCH = 4, 32
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT, its batches and what a step of it takes.
+
+    Attributes:
+        layers, hidden, heads, ffn, vocab: sizes of the model, whose embeddings are tied.
+        sequence: tokens of a sample.
+        micro_batch, global_batch: samples.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    sequence: int
+    micro_batch: int
+    global_batch: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the global batch."""
+        return self.global_batch * self.sequence
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs, as `threefold.models.flops` counts them."""
+        found = model_flops_per_token(config("fp32", shape=self).model, self.sequence)
+        assert found is not None
+        return found
+
+    def describe(self) -> str:
+        """In one line."""
+        return (
+            f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, ffn {self.ffn}, vocabulary {self.vocab}, "
+            f"sequence {self.sequence}, micro-batch {self.micro_batch}, {self.global_batch} sequences a step, AdamW"
+        )
+
+    def batch(self, step: int) -> Tensor:
+        """int64 [global_batch, sequence], the same on every rank."""
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(0, self.vocab, (self.global_batch, self.sequence), generator=generator)
+
+
+BASE = Shape(layers=8, hidden=256, heads=8, ffn=1024, vocab=8192, sequence=256, micro_batch=4, global_batch=32)
+SHAPES = {
+    "0.8M": Shape(layers=4, hidden=128, heads=4, ffn=512, vocab=65, sequence=64, micro_batch=12, global_batch=12),
+    "8x256": BASE,
+    "gpt2-124m": Shape(
+        layers=12, hidden=768, heads=12, ffn=3072, vocab=50257, sequence=1024, micro_batch=2, global_batch=4
+    ),
+}
+"""Those that `limit.py` measures; the first is nanoGPT's model of characters for a CPU."""
+
+LAYERS, HIDDEN, HEADS, FFN = BASE.layers, BASE.hidden, BASE.heads, BASE.ffn
+VOCAB, SEQUENCE, MICRO_BATCH, GLOBAL_BATCH = BASE.vocab, BASE.sequence, BASE.micro_batch, BASE.global_batch
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
-TOKENS_PER_STEP = GLOBAL_BATCH * SEQUENCE
+TOKENS_PER_STEP = BASE.tokens_per_step
 
 
 def describe() -> str:
-    """The shape in one line."""
-    return (
-        f"{LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, ffn {FFN}, vocabulary {VOCAB}, sequence {SEQUENCE}, "
-        f"micro-batch {MICRO_BATCH}, {GLOBAL_BATCH} sequences a step, AdamW"
-    )
+    """The base shape in one line."""
+    return BASE.describe()
 
 
 def global_batch(step: int) -> Tensor:
     """int64 [GLOBAL_BATCH, SEQUENCE], the same on every rank."""
-    return torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step))
+    return BASE.batch(step)
 
 
-def config(dtype: str, dp: int = 1, tp: int = 1, pp: int = 1, **train: Any) -> Config:
+def config(dtype: str, dp: int = 1, tp: int = 1, pp: int = 1, shape: Shape = BASE, **train: Any) -> Config:
     """Threefold's config of it."""
     given = {
         "model": {
-            "num_layers": LAYERS,
-            "hidden_size": HIDDEN,
-            "num_attention_heads": HEADS,
-            "ffn_hidden_size": FFN,
-            "max_position_embeddings": SEQUENCE,
+            "num_layers": shape.layers,
+            "hidden_size": shape.hidden,
+            "num_attention_heads": shape.heads,
+            "ffn_hidden_size": shape.ffn,
+            "max_position_embeddings": shape.sequence,
+            "tie_embeddings": True,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
         },
-        "data": {"path": "none", "sequence_length": SEQUENCE},
+        "data": {"path": "none", "sequence_length": shape.sequence},
         "parallel": {"dp": dp, "tp": tp, "pp": pp},
         "train": {
-            "global_batch_size": GLOBAL_BATCH,
-            "micro_batch_size": MICRO_BATCH,
+            "global_batch_size": shape.global_batch,
+            "micro_batch_size": shape.micro_batch,
             "max_steps": 1000,
             "device": "cpu",
         }
@@ -63,20 +119,69 @@ def config(dtype: str, dp: int = 1, tp: int = 1, pp: int = 1, **train: Any) -> C
             "clip_grad_norm": CLIP,
         },
     }
-    return resolve(Config.model_validate(given), VOCAB)
+    return resolve(Config.model_validate(given), shape.vocab)
 
 
-def threefold_step(settings: Config) -> Callable[[int], None]:
+def threefold_step(settings: Config, shape: Shape = BASE) -> Callable[[int], None]:
     """Set Threefold's training up on this rank of an initialised process group; returns what does one step of it."""
     keep_freed_memory()  # as `threefold.train.entry_point` does
     parallel = settings.parallel
     mesh = Mesh(Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp), torch.device("cpu"))
-    engine = Engine(lambda: GPT(settings.model), gpt_plan(settings.model, SEQUENCE), mesh, settings)
-    share = GLOBAL_BATCH // parallel.dp
+    engine = Engine(lambda: GPT(settings.model), gpt_plan(settings.model, shape.sequence), mesh, settings)
+    share = shape.global_batch // parallel.dp
     rows = torch.arange(mesh.dp.index * share, (mesh.dp.index + 1) * share)
 
     def step(number: int) -> None:
-        tokens = global_batch(number)[rows]
+        tokens = shape.batch(number)[rows]
         engine.train_step(Batch(tokens, tokens.roll(-1, 1), rows), number)
+
+    return step
+
+
+def transformers_step(dtype: str, shape: Shape = BASE) -> Callable[[int], None]:
+    """GPT-2 of `transformers`, in a plain training loop."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(
+        vocab_size=shape.vocab,
+        n_positions=shape.sequence,
+        n_embd=shape.hidden,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_inner=shape.ffn,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    return plain_step(model, lambda tokens: model(input_ids=tokens, labels=tokens).loss, dtype, shape)
+
+
+def plain_gpt_step(dtype: str, shape: Shape) -> Callable[[int], None]:
+    """The same model as one writes it by hand."""
+    model = PlainGPT(shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab, shape.sequence).train()
+    return plain_step(model, lambda tokens: model(tokens, tokens.roll(-1, 1)), dtype, shape)
+
+
+def plain_step(
+    model: torch.nn.Module, loss_of: Callable[[Tensor], Tensor], dtype: str, shape: Shape
+) -> Callable[[int], None]:
+    """A plain training loop: micro-batches accumulated, clipped, fused AdamW; bf16 as autocast over fp32 weights."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    micro_batches = shape.global_batch // shape.micro_batch
+
+    def step(number: int) -> None:
+        for tokens in shape.batch(number).chunk(micro_batches):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+                loss = loss_of(tokens)
+            (loss / micro_batches).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step

@@ -11,10 +11,8 @@ twenty seconds longer. Each runs in a process of its own, and they take turns.
 
 import argparse
 import statistics
-from collections.abc import Callable
 
 import shape
-import torch
 from contest import Contestant, contest, ratio
 from hardware import hardware_line
 from rich.console import Console
@@ -32,7 +30,7 @@ def main() -> None:
         contestant
         for dtype in GOALS
         for contestant in (
-            Contestant(f"transformers {dtype}", transformers_step, (dtype,), launched=False),
+            Contestant(f"transformers {dtype}", shape.transformers_step, (dtype,), launched=False),
             Contestant(f"Threefold {dtype}", shape.threefold_step, (shape.config(dtype),)),
             Contestant(f"compiled {dtype}", shape.threefold_step, (shape.config(dtype, compile=True),)),
         )
@@ -41,42 +39,6 @@ def main() -> None:
     console = Console()
     console.print(f"{shape.describe()}\n{hardware_line()}", highlight=False, soft_wrap=True)
     console.print(_table(seconds))
-
-
-def transformers_step(dtype: str) -> Callable[[int], None]:
-    """GPT-2 of `transformers`, in a plain training loop."""
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    config = GPT2Config(
-        vocab_size=shape.VOCAB,
-        n_positions=shape.SEQUENCE,
-        n_embd=shape.HIDDEN,
-        n_layer=shape.LAYERS,
-        n_head=shape.HEADS,
-        n_inner=shape.FFN,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=shape.LEARNING_RATE, betas=shape.BETAS, weight_decay=shape.WEIGHT_DECAY, fused=True
-    )
-    micro_batches = shape.GLOBAL_BATCH // shape.MICRO_BATCH
-
-    def step(number: int) -> None:
-        for tokens in shape.global_batch(number).chunk(micro_batches):
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-                loss = model(input_ids=tokens, labels=tokens).loss
-            (loss / micro_batches).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), shape.CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def _table(seconds: dict[str, list[float]]) -> Table:
