@@ -5,7 +5,7 @@
                                [--before CHECKOUT] [--ranks] [--no-peers] [--table]
 
 The rate is measured in the same run, in turns with all else: square products of torch and of oneDNN, of which the
-faster counts, in one process with all cores. Model FLOPs count nothing that is computed twice (`threefold.models.flops`).
+faster counts, in one process with all cores. Model FLOPs count nothing that is computed twice.
 
 Beside Threefold: `transformers`, where it is installed, set up as in `single_process.py`; nanoGPT's way of writing the
 same model (`plain_gpt.py`); another checkout of Threefold; and eight ranks, one thread each, beside one process.
