@@ -34,7 +34,7 @@ _ERRORS = [
     ((_TRAIN, _SHOW, _SIZE, _VERIFY), ["model.num_attention_heads=7"], "must divide model.hidden_size 256; use 8."),
     ((_TRAIN, _SHOW, _SIZE), ["parallel.tp=3"], "must divide model.num_attention_heads 8; use 2."),
     ((_TRAIN, _SHOW, _SIZE), ["parallel.dp=5"], "must be a multiple of parallel.dp 5; use 30."),
-    ((_TRAIN, _SHOW, _SIZE), ["parallel.tp=2", "train.compile=true"], "use false or tp 1."),
+    ((_TRAIN, _SHOW, _SIZE), ["parallel.dp=2", "parallel.zero=1", "parallel.gradient_compression=bf16"], "use none or"),
     ((_TRAIN, _SHOW), ["train.device=cuda", "parallel.dp=4"], "this machine has 0 GPUs for 4 ranks"),
     ((_TRAIN, _SHOW), ["data.path=nowhere"], "nowhere does not exist"),
     ((_TRAIN, _SHOW), ["data.path=FILE"], "FILE"),

@@ -4,13 +4,12 @@ Per parameter: initial weights, each step's gradient before the update, and the 
 loss and gradient norm on every rank. The reference is the unsplit model with torch's own loss, clip and optimizer.
 """
 
-import shutil
 from typing import get_args
 
 import pytest
 import torch
 
-from tests.support.cases import check, with_recompute
+from tests.support.cases import check
 from tests.support.parity import Case, in_layout
 from tests.support.sweep import sweep
 from threefold.models.gpt.config import Activation
@@ -122,24 +121,6 @@ def test_relative_error_sees_a_small_departure() -> None:
     base = torch.linspace(-1, 2, 50, dtype=torch.float64)
     assert relative_error(base, base) == 0
     assert relative_error(base + 1e-9, base) == pytest.approx(5e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.sweep), 0.2])
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 2)], ids=name)
-def test_compiled_layers(pool, expected, layout: tuple[int, int, int], dropout: float) -> None:
-    check(pool, expected, Case(layers=2, compile=True, dropout=dropout).with_layout(*layout))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("mode", [("selective", 1), ("full", 2)], ids=str)
-def test_compiled_layers_with_recompute(pool, expected, mode: tuple[str, int]) -> None:
-    """With dropout, whose masks the compiled code draws again; in all layers, and in every other one."""
-    case = with_recompute(Case(layers=3, compile=True, dropout=0.2), *mode)
-    check(pool, expected, case.with_layout(2, 1, 1))
-    check(pool, expected, case.with_layout(2, 1, 1, settings=(*case.settings, ("parallel.zero", 3))))
 
 
 @pytest.mark.slow

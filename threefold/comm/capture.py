@@ -79,7 +79,7 @@ def capturable(axis: Axis) -> Axis:
     They go through the process group, never through shared memory, and are not recorded. Gathers of
     unequal parts cannot be captured.
     """
-    return _CapturableAxis(**{field.name: getattr(axis, field.name) for field in fields(axis)})
+    return _CapturableAxis(**{field.name: getattr(axis, field.name) for field in fields(axis) if field.init})
 
 
 class CapturedStep:

@@ -7,12 +7,15 @@ backward (g), `reduce_to_shares` the other way round (g̅).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
+from threefold.comm.compiled import all_gather_equal, all_reduce, reduce_scatter
 from threefold.comm.mesh import Axis
 from threefold.comm.shards import shard_bounds
 
@@ -31,13 +34,13 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.all_reduce(grad), None
+        return all_reduce(grad, ctx.axis), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
-        return axis.all_reduce(x)
+        return all_reduce(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -70,22 +73,22 @@ class _GatherShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return axis.all_gather_equal(x, dim)
+        return all_gather_equal(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis.reduce_scatter(grad, ctx.dim), None, None
+        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
 
 
 class _ReduceToShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return axis.reduce_scatter(x, dim)
+        return reduce_scatter(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis.all_gather_equal(grad, ctx.dim), None, None
+        return all_gather_equal(grad, ctx.axis, ctx.dim), None, None
 
 
 class _GatherAgain(torch.autograd.Function):
@@ -101,7 +104,7 @@ class _GatherAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, joined = ctx.saved_tensors
-        again = ctx.axis.all_gather_equal(x, ctx.dim)
+        again = all_gather_equal(x, ctx.axis, ctx.dim)
         joined.untyped_storage().resize_(again.nbytes)
         joined.data.copy_(again)  # not seen by autograd, as the values are unchanged
         return grad, None, None, None, None
@@ -143,6 +146,10 @@ def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, di
         x: this rank's shard.
         axis, dim: as in `gather_shares`.
     """
+    if axis.size > 1 and torch.compiler.is_compiling():
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        kept: Tensor = recomputed(lambda shard: compute(gather_shares(shard, axis, dim)), x)
+        return kept
     joined = gather_shares(x, axis, dim)
     out = compute(joined)
     return _GatherAgain.apply(out, x, joined, axis, dim) if axis.size > 1 and out.requires_grad else out

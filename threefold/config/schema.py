@@ -164,8 +164,9 @@ class TrainConfig(Section):
     vocabulary in such chunks, forward and, computing the logits again, backward; 0 for all at once. Default: 0 where
     the fp32 logits of a micro-batch take at most 128 MiB on a rank, else as many as take that."""
     compile: bool = False
-    """Whether the layers run through `torch.compile`: slow to start, then faster on a GPU and, in bf16, on a CPU; needs
-    `parallel.tp` 1. Experts, and attention with `recompute: selective`, run as they are between compiled parts."""
+    """Whether the layers run through `torch.compile` in training: blocks that are alike are compiled once, in the first
+    step. Goes with every layout. Evaluation runs layers as they are written; so do, between compiled parts, experts,
+    ring attention and the loss in chunks."""
     timeout: float = Field(default=300.0, ge=0, le=MOST_SECONDS)
     """Seconds that a rank may make no progress while another one waits for it, before the run ends with a message that
     names it; 0 for any number. Everything that a rank begins or ends is progress, such as the forward pass of a

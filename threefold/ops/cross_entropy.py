@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from threefold.labels import IGNORE_INDEX
 from threefold.ops.kernels import product
 from threefold.ops.sizes import LOGITS_AT_ONCE
+from threefold.torch_private.operators import operator
 from threefold.torch_private.tensors import assert_async
 
 
@@ -38,7 +39,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     Returns:
         [T], zero for ignored labels; in fp32, or fp64 for fp64 logits.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and logits.device.type != "cpu":
         wide = logits if logits.itemsize >= 4 else logits.float()
         return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
     losses: Tensor = _CrossEntropy.apply(logits, labels)
@@ -52,6 +53,8 @@ def row_sums(logits: Tensor, top: Tensor) -> Tensor:
         logits: [T, V].
         top: [T], in the dtype to compute in.
     """
+    if torch.compiler.is_compiling() and logits.device.type == "cpu":
+        return _row_sums(logits, top)
     sums = [run.exp_().sum(1) for run, _ in _shifted(logits, top)]
     return torch.cat(sums) if sums else torch.zeros_like(top)
 
@@ -67,6 +70,8 @@ def scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Ten
     Returns:
         [T, V], in the dtype of `logits`.
     """
+    if torch.compiler.is_compiling() and logits.device.type == "cpu":
+        return _scaled_exponentials(logits, top, factor, column, added)
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     factor, column, added = (each.unsqueeze(1) for each in (factor, column, added))
     for run, rows in _shifted(logits, top, out):
@@ -97,6 +102,20 @@ def _shifted(logits: Tensor, top: Tensor, into: Tensor | None = None) -> Iterato
         else:
             run.copy_(logits[rows]).sub_(shift[rows])
         yield run, rows
+
+
+@operator("row_sums", lambda logits, top: torch.empty_like(top))
+def _row_sums(logits: Tensor, top: Tensor) -> Tensor:
+    return row_sums(logits, top)
+
+
+def _like(logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@operator("scaled_exponentials", _like)
+def _scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor) -> Tensor:
+    return scaled_exponentials(logits, top, factor, column, added)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -9,6 +9,7 @@ sequences.
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from threefold.host import processor_vendor
+from threefold.torch_private.operators import Handle, operator
 from threefold.torch_private.tensors import onednn_linear
 
 _LONGEST_MATERIALISED = 512  # tokens; above it the attention matrices are worth saving
@@ -46,13 +48,17 @@ class DeferrableWeight(nn.Parameter):
     Args:
         data: the values, whose memory it shares.
         store: of its gradients.
+
+    Attributes:
+        handle: a weak reference to it, for operators of compiled code.
     """
 
     store: GradientStore
+    handle: Handle
 
     def __new__(cls, data: Tensor, store: GradientStore) -> "DeferrableWeight":
         weight: DeferrableWeight = super().__new__(cls, data)
-        weight.store = store
+        weight.store, weight.handle = store, Handle(ref(weight))
         return weight
 
 
@@ -68,12 +74,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Where `weight` is a `DeferrableWeight` whose store is open, the backward pass computes the gradient of `x` alone and
     defers those of `weight` and `bias` to the store.
     """
-    store = None if torch.compiler.is_compiling() else gradient_store(weight)
-    if store is not None:
-        deferred: Tensor = _DeferredLinear.apply(x, weight, bias, store)
-        return deferred
-    if _onednn_serves(x, weight):
-        out: Tensor = _OneDnnLinear.apply(x, weight, bias)
+    store = gradient_store(weight)
+    out: Tensor
+    if torch.compiler.is_compiling():
+        if store is not None and x.requires_grad:
+            out = _CompiledDeferredLinear.apply(x, weight, bias, *_handles(weight, bias))
+            return out
+        # On a CPU the compiler's own products may be slower.
+        own = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    elif store is not None:
+        out = _DeferredLinear.apply(x, weight, bias, store)
+        return out
+    else:
+        own = _onednn_serves(x, weight)
+    if own:
+        out = _Linear.apply(x, weight, bias)
         return out
     return F.linear(x, weight, bias)
 
@@ -158,7 +173,6 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
         and x.numel() > 0 < weight.numel()
         and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -193,7 +207,18 @@ def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear(a, b, bias)` of matrices, transposed views too, computed the fastest way; not differentiable."""
+    if torch.compiler.is_compiling():
+        return _product(a, b, bias) if a.device.type == "cpu" else F.linear(a, b, bias)
     return _times_transposed(a, b, bias) if _onednn_serves(a, b) else F.linear(a, b, bias)
+
+
+def _of_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
+
+
+@operator("product", _of_product)
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return product(a, b, bias)
 
 
 class _WideEmbedding(torch.autograd.Function):
@@ -219,13 +244,13 @@ class _WideEmbedding(torch.autograd.Function):
         return None, torch.zeros(ctx.shape, dtype=ctx.dtype).index_copy_(0, used, sums.to(ctx.dtype))
 
 
-class _OneDnnLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
         ctx.has_bias = bias is not None
-        return _times_transposed(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+        return product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -234,8 +259,8 @@ class _OneDnnLinear(torch.autograd.Function):
         flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # -1 is no number of rows of no features
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (
-            _times_transposed(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
-            _times_transposed(flat.t(), x.t()) if wants_weight else None,
+            product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
+            product(flat.t(), x.t()) if wants_weight else None,
             flat.sum(0) if ctx.has_bias and wants_bias else None,
         )
 
@@ -264,6 +289,51 @@ class _DeferredLinear(torch.autograd.Function):
             ctx.store.defer(bias, partial(flat.sum, 0))
         grad_x = product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None
         return grad_x, None, None, None
+
+
+def _handles(weight: Tensor, bias: Tensor | None) -> tuple[Handle, Handle | None]:
+    assert isinstance(weight, DeferrableWeight)  # as it has a store
+    assert bias is None or isinstance(bias, DeferrableWeight)
+    return weight.handle, None if bias is None else bias.handle
+
+
+class _CompiledDeferredLinear(torch.autograd.Function):
+    """`_DeferredLinear` in compiled code, where an operator finds the store through the handles of the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, to_weight: Handle, to_bias: Handle | None
+    ) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        ctx.to_weight, ctx.to_bias = to_weight, to_bias
+        return product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+        has_bias = ctx.to_bias is not None
+        grad_x = _defer(flat, x, weight, ctx.to_weight, ctx.to_bias if has_bias else ctx.to_weight, has_bias)
+        return grad_x.view(*grad.shape[:-1], weight.shape[1]), None, None, None, None
+
+
+def _of_defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bias: Handle, has_bias: bool) -> Tensor:
+    return grad.new_empty(grad.shape[0], weight.shape[1])
+
+
+@operator("defer", _of_defer)
+def _defer(grad: Tensor, x: Tensor, weight: Tensor, to_weight: Handle, to_bias: Handle, has_bias: bool) -> Tensor:
+    """The gradient of a linear layer's input [rows, in], those of weight and bias being deferred.
+
+    Keeps its arguments until those are computed, so compiled code must write into no memory twice (`compilation`).
+    """
+    weight_leaf, bias_leaf = to_weight.value(), to_bias.value()
+    weight_leaf.store.defer(weight_leaf, partial(product, grad.t(), x.t()))
+    if has_bias:
+        bias_leaf.store.defer(bias_leaf, partial(grad.sum, 0))
+    return product(grad, weight.t())
 
 
 class _GroupedLinear(torch.autograd.Function):

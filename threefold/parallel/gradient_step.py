@@ -16,6 +16,7 @@ from threefold.models.layers.router import Routing
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums, count_terms
 from threefold.models.own_batch import batch_shapes, batch_size, map_tensors
 from threefold.models.sharding import ModelPlan
+from threefold.parallel.compilation import as_written
 from threefold.parallel.context.sequence import sum_over_shares_
 from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parallelize import parallelize
@@ -181,7 +182,7 @@ class GradientStep:
         Raises:
             UserError: batch and model or loss do not fit together.
         """
-        with self.streams.preserved(), _in_evaluation_mode(self.stages):
+        with self.streams.preserved(), _in_evaluation_mode(self.stages), as_written(self.settings.compile):
             if loss is not None:
                 local, counted, _ = self._own_samples(batch, loss, None, None)
                 self.runner.evaluate(local)
@@ -220,8 +221,15 @@ class GradientStep:
 
     def _prepare(self, local: StepSamples) -> None:
         if not self.runner.knows(local.shapes):
-            with self.streams.preserved(), _torch_generators_preserved(self.mesh.device):
-                self.runner.prepare(local)
+            self._find_shapes(local)
+
+    def _find_shapes(self, local: StepSamples) -> None:
+        with (
+            self.streams.preserved(),
+            _torch_generators_preserved(self.mesh.device),
+            as_written(self.settings.compile),
+        ):
+            self.runner.prepare(local)
 
     def _own_samples(
         self, batch: Any, loss: LossFunction, rows: Tensor | None, step: int | None
@@ -247,8 +255,7 @@ class GradientStep:
         local = OwnBatch(data, TermSums(loss, counts), self.settings.dtype, samples)
         if unknown:
             # On all replicas at once, as layers may communicate with those of other replicas.
-            with self.streams.preserved(), _torch_generators_preserved(self.mesh.device):
-                self.runner.prepare(local)
+            self._find_shapes(local)
         return local, sum(sizes), local.loss
 
     def _exchange_counts(

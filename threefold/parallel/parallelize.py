@@ -16,6 +16,7 @@ from threefold.models.construct import ConstructedModel
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
 from threefold.ops.kernels import DeferrableWeight
+from threefold.parallel.compilation import compile_layers
 from threefold.parallel.data.grad_buckets import GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.data.zero import ShardedGradients, shard_parameters
 from threefold.parallel.parallelism import Parallelism
@@ -29,7 +30,6 @@ from threefold.parallel.settings import TrainingSettings
 from threefold.parallel.shard_modules import shard_modules
 from threefold.parallel.weights import Weight, initialise_, make_weights
 from threefold.random.rng import RandomStreams, give_streams
-from threefold.torch_private.compilation import keep_signals_from_compilers
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def parallelize(
     apply_recompute(stages, training.recompute, training.recompute_every, streams)
     # torch.compile.
     if training.compile:
-        _compile(stages)
+        compile_layers(stages, how.deferred is not None)
     # Data parallelism, or ZeRO.
     _allocate(stages, how, constructed)
     gradients = _make_gradients(stages, how, training.gradient_compression)
@@ -151,23 +151,6 @@ def _chunk_losses(stages: Sequence[Stage], size: int) -> None:
             if isinstance(module, LinearCrossEntropy):
                 parent, _, attribute = name.rpartition(".")
                 stage.get_submodule(parent).register_module(attribute, module.in_chunks(size))
-
-
-def _compile(stages: Sequence[Stage]) -> None:
-    """Have each layer but the model's first compiled at its first use.
-
-    The first is a look-up, which compiling does not speed up; and torch 2.13 on a CPU compiles a look-up with a keyed
-    mask after it into code that reads and writes out of bounds.
-    """
-    # Torch's caches belong to code, which all layers of a class and all engines of a process have in common: what an
-    # earlier engine compiled would count towards the limit.
-    torch.compiler.reset()
-    keep_signals_from_compilers()
-    first = stages[0].model_plan.layers[0]
-    layers = [stage.get_submodule(name) for stage in stages for name in stage.layer_names if name != first]
-    for layer in layers:
-        # A layer with dropout is compiled anew for its own keys, but counts towards one limit with the others.
-        layer.compile(recompile_limit=8 * len(layers))
 
 
 def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: ConstructedModel) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from threefold.random.keys import signed, stream_key
 from threefold.random.positions import ALL, Positions, row_major
+from threefold.torch_private.operators import Handle, operator
 
 _MASK32 = 0xFFFFFFFF
 
@@ -28,6 +29,7 @@ class Dropout(nn.Module):
 
     Attributes:
         site: the stream of this layer.
+        handle: this layer, for operators of compiled code.
 
     Example:
         >>> dropout = threefold.Dropout(0.1, "blocks.0.dropout")
@@ -39,6 +41,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.name, self.parts = p, name, parts or {}
         self.site = stream_key("site", name) if name else 0
+        self.handle = Handle(self)
 
     def draws(self, keys: Tensor | None) -> bool:
         """Whether anything is dropped: only in training, with keys and a positive probability."""
@@ -48,6 +51,8 @@ class Dropout(nn.Module):
         """Drop elements of `x` [B, …] by the samples' keys [B]; returns `x` itself where nothing is dropped."""
         if keys is None or not self.draws(keys):
             return x
+        if torch.compiler.is_compiling():
+            return x * _factors(x.detach(), keys, self.handle)
         return drop(x, keys, self.site, self.p, self.parts)
 
     def of_part(self, parts: Mapping[int, Positions]) -> "Dropout":
@@ -103,6 +108,16 @@ def keep_mask(
 def drop(x: Tensor, keys: Tensor, site: int, p: float, parts: Mapping[int, Positions]) -> Tensor:
     """`x` without the elements that `keep_mask` drops, the others scaled so that the mean stays."""
     return x * keep_mask(keys, site, x.shape, p, parts).to(x.dtype).mul_(1 / (1 - p))
+
+
+# As an operator, as compilers do not keep to integers that wrap: C++ may assume that they never do, and torch computes
+# products of positions beforehand, in numbers without end.
+@operator("dropout_factors", lambda x, keys, layer: torch.empty_like(x, memory_format=torch.contiguous_format))
+def _factors(x: Tensor, keys: Tensor, layer: Handle) -> Tensor:
+    """What a `Dropout` multiplies the elements of `x` by."""
+    dropout: Dropout = layer.value
+    kept = keep_mask(keys, dropout.site, x.shape, dropout.p, dropout.parts)
+    return kept.to(x.dtype).mul_(1 / (1 - dropout.p))
 
 
 def _mix64(x: Tensor) -> Tensor:

@@ -29,3 +29,30 @@ def keep_signals_from_compilers() -> None:
 
     on_compile_start(begin)
     on_compile_end(end)
+
+
+class CompileCounts:
+    """What torch has compiled in this process since the object was made.
+
+    Why: whether layers share one compilation is visible in nothing else; torch's counters are in a module whose name is
+    private. A public way to ask how often a function was compiled would replace it.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @property
+    def graphs(self) -> int:
+        """Graphs, each with its forward and backward pass."""
+        return self._now()["graphs"] - self._before["graphs"]
+
+    @property
+    def breaks(self) -> int:
+        """Places where a function could not be compiled whole."""
+        return self._now()["breaks"] - self._before["breaks"]
+
+    @staticmethod
+    def _now() -> dict[str, int]:
+        from torch._dynamo.utils import counters
+
+        return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}

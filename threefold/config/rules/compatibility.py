@@ -30,34 +30,12 @@ class Rule:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "compile",
-        "tp",
-        "train.compile",
-        lambda config: config.train.compile and config.parallel.tp > 1,
-        "the collectives inside a layer cannot be compiled and parallel.tp is {config.parallel.tp}; use false or tp 1",
-    ),
-    Rule(
-        "compile",
-        "cp",
-        "train.compile",
-        lambda config: config.train.compile and config.parallel.cp > 1,
-        "the collectives inside a layer cannot be compiled and parallel.cp is {config.parallel.cp}; use false or cp 1",
-    ),
-    Rule(
         "zero",
         "zero-bubble",
         "parallel.zero",
         lambda config: config.parallel.zero > 0 and config.parallel.pipeline_schedule.defers_weight_gradients,
         "parallel.schedule {config.parallel.schedule} defers weight gradients until after their layer's backward pass, "
         "at whose end fully_shard reduce-scatters them; use 0 or schedule interleaved",
-    ),
-    Rule(
-        "compile",
-        "zero-bubble",
-        "train.compile",
-        lambda config: config.train.compile and config.parallel.pipeline_schedule.defers_weight_gradients,
-        "compiled layers cannot defer their weight gradients, which is the purpose of parallel.schedule "
-        "{config.parallel.schedule}; use false or schedule interleaved",
     ),
     Rule(
         "compression",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from threefold.comm.axis import Axis
+from threefold.comm.compiled import all_gather_equal, reduce_scatter
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.context.sequence import SequenceCut, ShardingContext, chunk_length
@@ -90,9 +91,9 @@ def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:
     """The whole sequence along dim 1, gathered from the ranks; not differentiable."""
     if context.sequence_parallel:
-        x = context.tp.all_gather_equal(x, 1)
+        x = all_gather_equal(x, context.tp, 1)
     if context.cp.size > 1:
-        x = _take_chunks(context.cp.all_gather_equal(x, 1), 1, _places(context.cp.size))
+        x = _take_chunks(all_gather_equal(x, context.cp, 1), 1, _places(context.cp.size))
     return x
 
 
@@ -100,12 +101,12 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
-        return _take_chunks(axis.all_gather_equal(x, dim), dim, _places(axis.size))
+        return _take_chunks(all_gather_equal(x, axis, dim), dim, _places(axis.size))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         by_rank = _take_chunks(grad, ctx.dim, _held(ctx.axis.size))
-        return ctx.axis.reduce_scatter(by_rank, ctx.dim), None, None
+        return reduce_scatter(by_rank, ctx.axis, ctx.dim), None, None
 
 
 def _held(cp: int) -> list[int]:

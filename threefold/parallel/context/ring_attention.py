@@ -38,6 +38,8 @@ class RingAttention(nn.Module):
         super().__init__()
         self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
 
+    # Sends that run beside products are nothing that a compiler follows.
+    @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
 

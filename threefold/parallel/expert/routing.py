@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from threefold.comm.compiled import all_reduce
 from threefold.models.layers.router import Routing
 from threefold.parallel.context.attention import whole_sequence
 from threefold.parallel.context.sequence import ShardingContext
@@ -35,5 +36,5 @@ class ParallelRouting(Routing):
 
     def _sum_over_shares(self, counts: Tensor) -> Tensor:
         if self._context.sequence_parallel:
-            counts = self._context.tp.all_reduce(counts)
-        return self._context.cp.all_reduce(counts)
+            counts = all_reduce(counts, self._context.tp)
+        return all_reduce(counts, self._context.cp)

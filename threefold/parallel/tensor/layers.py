@@ -269,6 +269,8 @@ class ColumnParallelLinear(_SplitLinear):
         out = self._over_whole_input(self._own_features, input)
         return gather_from(out, self.axis) if self.gather_output else out
 
+    # What compilers do not follow must not be computed again in a recomputation that they do.
+    @torch.compiler.disable
     def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
         """`compute(x, weight)` in the place of this layer's product, of the whole input and this rank's rows.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from threefold.comm.compiled import all_reduce, all_reduce_max
 from threefold.comm.mesh import Axis
 from threefold.comm.shards import shard_bounds
 from threefold.labels import IGNORE_INDEX
@@ -72,13 +73,12 @@ class _SplitCrossEntropy(torch.autograd.Function):
         columns = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
         top = logits.amax(-1).to(wide) if columns else logits.new_full(labels.shape, -torch.inf, dtype=wide)
-        axis.all_reduce_max_(top)
+        top = all_reduce_max(top, axis)
         column = labels - start
         mine = (column >= 0) & (column < columns)
         column = column.masked_fill(~mine, 0)
         target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - top if columns else torch.zeros_like(top)
-        sums = torch.stack([row_sums(logits, top), target.masked_fill(~mine, 0)])
-        axis.all_reduce_(sums)
+        sums = all_reduce(torch.stack([row_sums(logits, top), target.masked_fill(~mine, 0)]), axis)
         counted = labels != IGNORE_INDEX
         ctx.save_for_backward(logits, top, sums, column, mine, counted)
         return (sums[0].log() - sums[1]).masked_fill_(~counted, 0)

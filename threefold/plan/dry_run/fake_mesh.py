@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from threefold.comm.axis import Axis
-from threefold.comm.mesh import Mesh, PlannedAxis
+from threefold.comm.mesh import Mesh
 from threefold.torch_private.fake import FakeTensor, with_memory
 
 LARGE = 1e6
@@ -23,14 +25,16 @@ class FakeAxis(Axis):
 
 
 class FakeMesh(Mesh):
-    """The mesh of a rank of a fake process group."""
+    """The mesh of a rank of a fake process group. Groups that this rank is not in are not made."""
 
-    def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
+    def new_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis | None:
+        mine = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
+        if mine is None:
+            return None
         with with_memory():
-            return super()._new_group(name, groups)
+            return self._axis(name, mine, dist.new_group(list(mine)) if len(mine) > 1 else None)
 
-    def _axes(self, planned: Sequence[PlannedAxis]) -> list[Axis]:
-        return [
-            FakeAxis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh)
-            for name, ranks, group, device_mesh in planned
-        ]
+    def _axis(
+        self, name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None = None
+    ) -> Axis:
+        return FakeAxis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh)

@@ -1,0 +1,45 @@
+"""Compiled layers in tests: what was compiled, and compiling that ends before code is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.support.parity import Case, Trace, make_engine, shard_of, whole_tensors
+from threefold.torch_private.compilation import CompileCounts
+
+
+def traced(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` with compiled graphs run operation by operation: what takes long, C++ code, is not made.
+
+    Everything else is as ever: what is traced, shared by layers, differentiated, kept and computed again.
+    """
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        return function(*args)
+
+
+def in_layout_counted(case: Case, coded: bool = False) -> tuple[Trace, int, int, int]:
+    """The engine on this rank, with an evaluation after its first step.
+
+    Returns:
+        what it computed, the graphs that its first step compiled, those that anything later did, and the places where
+        layers could not be compiled whole.
+    """
+    if not coded:
+        return traced(in_layout_counted, case, True)  # type: ignore[no-any-return]
+    counts = CompileCounts()
+    engine = make_engine(case)
+    trace = Trace(initial=whole_tensors(engine, "master"))
+    first = 0
+    for step in range(case.steps):
+        batch = shard_of(case, step, engine.mesh.dp.index)
+        loss, tokens = engine.compute_gradients(batch, step)
+        trace.gradients.append(whole_tensors(engine, "gradient"))
+        result = engine.update(loss, tokens, step)
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+        if step == 0:
+            first = counts.graphs
+            engine.evaluate(batch)
+    trace.weights.append(whole_tensors(engine, "master"))
+    return trace, first, counts.graphs - first, counts.breaks
