@@ -14,6 +14,7 @@ MANY = 10_000
 @pytest.fixture
 def _collector() -> Iterator[None]:
     assert gc.isenabled()
+    gc.unfreeze()
     yield
     gc.unfreeze()
     gc.enable()

@@ -1,5 +1,6 @@
 """`threefold`: the commands, and exit statuses of errors."""
 
+import atexit
 import errno
 import gc
 import os
@@ -65,11 +66,12 @@ def main() -> None:
     141, without a message, when standard output was closed by its reader.
     """
     guard_streams()
+    # Or Python, before it ends, looks for garbage in all that was imported: half a second with torch.
+    atexit.register(gc.freeze)
     try:
         try:
             app()  # turns Ctrl-C into its status
         finally:
-            gc.freeze()  # or Python looks at all that was imported once more before it ends: half a second with torch
             sys.stdout.flush()
     except (UserError, RuntimeError) as error:
         sys.exit(_tell(error))
