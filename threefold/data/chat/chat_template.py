@@ -6,18 +6,10 @@ The environment (trimming, loop controls, filters, globals, `{% generation %}` b
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from threefold.errors import UserError
 from threefold.files import read_json, read_text
@@ -118,9 +110,13 @@ class ChatRenderer:
     """
 
     def __init__(self, template: ChatTemplate) -> None:
+        import jinja2  # here, as few runs have conversations
+
+        from threefold.data.chat.template_environment import template_environment
+
         self.template = template
         try:
-            self._compiled = _environment().from_string(template.template)
+            self._compiled = template_environment().from_string(template.template)
         except jinja2.TemplateError as error:
             raise UserError(f"{template.origin} is no chat template that can be used ({_reason(error)}).") from None
 
@@ -199,92 +195,3 @@ def _aliased(message: Message) -> dict[str, Any]:
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-class _Answers(jinja2.ext.Extension):
-    """`{% generation %}` … `{% endgeneration %}`: around what the assistant generates."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        environment.extend(track_answers=self._track)
-        self._blocks: list[str] | None = None
-        self._spans: list[tuple[int, int]] = []
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
-
-    def _note(self, caller: Callable[[], str]) -> str:
-        text = caller()
-        if self._blocks is not None:
-            start = len("".join(self._blocks))
-            self._spans.append((start, start + len(text)))
-        return text
-
-    @contextmanager
-    def _track(self, blocks: list[str], spans: list[tuple[int, int]]) -> Iterator[None]:
-        self._blocks, self._spans = blocks, spans
-        try:
-            yield
-        finally:
-            self._blocks, self._spans = None, []
-
-
-class _Dict:
-    """`dict` for templates, without the ways from a class into the interpreter."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """A namespace without names that begin with an underscore, which lead into the interpreter."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that `namespace(self=...)` works
-        self, *given = args
-        names = dict(*given, **kwargs)
-        for name in names:
-            _Namespace._check(name)
-        jinja2.utils.Namespace.__init__(self, names)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _Namespace._check(name)
-        super().__setitem__(name, value)
-
-    @staticmethod
-    def _check(name: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
