@@ -12,7 +12,8 @@ the contestant halves it, and the table says so.
 The share is model FLOPs (`threefold.models.flops`: attention over the whole square, nothing for what is recomputed)
 per second over the largest rate of matrix products in the same dtype, measured before the first turn and after the
 last. Memory is the most that torch had allocated of the GPU (resident memory on a CPU), beside what
-`threefold estimate` and `threefold dry-run` say for that micro-batch. The rows under the table are for RESULTS.md.
+`threefold estimate` and `threefold dry-run` say for that micro-batch. The rows are for RESULTS.md. `--profile` shows
+after them in which operations and kernels a step of Threefold spends its time.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from gpu_contestants import CONTESTANTS, Contestant, Training
+from gpu_contestants import CONTESTANTS, Contestant, Step, Training
 from hardware import hardware_line
 from rich.console import Console
 
@@ -58,6 +59,7 @@ class Turns:
     """What the turns of one contestant gave.
 
     Attributes:
+        contestant: whose they are.
         training: with the micro-batch that fitted.
         seconds: of a step, by turn.
         memory: the most bytes of any turn.
@@ -65,6 +67,7 @@ class Turns:
         failure: why there is nothing; empty where there is.
     """
 
+    contestant: Contestant
     training: Training
     seconds: list[float] = field(default_factory=list)
     memory: int = 0
@@ -80,12 +83,14 @@ class Turns:
 def main() -> None:
     options = _options()
     console = Console(width=200)
-    rates = [matrix_rate(options.device, options.dtype, options.tiny)]
+    # In a process of its own, whose memory a contestant then has.
+    measured = partial(_reported, partial(matrix_rate, options.device, options.dtype, options.tiny))
+    rates = [_in_process(measured)]
     found: dict[tuple[str, int], dict[str, Turns]] = {}
     for preset in options.models:
         for sequence in options.sequences:
             found[preset, sequence] = _race(options, preset, sequence, console)
-    rates.append(matrix_rate(options.device, options.dtype, options.tiny))
+    rates.append(_in_process(measured))
     where = torch.cuda.get_device_name() if options.device == "cuda" else "no GPU"
     console.print(f"{where}; {hardware_line()}", highlight=False, soft_wrap=True)
     spread = " and ".join(f"{rate / 1e12:.3g}" for rate in rates)
@@ -94,6 +99,12 @@ def main() -> None:
     lines += [row for (preset, sequence), turns in found.items() for row in _rows(preset, sequence, turns, max(rates))]
     for line in lines:
         console.print(f"| {' | '.join(line)} |", highlight=False, soft_wrap=True, markup=False)
+    for turns in (each for of_model in found.values() for each in of_model.values()) if options.profile else ():
+        if turns.contestant.name == "Threefold" and not turns.failure:
+            text = _in_process(partial(_reported, partial(_profile, turns, options.warm_up)))
+            way = "compiled" if turns.training.compiled else "eager"
+            heading = f"\n{turns.training.preset}, {turns.training.sequence}, {way}: operations of two steps"
+            console.print(f"{heading}\n{text}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _options() -> argparse.Namespace:
@@ -109,6 +120,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each, of which the medians are printed")
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed in a turn")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    parser.add_argument("--profile", action="store_true", help="also show where a step of Threefold spends its time")
     parser.add_argument("--tiny", action="store_true", help="two layers of width 64, to try the script")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -121,7 +133,7 @@ def _options() -> argparse.Namespace:
 def _race(options: argparse.Namespace, preset: str, sequence: int, console: Console) -> dict[str, Turns]:
     """The turns of all contestants for one model and sequence length, by name."""
     samples = options.tokens // sequence
-    entered: dict[str, tuple[Contestant, Turns]] = {}
+    entered: dict[str, Turns] = {}
     for contestant in CONTESTANTS:
         if not contestant.can_train(preset) or contestant.name not in (options.contestants or (contestant.name,)):
             continue
@@ -136,22 +148,22 @@ def _race(options: argparse.Namespace, preset: str, sequence: int, console: Cons
                 compiled=way == "compiled",
                 tiny=options.tiny,
             )
-            entered[f"{contestant.name}, {way}"] = contestant, Turns(training)
+            entered[f"{contestant.name}, {way}"] = Turns(contestant, training)
     for number in range(options.rounds):
         names = list(entered)
         for name in names if number % 2 == 0 else names[::-1]:
-            contestant, turns = entered[name]
+            turns = entered[name]
             if not turns.failure:
-                _take_turn(contestant, turns, options.warm_up, options.steps)
+                _take_turn(turns, options.warm_up, options.steps)
                 last = turns.failure or f"{turns.rate:,.0f} tokens/s"
                 console.print(f"{preset}, {sequence}, round {number + 1}: {name}: {last}", highlight=False)
-    return {name: turns for name, (_, turns) in entered.items()}
+    return entered
 
 
-def _take_turn(contestant: Contestant, turns: Turns, warm_up: int, steps: int) -> None:
+def _take_turn(turns: Turns, warm_up: int, steps: int) -> None:
     """One turn in a new process; a micro-batch that does not fit is halved, for the turns to come too."""
     while True:
-        answer = _in_process(partial(_steps, contestant, turns.training, warm_up, steps))
+        answer = _in_process(partial(_reported, partial(_timed, turns.contestant, turns.training, warm_up, steps)))
         if isinstance(answer, tuple):
             seconds, memory, turns.loss = answer
             turns.seconds.append(seconds)
@@ -177,26 +189,31 @@ def _in_process(work: Callable[[Connection], None]) -> Any:
     return answer
 
 
-def _steps(contestant: Contestant, training: Training, warm_up: int, steps: int, answer: Connection) -> None:
-    """Send seconds of a step, peak bytes and the last loss; or what went wrong."""
+def _reported(work: Callable[[], Any], answer: Connection) -> None:
+    """Send the result of some work, or what went wrong in a line."""
     try:
-        answer.send(_timed(contestant, training, warm_up, steps))
+        answer.send(work())
     except torch.OutOfMemoryError:
         answer.send("out of memory")
     except Exception as error:  # a contestant that fails does not end the run
         answer.send(f"{type(error).__name__}: {error}".splitlines()[0][:200])
 
 
-def _timed(contestant: Contestant, training: Training, warm_up: int, steps: int) -> tuple[float, int, float]:
+def _set_up(contestant: Contestant, training: Training) -> Step:
     if contestant.name == "Threefold":
         import torch.distributed as dist
 
         from threefold.launch.worker import RankInfo, join
 
         join(RankInfo(0, 1, 0, 1, "cuda" if training.device == "cuda" else "cpu"), dist.HashStore())
-    step = contestant.make_step(training)
+    return contestant.make_step(training)
+
+
+def _timed(contestant: Contestant, training: Training, warm_up: int, steps: int) -> tuple[float, int, float]:
+    """Seconds of a step, peak bytes and the last loss."""
+    step = _set_up(contestant, training)
     for number in range(warm_up):
-        loss = step(number)
+        step(number)
     _wait(training.device)
     started = time.perf_counter()
     for number in range(warm_up, warm_up + steps):
@@ -205,6 +222,19 @@ def _timed(contestant: Contestant, training: Training, warm_up: int, steps: int)
     seconds = (time.perf_counter() - started) / steps
     on_gpu = training.device == "cuda"
     return seconds, torch.cuda.max_memory_allocated() if on_gpu else peak_memory(), loss
+
+
+def _profile(turns: Turns, warm_up: int) -> str:
+    """The operations and kernels that take longest in two steps, as torch's profiler has them."""
+    step = _set_up(turns.contestant, turns.training)
+    for number in range(warm_up):
+        step(number)
+    with torch.profiler.profile() as profile:
+        for number in range(warm_up, warm_up + 2):
+            step(number)
+        _wait(turns.training.device)
+    by = "self_device_time_total" if turns.training.device == "cuda" else "self_cpu_time_total"
+    return str(profile.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70))
 
 
 def _wait(device: str) -> None:

@@ -78,7 +78,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [report for report in terminalreporter.stats.get("skipped", ()) if NO_GPU in str(report.longrepr)]
     if skipped:
         terminalreporter.write_line(
-            f"{len(skipped)} tests of the mark gpu were skipped: {NO_GPU}; `make test-gpu` is for one with it.",
+            f"{len(skipped)} tests of the mark gpu were skipped: {NO_GPU}; with one, run `make test-gpu`.",
             yellow=True,
         )
 

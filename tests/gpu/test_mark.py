@@ -11,6 +11,7 @@ from threefold.launch.device import gpu_count
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(gpu_count() > 0, reason="there is a GPU")
 def test_the_summary_says_how_many_are_skipped_and_why() -> None:
     call = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu/test_nccl.py"]

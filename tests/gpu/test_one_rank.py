@@ -28,7 +28,11 @@ CASES = {
     "llama, fp64": LLAMA,
     "mixture": replace(MOE, dtype="fp32"),
     "mixture, wide experts": replace(
-        MOE, dtype="fp32", heads=8, head_dim=4, model=(*MOE.model, ("num_key_value_heads", 4))
+        MOE,
+        dtype="fp32",
+        heads=8,
+        head_dim=4,
+        model=(*MOE.model, ("num_key_value_heads", 4), ("expert_ffn_hidden_size", 16)),
     ),
 }
 
@@ -99,7 +103,11 @@ def test_initial_weights_are_the_cpus(pool, dtype: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dropout_masks_are_the_cpus(device: str) -> None:
+def test_dropout_masks_are_the_cpus(pool, device: str) -> None:
+    pool.run(1, compare_masks, device)
+
+
+def compare_masks(device: str) -> None:
     for step, shape in enumerate([(3, 7, 5), (2, 65, 129), (4, 3, 33, 33)]):
         keys = sample_keys(11, step, torch.arange(shape[0]))
         kept = keep_mask(keys, 12345 + step, torch.Size(shape), 0.3)

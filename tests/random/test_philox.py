@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from threefold.random.keys import stream_key
-from threefold.random.philox import _philox2x32, fill_normal_
+from threefold.random.philox import _AT_ONCE, _philox2x32, fill_normal_
 
 
 def test_philox_gives_the_published_answers() -> None:
@@ -33,6 +33,15 @@ def test_blocks_larger_than_one_chunk_agree() -> None:
     whole = fill_normal_(torch.empty(shape), 1.0, 3, shape, (0, 0))
     columns = fill_normal_(torch.empty(300, 17), 1.0, 3, shape, (0, 500))
     assert torch.equal(columns, whole[:, 500:])
+
+
+@pytest.mark.parametrize("elements", [1, 100, 1 << 20])
+def test_numbers_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    """A GPU makes more at once than a CPU."""
+    shape = (30, 51)
+    expected = fill_normal_(torch.empty(shape), 1.0, 3, shape, (0, 0))
+    monkeypatch.setitem(_AT_ONCE, "cpu", elements)
+    assert fill_normal_(torch.empty(shape), 1.0, 3, shape, (0, 0)).equal(expected)
 
 
 def test_values_are_normal() -> None:

@@ -65,7 +65,7 @@ def staged_on(device: str, fn: Callable[..., Any], *args: Any) -> Any:
 def _in_group(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn` in another process group of the ranks of the pool, which takes the place of theirs."""
     store, rank, size = default_store(), dist.get_rank(), dist.get_world_size()
-    if "nccl" in backend:
+    if backend != STAGED_ALL:
         torch.cuda.set_device(0)
     dist.destroy_process_group()
     dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=size)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import LLAMA, MOE, MOE_SIZES
+from tests.support.devices import alone_on
 from tests.support.golden_collectives import LAYOUTS
 from tests.support.host_reads import HostReads
 from tests.support.parity import Case, make_engine, shard_of
@@ -128,7 +129,7 @@ def test_reads_are_found(pool) -> None:
 @pytest.mark.gpu
 def test_torch_finds_no_other_synchronization(pool) -> None:
     """The same on a GPU, as torch itself sees it: copies and kernels that wait raise an error."""
-    pool.run(1, step_without_synchronization)
+    pool.run(1, alone_on, "cuda", step_without_synchronization)
 
 
 def step_without_synchronization() -> None:

@@ -16,7 +16,8 @@ from threefold.random.keys import signed
 from threefold.random.positions import Slice, row_major
 
 _MASK32 = 0xFFFFFFFF
-_CHUNK = 1 << 15  # elements worked on at a time: the temporaries stay in a core's cache
+_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 20}
+"""Elements worked on at a time: the temporaries stay in a core's cache; on a GPU they are enough for all its cores."""
 
 
 def _philox2x32(counter: Tensor, key: int) -> tuple[Tensor, Tensor]:
@@ -53,13 +54,14 @@ def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], of
     parts = [Slice(start, size) for start, size in zip(offset, whole, strict=True)]
     rows = row_major(local.shape[:1], parts[:1], local.device) * prod(whole[1:])
     inner = row_major(local.shape[1:], parts[1:], local.device)
-    at_once = max(1, _CHUNK // inner.numel())
+    elements = _AT_ONCE.get(local.device.type, 1 << 15)
+    rows_at_once = max(1, elements // inner.numel())
     # By blocks of rows, so that the indices need no memory of the tensor's size.
-    for part, first in zip(local.split(at_once), rows.split(at_once), strict=True):
+    for part, first in zip(local.split(rows_at_once), rows.split(rows_at_once), strict=True):
         index = first.unsqueeze(-1) + inner
-        part.copy_(_normal_chunks(index.flatten(), key).view(part.shape).mul_(std))
+        part.copy_(_normal_chunks(index.flatten(), key, elements).view(part.shape).mul_(std))
     return local
 
 
-def _normal_chunks(index: Tensor, key: int) -> Tensor:
-    return torch.cat([_normal(part, key) for part in index.split(_CHUNK)])
+def _normal_chunks(index: Tensor, key: int, elements: int) -> Tensor:
+    return torch.cat([_normal(part, key) for part in index.split(elements)])
