@@ -53,6 +53,7 @@ benchmark: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[benchmark]'
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/single_process.py
+	$(BIN)/python benchmarks/limit.py
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/pipeline.py

@@ -68,7 +68,7 @@ SHAPES = {
     "0.8M": Shape(layers=4, hidden=128, heads=4, ffn=512, vocab=65, sequence=64, micro_batch=12, global_batch=12),
     "8x256": BASE,
     "gpt2-124m": Shape(
-        layers=12, hidden=768, heads=12, ffn=3072, vocab=50257, sequence=1024, micro_batch=2, global_batch=4
+        layers=12, hidden=768, heads=12, ffn=3072, vocab=50257, sequence=1024, micro_batch=2, global_batch=2
     ),
 }
 """Those that `limit.py` measures; the first is nanoGPT's model of characters for a CPU."""
