@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.comm.shared_memory import SharedMemoryGroup, accumulate
+from threefold.comm.shared_memory import PostponedSum, SharedMemoryGroup, accumulate
 from threefold.comm.tensor_pickle import dumps
 from threefold.torch_private.operators import Handle
 from threefold.torch_private.tensors import foreach_copy_
@@ -21,6 +21,9 @@ from threefold.torch_private.tensors import foreach_copy_
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Method = Callable[Concatenate["Axis", _P], _T]
+
+Work = dist.Work | PostponedSum
+"""A collective that has begun."""
 
 
 def _waits(operation: str) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
@@ -206,15 +209,17 @@ class Axis:
             self._reduce_contiguous(tensor, dist.ReduceOp.MAX)
         return tensor
 
-    def start_all_reduce_(self, tensor: Tensor) -> dist.Work | None:
+    def start_all_reduce_(self, tensor: Tensor) -> Work | None:
         """Start an all-reduce of a contiguous `tensor`, in place; returns the work to wait on (None if done)."""
         if self.size == 1:
             return None
         self.recorder.add(self.name, "all_reduce", tensor)
+        if self.shared is not None:
+            return PostponedSum(self.shared, tensor)
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     @_waits("all_reduce")
-    def finish_all_reduce(self, work: dist.Work) -> None:
+    def finish_all_reduce(self, work: Work) -> None:
         """Wait for what `start_all_reduce_` started."""
         work.wait()
 

@@ -229,6 +229,21 @@ class SharedMemoryGroup:
         return [(start, min(longest, total - start)) for start in range(0, total, longest)]
 
 
+class PostponedSum(NamedTuple):
+    """An all-reduce in place, made when it is waited for.
+
+    Ranks that copy and add on their own cores gain nothing from beginning earlier, and what they wait for in the middle
+    of a backward pass may wait for them.
+    """
+
+    group: SharedMemoryGroup
+    tensor: Tensor
+
+    def wait(self) -> None:
+        """Make it."""
+        self.group.all_reduce_(self.tensor)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """`tensor` as one contiguous dim: the same memory where it allows that, else a copy."""
     if tensor.device.type != "cpu":

@@ -13,10 +13,9 @@ what the bucket is scaled to, 2¹⁵: elements that are 2³⁹ times smaller tha
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.axis import Axis
+from threefold.comm.axis import Axis, Work
 
 _TOP = 15  # sums stay below 2^15; fp16 ends just below 2^16
 _FARTHEST = 126  # powers of two that fp32 holds in full, both ways
@@ -38,7 +37,7 @@ class NarrowSum:
     axis: Axis
     narrow: Tensor
     exponent: Tensor | None
-    work: dist.Work | None = field(default=None)
+    work: Work | None = field(default=None)
 
     def finish(self) -> None:
         """Wait, and copy the sum into the bucket."""

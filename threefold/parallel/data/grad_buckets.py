@@ -12,10 +12,9 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.axis import Axis
+from threefold.comm.axis import Axis, Work
 from threefold.parallel.data.compression import NarrowSum, start_narrow_sum
 
 Item = TypeVar("Item")
@@ -33,7 +32,7 @@ class _Bucket:
         places = zip(self.flat.split(list(sizes)), leaves, strict=True)
         self.views = [place[: leaf.numel()].view(leaf.shape) for place, leaf in places]
         self.waiting = 0
-        self.work: dist.Work | None = None
+        self.work: Work | None = None
         self.narrow: NarrowSum | None = None
 
 
