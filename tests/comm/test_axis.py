@@ -81,6 +81,23 @@ def sum_views(transport: str) -> None:
             assert parts[axis.index].equal(part_of(axis.index, dtype, (4, 3, 5)))
 
 
+def start_and_finish(transport: str) -> None:
+    """Sums that have been started, with others of the axis before they are waited for."""
+    axis = axis_over(transport)
+    for dtype in DTYPES:
+        parts = [part_of(index, dtype, (7, 5)) for index in range(axis.size)]
+        first, second, third = (parts[axis.index].clone() for _ in range(3))
+        with axis.recorder.recording() as events:
+            works = [axis.start_all_reduce_(first), axis.start_all_reduce_(second.mul_(2))]
+            axis.all_reduce_(third.mul_(3))
+            for work in works:
+                assert work is not None
+                axis.finish_all_reduce(work)
+        for factor, summed in enumerate((first, second, third), start=1):
+            assert summed.equal(factor * sum(parts))
+        assert events == [Event("tp", "all_reduce", 35 * dtype.itemsize)] * 3
+
+
 def pass_on(transport: str) -> None:
     """All-to-all, shift, broadcast and sends, of views where they may be."""
     axis = axis_over(transport)
@@ -119,7 +136,7 @@ def test_gather_and_scatter(pool, ranks: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["memory", "sockets"])
-@pytest.mark.parametrize("work", [sum_views, pass_on])
+@pytest.mark.parametrize("work", [sum_views, pass_on, start_and_finish])
 def test_views(pool, work: Callable[[str], None], transport: str) -> None:
     pool.run(3, work, transport)
 

@@ -1,5 +1,7 @@
 """Data parallelism: gradients in flat buckets, all-reduced over the replicas while the backward pass is running.
 
+Processes that share memory sum them after it, since there the sum is work for the same cores.
+
 The buckets hold the gradients for the whole step: every micro-batch adds into them in their own (wide) dtype, and each
 bucket is summed once, as soon as the last micro-batch has passed its parameters. (The bucketing of Li et al., "PyTorch
 Distributed", VLDB 2020.)
