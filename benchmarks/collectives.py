@@ -1,10 +1,11 @@
 """Time of an all-reduce through gloo and through shared memory, between the processes of this host.
 
-    python benchmarks/collectives.py [--rounds 5]
+    python benchmarks/collectives.py [--rounds 5] [--dtype bf16]
 
-Runs two ranks in one group, and eight ranks in four groups of two that all work at the same time, as in a run with
-dp 4 · tp 2. One thread each. The two ways take turns; the medians over the rounds are printed. Processor seconds (user
-and system, of all the ranks) count what a busy host pays, where the wall clock counts what the slowest rank waited.
+Runs two ranks in one group, eight ranks in four groups of two that all work at the same time, as in a run with
+dp 4 · tp 2, and eight ranks in one group. One thread each. The two ways take turns; the medians over the rounds are
+printed. Processor seconds (user and system, of all the ranks of a group) count what a busy host pays, where the wall
+clock counts what the slowest rank waited. (`PYTHONPATH=CHECKOUT` measures another checkout.)
 """
 
 import argparse
@@ -26,6 +27,7 @@ from rich.table import Table
 from threefold.comm.shared_memory import SharedMemoryGroup
 
 SIZES = [1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS_PER_MEASUREMENT = 0.2
 Measurement = tuple[float, float]
 """Wall seconds and processor seconds of all ranks, for one operation of one group."""
@@ -34,25 +36,30 @@ Measurement = tuple[float, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind, medians are printed")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
+    arguments = parser.parse_args()
     console = Console()
     console.print(hardware_line())
-    for world_size in (2, 8):
+    for world_size, group_size in ((2, 2), (8, 2), (8, 8)):
         with tempfile.TemporaryDirectory() as folder:
             context = multiprocessing.spawn(
-                _worker, (world_size, rounds, folder), nprocs=world_size, join=False, daemon=True
+                _worker,
+                (world_size, group_size, arguments.rounds, arguments.dtype, folder),
+                nprocs=world_size,
+                join=False,
+                daemon=True,
             )
             while not context.join():
                 pass
             results = torch.load(Path(folder) / "results")
-        console.print(_table(world_size, results))
+        console.print(_table(arguments.dtype, world_size, group_size, results))
 
 
-def _worker(rank: int, world_size: int, rounds: int, folder: str) -> None:
+def _worker(rank: int, world_size: int, group_size: int, rounds: int, dtype: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
-    group = pairs[rank // 2]
+    starts = range(0, world_size, group_size)
+    group = [dist.new_group(list(range(start, start + group_size))) for start in starts][rank // group_size]
     shared = SharedMemoryGroup.try_create(group)
     if shared is None:
         raise SystemExit("the ranks cannot share memory on this host")
@@ -65,7 +72,8 @@ def _worker(rank: int, world_size: int, rounds: int, folder: str) -> None:
         measured: dict[str, list[Measurement]] = {way: [] for way in ways}
         for _ in range(rounds):
             for way, all_reduce in ways.items():
-                measured[way].append(_measure(all_reduce, torch.zeros(size // 4)))
+                tensor = torch.zeros(size // DTYPES[dtype].itemsize, dtype=DTYPES[dtype])
+                measured[way].append(_measure(all_reduce, tensor, group_size))
         results[size] = {
             way: tuple(statistics.median(values) for values in zip(*measured[way], strict=True)) for way in ways
         }
@@ -75,7 +83,7 @@ def _worker(rank: int, world_size: int, rounds: int, folder: str) -> None:
     os._exit(0)
 
 
-def _measure(all_reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> Measurement:
+def _measure(all_reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor, group_size: int) -> Measurement:
     """Time as many operations as fit in the time for a measurement; the same number on every rank."""
     started = time.perf_counter()
     for _ in range(10):
@@ -91,7 +99,7 @@ def _measure(all_reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor)
     used = torch.tensor((_processor_seconds() - processor) / count, dtype=torch.float64)
     dist.all_reduce(wall, op=dist.ReduceOp.MAX)
     dist.all_reduce(used)
-    return wall.item(), used.item() / (dist.get_world_size() / 2)
+    return wall.item(), used.item() * group_size / dist.get_world_size()
 
 
 def _processor_seconds() -> float:
@@ -99,9 +107,10 @@ def _processor_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _table(world_size: int, results: dict[int, dict[str, Measurement]]) -> Table:
-    groups = "one group of 2 ranks" if world_size == 2 else f"{world_size // 2} groups of 2 ranks at the same time"
-    table = Table(title=f"fp32 all-reduce, {groups}", title_justify="left")
+def _table(dtype: str, world_size: int, group_size: int, results: dict[int, dict[str, Measurement]]) -> Table:
+    count = world_size // group_size
+    groups = f"{count} groups of {group_size} ranks at the same time" if count > 1 else f"a group of {group_size} ranks"
+    table = Table(title=f"{dtype} all-reduce, {groups}", title_justify="left")
     for heading in ("KB", "gloo ms", "shared ms", "ratio", "gloo CPU ms", "shared CPU ms", "ratio"):
         table.add_column(heading, justify="right")
     for size, ways in results.items():
