@@ -2,12 +2,13 @@
 
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import say
@@ -19,16 +20,16 @@ SECONDS_BETWEEN_FLUSHES = 10
 
 
 def import_writer() -> None:
-    """Import what writes event files, of several hundred modules: once in a launcher whose ranks may start again."""
-    import tensorboard.compat.proto.event_pb2
-    import tensorboard.summary.writer.record_writer  # noqa: F401
+    """Import what writes event files: once in a launcher whose ranks may start again."""
+    import tensorboard.compat.proto.event_pb2  # noqa: F401
 
 
 class TensorBoard(Callback):
     """Writes event files; repeated steps of a resumed run replace the earlier ones in TensorBoard.
 
-    Uses TensorBoard's record writer, but not its `SummaryWriter`, whose thread would print a traceback on a full disk.
-    The first failure is reported once, and the run continues without these files.
+    Uses TensorBoard's messages, but not its `SummaryWriter`, whose thread would print a traceback on a full disk, nor
+    its record writer, whose import takes a tenth of a second before the first step. The first failure is reported once,
+    and the run continues without these files.
 
     Args:
         folder: of the event files.
@@ -42,18 +43,15 @@ class TensorBoard(Callback):
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say = folder, say
         self._file: BinaryIO | None = None
-        self._records: Any = None
         self._flushed = 0.0
 
     def before_fit(self, start: int) -> None:
         with self._failures_reported():
             # Imported only by the rank that writes.
             from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.summary.writer.record_writer import RecordWriter
 
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = _new_file(self.folder)
-            self._records = RecordWriter(self._file)
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
             self._begin_after(start)
 
@@ -109,8 +107,10 @@ class TensorBoard(Callback):
             self._add(Event(wall_time=time.time(), step=step, summary=summary))
 
     def _add(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
-        if self._file is not None and time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
+        if self._file is None:
+            return
+        self._file.write(framed(event.SerializeToString()))
+        if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
             self._file.flush()
             self._flushed = time.monotonic()
 
@@ -124,6 +124,30 @@ class TensorBoard(Callback):
                     self._file.close()
             self._file = None
             self.say(f"Warning: {self.folder} cannot be written ({reason_of(error)}); training continues without it.")
+
+
+def framed(record: bytes) -> bytes:
+    """A record as it is in a file of TensorFlow's format TFRecord: its length, the record, and a checksum of either."""
+    length = struct.pack("<Q", len(record))
+    return length + _masked_checksum(length) + record + _masked_checksum(record)
+
+
+def _masked_checksum(data: bytes) -> bytes:
+    """CRC-32C (Castagnoli), rotated and shifted as TFRecord has it."""
+    checksum = 0xFFFFFFFF
+    for byte in data:
+        checksum = _CRC_TABLE[(checksum ^ byte) & 0xFF] ^ checksum >> 8
+    checksum ^= 0xFFFFFFFF
+    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _crc_entry(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+_CRC_TABLE: Final = tuple(map(_crc_entry, range(256)))
 
 
 def _new_file(folder: Path) -> BinaryIO:
