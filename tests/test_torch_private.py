@@ -212,6 +212,7 @@ def _meshes() -> list[str]:
         copy_group_timeout,
         default_store,
         flatten_mesh,
+        new_group_among,
         process_group_timeout,
         unflatten_mesh,
     )
@@ -239,6 +240,19 @@ def _meshes() -> list[str]:
     if default_store().compare_set("canary", "", "first").decode() != "first":
         wrong.append("_get_default_store no longer returns the store of the default process group")
     clear_dtensor_cache()
+    rank = dist.get_rank()
+    some, pair, every = (new_group_among(groups) for groups in ([[3, 1]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]))
+    later = dist.new_group([0, 3])
+    if (some is None) is (rank in (1, 3)) or pair is None or every is None:
+        wrong.append("_new_process_group_helper no longer makes the groups that a rank is in")
+    for group, ranks in ((some, [1, 3]), (pair, [rank // 2 * 2, rank // 2 * 2 + 1]), (every, [0, 1, 2, 3])):
+        if group is not None:
+            summed = torch.tensor([rank])
+            dist.all_reduce(summed, group=group)
+            if dist.get_process_group_ranks(group) != ranks or summed.item() != sum(ranks):
+                wrong.append("_new_process_group_helper no longer makes a group that can be used as one of new_group")
+    if rank in (0, 3):
+        dist.barrier(later)  # which has the same name on both, whatever groups they had before
     name = mesh["tp"].get_group().group_name
     total = FUNCTIONAL_COLLECTIVES.wait_tensor(FUNCTIONAL_COLLECTIVES.all_reduce(torch.ones(1), "sum", name))
     if total.item() != 2:

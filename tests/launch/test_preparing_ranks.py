@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
-import gc, json, sys
+import gc, json, os, sys
 from pathlib import Path
 from unittest.mock import patch
 from threefold.config import load_config
@@ -18,7 +18,8 @@ def noting(info, *args):
     there, kept = set(sys.modules), gc.get_freeze_count()
     ended = train_as_rank(info, *args)
     imported = [name for name in sys.modules if name not in there and name.startswith("threefold.")]
-    (folder / f"rank_{info.rank}").write_text(json.dumps([kept, gc.isenabled(), imported]))
+    found = [kept, gc.isenabled(), imported, os.environ.get("RES_OPTIONS")]
+    (folder / f"rank_{info.rank}").write_text(json.dumps(found))
     return ended
 
 if __name__ == "__main__":
@@ -45,7 +46,8 @@ def test_ranks_of_a_run_import_nothing(tmp_path: Path, tokens: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["0", "True"], "afterwards the process that started them is as before"
     for rank in range(2):
-        kept, collects, imported = json.loads((tmp_path / f"rank_{rank}").read_text())
+        kept, collects, imported, lookups = json.loads((tmp_path / f"rank_{rank}").read_text())
         assert kept > 300_000, "a rank's first collection copies the memory that it shares with its parent"
         assert collects
         assert imported == [], "each rank imports what one process could have imported for all"
+        assert lookups == "timeout:1 attempts:2", "without a network, a rank waits 10 s for the name of 127.0.0.1"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
 from socket import gethostname
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,22 @@ from threefold.torch_private.distributed import (
     clear_dtensor_cache,
     copy_group_timeout,
     flatten_mesh,
+    new_group_among,
     unflatten_mesh,
 )
 
 __all__ = ["Axis", "Event", "Mesh", "Recorder"]
 
 _SHARED_SLOT_BYTES = 2 << 20  # larger ones fall out of the cache that the ranks share
+
+
+class PlannedAxis(NamedTuple):
+    """An axis before it is set up: its name, its ranks, and what torch has of them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    device_mesh: DeviceMesh | None = None
 
 
 class Mesh:
@@ -76,10 +87,13 @@ class Mesh:
         # DTensor's cache treats equal meshes as one, and would return the destroyed groups of an earlier one.
         clear_dtensor_cache()
         self.device_mesh = init_device_mesh(self.device.type, self.layout.shape, mesh_dim_names=AXES)
-        self.world = self._axis("world", everyone, dist.group.WORLD)
-        self.dp, self.pp, self.cp, self.tp = (self._mesh_axis(name) for name in AXES)
-        self.replicas = self._replicas()
-        self.ep, self.expert_replicas = self._expert_axes()
+        planned = [PlannedAxis("world", everyone, dist.group.WORLD), *map(self._planned, AXES)]
+        replicas, experts = self._replicas(), self._experts()
+        # Set up together, as each set-up waits for all ranks.
+        made = self._axes([*planned, *([replicas] if replicas else []), *experts])
+        self.world, self.dp, self.pp, self.cp, self.tp, *others = made
+        self.replicas = others.pop(0) if replicas else self.dp if self.cp.size == 1 else self.cp
+        self.ep, self.expert_replicas = others[0], others[1] if len(others) > 1 else self.replicas
         self._tp_shares: dict[int, Axis] = {}
 
     @classmethod
@@ -139,14 +153,9 @@ class Mesh:
 
         Collective over the world: every rank passes the same groups.
         """
-        mine = None
-        world = self.heartbeat.axis("world", range(self.layout.world_size))
-        with self.heartbeat.waiting(wait_code("gather", world)):
-            for ranks in groups:
-                group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-                if self.rank in ranks:
-                    mine = self._axis(name, tuple(ranks), group)
-        return mine
+        with self.heartbeat.waiting(wait_code("gather", self.world.number)):
+            axis = self._new_group(name, groups)
+            return None if axis is None else self._axes([axis])[0]
 
     def background_axis(self) -> Axis:
         """All ranks once more, with a process group of its own, for collectives of a thread beside the training.
@@ -178,7 +187,7 @@ class Mesh:
             shards: over how many neighbouring dp replicas (with all their cp ranks) a copy is sharded; a divisor of dp.
         """
         name = self.replicas.name
-        ranks = tuple(next(group for group in self.layout.shard_groups(shards) if self.rank in group))
+        ranks = self._mine(self.layout.shard_groups(shards))
         if ranks == self.replicas.ranks and self.replicas.device_mesh is not None:
             shared = self.replicas
         else:
@@ -208,10 +217,10 @@ class Mesh:
             held_by = fine["expert_shard"]
         else:
             held_by = fine["cp"] if each == 1 else flatten_mesh(fine["expert_shard", "cp"], "expert_shard_cp")
-        ranks = next(group for group in self.layout.expert_shard_groups(shards) if self.rank in group)
+        ranks = self._mine(self.layout.expert_shard_groups(shards))
         replicas = self.new_axis(name, self.layout.expert_shard_copy_groups(shards))
         assert replicas is not None  # each rank is in one of them
-        return self._axis(name, tuple(ranks), held_by.get_group(), held_by), replicas
+        return self._axis(name, ranks, held_by.get_group(), held_by), replicas
 
     def _shard_mesh(self, shards: int) -> DeviceMesh:
         """The one-dimensional mesh over the ranks that share a copy."""
@@ -222,45 +231,61 @@ class Mesh:
             return fine[axis]
         return fine["cp"] if shards == 1 else flatten_mesh(fine[axis, "cp"], f"{axis}_cp")
 
-    def _replicas(self) -> Axis:
-        """The ranks that hold the same weights and process other tokens: dp and cp together."""
-        if self.cp.size == 1:
-            return self.dp
-        if self.dp.size == 1:
-            return self.cp
-        axis = self.new_axis("dp·cp", self.layout.groups("dp", "cp"))
-        assert axis is not None  # each rank is in one of them
-        return axis
+    def _replicas(self) -> PlannedAxis | None:
+        """The ranks that hold the same weights and process other tokens, dp and cp together; None where an axis has
+        them."""
+        if self.layout.cp == 1 or self.layout.dp == 1:
+            return None
+        return self._new_group("dp·cp", self.layout.groups("dp", "cp"))
 
-    def _expert_axes(self) -> tuple[Axis, Axis]:
+    def _experts(self) -> list[PlannedAxis]:
+        """The ranks that share the experts; and with ep above 1, those that have the same ones."""
         ep = self.layout.ep
         if ep == 1:
-            return self._axis("ep", (self.rank,), None), self.replicas
-        ranks = next(group for group in self.layout.expert_groups() if self.rank in group)
-        fine = unflatten_mesh(self.device_mesh, "dp", (self.dp.size // ep, ep), ("expert_copy", "ep"))
-        experts = self._axis("ep", tuple(ranks), fine.get_group("ep"), fine["ep", "tp"])
+            return [PlannedAxis("ep", (self.rank,), None)]
+        fine = unflatten_mesh(self.device_mesh, "dp", (self.layout.dp // ep, ep), ("expert_copy", "ep"))
+        experts = PlannedAxis("ep", self._mine(self.layout.expert_groups()), fine.get_group("ep"), fine["ep", "tp"])
         held_by = (
-            fine["expert_copy"] if self.cp.size == 1 else flatten_mesh(fine["expert_copy", "cp"], "expert_copy_cp")
+            fine["expert_copy"] if self.layout.cp == 1 else flatten_mesh(fine["expert_copy", "cp"], "expert_copy_cp")
         )
-        same = next(group for group in self.layout.expert_copy_groups() if self.rank in group)
-        return experts, self._axis("expert copies", tuple(same), held_by.get_group(), held_by)
+        same = self._mine(self.layout.expert_copy_groups())
+        return [experts, PlannedAxis("expert copies", same, held_by.get_group(), held_by)]
 
-    def _mesh_axis(self, name: str) -> Axis:
-        ranks = next(group for group in self.layout.groups(name) if self.rank in group)
-        return self._axis(name, tuple(ranks), self.device_mesh.get_group(name), self.device_mesh[name])
+    def _planned(self, name: str) -> PlannedAxis:
+        """That of an axis of the mesh."""
+        ranks = self._mine(self.layout.groups(name))
+        return PlannedAxis(name, ranks, self.device_mesh.get_group(name), self.device_mesh[name])
+
+    def _mine(self, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The group that this rank is in."""
+        return tuple(next(group for group in groups if self.rank in group))
+
+    def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
+        """The group of `groups` that this rank is in, with a process group; None if it is in none."""
+        group = new_group_among(groups)
+        mine = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
+        return None if mine is None else PlannedAxis(name, mine, group)
 
     def _axis(
         self, name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None = None
     ) -> Axis:
-        if group is not None:
-            copy_group_timeout(group)
-        shared = None
-        if self._shares_memory and len(ranks) > 1 and group is not None:
-            # Collectives of gloo cost latency and system time; those in shared memory have little of either.
-            shared = SharedMemoryGroup.try_create(group, _SHARED_SLOT_BYTES)
-        number = self.heartbeat.axis(name, ranks) if len(ranks) > 1 else 0
-        index = ranks.index(self.rank)
-        return Axis(name, ranks, index, group, self.recorder, device_mesh, shared, self.heartbeat, number)
+        return self._axes([PlannedAxis(name, ranks, group, device_mesh)])[0]
+
+    def _axes(self, planned: Sequence[PlannedAxis]) -> list[Axis]:
+        for axis in planned:
+            if axis.group is not None:
+                copy_group_timeout(axis.group)
+        # Collectives of gloo cost latency and system time; those in shared memory have little of either.
+        several = {axis.name: axis.group for axis in planned if axis.group is not None and len(axis.ranks) > 1}
+        sharing = several if self._shares_memory else {}
+        made = SharedMemoryGroup.try_create_all(list(sharing.values()), _SHARED_SLOT_BYTES) if sharing else []
+        shared = dict(zip(sharing, made, strict=True))
+        axes = []
+        for name, ranks, group, device_mesh in planned:
+            number = self.heartbeat.axis(name, ranks) if len(ranks) > 1 else 0
+            index, memory = ranks.index(self.rank), shared.get(name)
+            axes.append(Axis(name, ranks, index, group, self.recorder, device_mesh, memory, self.heartbeat, number))
+        return axes
 
     def __repr__(self) -> str:
         return f"Mesh({self.layout}, rank {self.rank} at {self.coordinates._asdict()}, {self.device})"

@@ -5,7 +5,7 @@ read any slot. Slots are double-buffered by the parity of the round. A rank fill
 round n + 1, to which a peer comes only after it has read what it needed of round n; so nothing has to be acknowledged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -100,8 +100,15 @@ class SharedMemoryGroup:
 
         Returns None when the ranks are not all on one host, or the host has no room for the memory.
         """
-        shared = share(group, capacity)
-        return cls(shared) if shared else None
+        return cls.try_create_all([group], capacity)[0]
+
+    @classmethod
+    def try_create_all(
+        cls, groups: Sequence[dist.ProcessGroup], capacity: int = DEFAULT_CAPACITY
+    ) -> "list[SharedMemoryGroup | None]":
+        """As `try_create`, for several groups at once, in one order on all their ranks: what their ranks wait for each
+        other takes hardly longer than for one group."""
+        return [cls(shared) if shared else None for shared in share(groups, capacity)]
 
     def close(self) -> None:
         """Close the pipes and free the memory. Peers that wait for this rank then raise `PeerLostError`."""

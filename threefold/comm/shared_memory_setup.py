@@ -1,19 +1,21 @@
 """Setting up memory and pipes between the processes of one host, for `shared_memory`."""
 
 import contextlib
+import json
 import mmap
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from threefold.torch_private.distributed import process_group_timeout
+from threefold.comm.store_exchange import StoreExchange
 
 T = TypeVar("T")
 
@@ -67,50 +69,91 @@ def tickets(size: int) -> bytes:
     return bytes(size - 1) + b"\1"
 
 
-def share(group: dist.ProcessGroup, capacity: int) -> Shared | None:
-    """Make memory and pipes between the ranks of `group`; a collective call, with the same answer on every rank.
+def share(groups: Sequence[dist.ProcessGroup], capacity: int) -> list[Shared | None]:
+    """Make memory and pipes between the ranks of each of `groups`; a collective call over each of them, with the same
+    answer on every rank of a group.
 
     Args:
-        group: a gloo process group, through which names are exchanged.
+        groups: gloo process groups, whose store names are exchanged over; in one order on all ranks of two of them.
         capacity: bytes of one slot, rounded up to whole pages.
 
-    Returns None when the ranks are not all on one host, or the host has no room for the memory.
+    Returns None for a group whose ranks are not all on one host, or where the host has no room for the memory.
     """
-    ranks, index = dist.get_process_group_ranks(group), dist.get_rank(group)
-    folder = _make_folder(len(ranks), capacity) if index == 0 else None
-    try:
-        hosts, folders = zip(*_everybodys((_host(), folder), group), strict=True)
-        if len(set(hosts)) > 1 or folders[0] is None:
+    with contextlib.ExitStack() as stack:
+        sharings = [stack.enter_context(contextlib.closing(_Sharing(group, capacity))) for group in groups]
+        # Of all groups at once: in each of these, a rank waits at most for what others do in the one before.
+        for phase in (_Sharing.offer, _Sharing.open, _Sharing.open_own):
+            for sharing in sharings:
+                phase(sharing)
+        return [sharing.result() for sharing in sharings]
+
+
+class _Sharing:
+    """The set-up of one group, in phases."""
+
+    def __init__(self, group: dist.ProcessGroup, capacity: int) -> None:
+        self._exchange, self._capacity = StoreExchange(group), capacity
+        self._ranks, self._index = self._exchange.ranks, self._exchange.index
+        self._peers = [peer for peer in range(len(self._ranks)) if peer != self._index]
+        self._folder: Path | None = None
+        self._place = Path()
+        self._begun: tuple[mmap.mmap, tuple[int, int], dict[int, int]] | None = None
+        self._own: int | None = None
+        self._opened = contextlib.ExitStack()  # closes the pipes again unless every rank gets to the end
+
+    def offer(self) -> None:
+        """The first rank makes the memory and the pipes."""
+        if self._index == 0:
+            self._folder = _make_folder(len(self._ranks), self._capacity)
+            self._exchange.tell("folder", json.dumps([_host(), str(self._folder or "")]))
+
+    def open(self) -> None:
+        host, place = json.loads(self._exchange.told("folder"))
+        self._place = Path(place)
+        self._begun = self._voted("opened", self._map_and_open if place and host == [*_host()] else _nothing)
+
+    def open_own(self) -> None:
+        """Open what a rank alone has open for writing, which needs a reader: all are there when all have opened."""
+        mode = os.O_WRONLY if self._peers else os.O_RDWR
+        opens = self._exchange.agreed("opened")
+        self._own = self._voted("own", partial(self._pipe, _alive(self._index), mode) if opens else _nothing)
+
+    def result(self) -> Shared | None:
+        if not self._exchange.agreed("own") or self._begun is None or self._own is None:
             return None
-        return _join(group, folders[0], ranks, index)
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)  # what is open stays; nothing is left if all of us are killed now
-
-
-def _join(group: dist.ProcessGroup, folder: Path, ranks: list[int], index: int) -> Shared | None:
-    peers = [peer for peer in range(len(ranks)) if peer != index]
-    with contextlib.ExitStack() as opened:  # closes the pipes again unless every rank gets to the end
-
-        def open_pipe(name: str, mode: int) -> int:
-            descriptor = os.open(folder / name, mode | os.O_NONBLOCK)  # opening must not wait for the other end
-            opened.callback(os.close, descriptor)
-            return descriptor
-
-        def map_and_open() -> tuple[mmap.mmap, tuple[int, int], dict[int, int]]:
-            first, second = (open_pipe(name, os.O_RDWR) for name in TURNSTILES)
-            if index == 0:
-                os.write(first, tickets(len(ranks)))
-            return _map_memory(folder), (first, second), {p: open_pipe(_alive(p), os.O_RDONLY) for p in peers}
-
-        begun = _together(group, map_and_open)
-        # A pipe can be opened for writing once it has a reader, and all readers are there after the line above.
-        own = _together(group, lambda: open_pipe(_alive(index), os.O_WRONLY if peers else os.O_RDWR))
-        if begun is None or own is None:
-            return None
-        opened.pop_all()
+        self._opened.pop_all()
         # What the group's own collectives wait at most.
-        return Shared(ranks, index, *begun, own, process_group_timeout(group))
+        return Shared(self._ranks, self._index, *self._begun, self._own, self._exchange.timeout)
+
+    def close(self) -> None:
+        self._opened.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)  # what is open stays; nothing is left if we are killed now
+
+    def _map_and_open(self) -> tuple[mmap.mmap, tuple[int, int], dict[int, int]]:
+        first, second = (self._pipe(name, os.O_RDWR) for name in TURNSTILES)
+        if self._index == 0:
+            os.write(first, tickets(len(self._ranks)))
+        readers = {peer: self._pipe(_alive(peer), os.O_RDONLY) for peer in self._peers}
+        return _map_memory(self._place), (first, second), readers
+
+    def _pipe(self, name: str, mode: int) -> int:
+        descriptor = os.open(self._place / name, mode | os.O_NONBLOCK)  # opening must not wait for the other end
+        self._opened.callback(os.close, descriptor)
+        return descriptor
+
+    def _voted(self, step: str, action: Callable[[], T | None]) -> T | None:
+        """Vote for a step if `action` does not fail; returns its result."""
+        try:
+            result = action()
+        except OSError:
+            result = None
+        self._exchange.vote(step, result is not None)
+        return result
+
+
+def _nothing() -> None:
+    """In place of a step that another one has made impossible."""
 
 
 def _alive(index: int) -> str:
@@ -151,19 +194,3 @@ def _reserve(descriptor: int, length: int) -> None:
 def _map_memory(folder: Path) -> mmap.mmap:
     with open(folder / "memory", "r+b") as file:
         return mmap.mmap(file.fileno(), 0)
-
-
-def _together(group: dist.ProcessGroup, action: Callable[[], T]) -> T | None:
-    """Run `action` on every rank; its result if it raised OSError on none of them, else None on all."""
-    try:
-        result: T | None = action()
-    except OSError:
-        result = None
-    return result if all(_everybodys(result is not None, group)) else None
-
-
-def _everybodys(value: T, group: dist.ProcessGroup) -> list[T]:
-    """`value` of every rank of the group, in rank order."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

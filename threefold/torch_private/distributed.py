@@ -45,6 +45,41 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
+def new_group_among(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """The process group of those ranks of `groups` that this rank is one of; no other is made.
+
+    Collective over the world.
+
+    Args:
+        groups: without a rank in common, the same ones on every rank.
+
+    Returns:
+        None where this rank is in none of them, or alone in its own; else, as of `new_group`, in ascending order.
+
+    Why: with `new_group` every rank makes every group; or, with `use_local_synchronization`, it names a group by how
+    many it has made, which differs between ranks in one of the groups and ranks in none. `split_group` for CPU groups
+    would replace it.
+    """
+    c10d = dist.distributed_c10d
+    default = c10d._get_default_group()
+    rank = default.rank()
+    if default.bound_device_id is not None or hasattr(default, "new_group"):  # whose groups all ranks have to make
+        made = [dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in groups]
+        return next((group for group, ranks in zip(made, groups, strict=True) if rank in ranks), None)
+    name = c10d._process_group_name([], use_hashed_name=False)
+    number, mine = next(((n, sorted(ranks)) for n, ranks in enumerate(groups) if rank in ranks), (0, []))
+    if len(mine) < 2:
+        return None
+    backend, store = c10d._world.pg_map[default]
+    timeout = c10d._get_default_timeout(dist.Backend(backend))
+    index, own = mine.index(rank), type(name)(f"{name}/{number}")
+    group, _ = c10d._new_process_group_helper(
+        len(mine), index, mine, dist.Backend(backend), store, own, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {of: place for place, of in enumerate(mine)}
+    return group
+
+
 def process_group_timeout(group: dist.ProcessGroup) -> float:
     """Seconds that collectives of a CPU group wait at most.
 

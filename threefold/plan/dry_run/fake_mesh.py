@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from threefold.comm.axis import Axis
-from threefold.comm.mesh import Mesh
+from threefold.comm.mesh import Mesh, PlannedAxis
 from threefold.torch_private.fake import FakeTensor, with_memory
 
 LARGE = 1e6
@@ -25,16 +23,14 @@ class FakeAxis(Axis):
 
 
 class FakeMesh(Mesh):
-    """The mesh of a rank of a fake process group. Groups that this rank is not in are not made."""
+    """The mesh of a rank of a fake process group."""
 
-    def new_axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis | None:
-        mine = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
-        if mine is None:
-            return None
+    def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
         with with_memory():
-            return self._axis(name, mine, dist.new_group(list(mine)) if len(mine) > 1 else None)
+            return super()._new_group(name, groups)
 
-    def _axis(
-        self, name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None = None
-    ) -> Axis:
-        return FakeAxis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh)
+    def _axes(self, planned: Sequence[PlannedAxis]) -> list[Axis]:
+        return [
+            FakeAxis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh)
+            for name, ranks, group, device_mesh in planned
+        ]
