@@ -116,13 +116,15 @@ def call(tree: Path, folder: Path, *arguments: str) -> None:
 
 def compile_files(folder: Path, tree: Path) -> None:
     run = folder / "warm-up"
-    call(tree, folder, "train", str(folder / "run.yaml"), "--run-dir", str(run / tree.name), "train.max_steps=1")
+    call(
+        tree, folder, "train", str(folder / "run.yaml"), "--run-dir", str(run / tree.name), "--set", "train.max_steps=1"
+    )
 
 
 def train(folder: Path, tree: Path, name: str, runs: Runs, layout: tuple[int, int, int]) -> None:
     """Train once, and add what it took."""
     run = folder / name
-    axes = [f"parallel.{axis}={size}" for axis, size in zip(("dp", "tp", "pp"), layout, strict=True)]
+    axes = [f"--set=parallel.{axis}={size}" for axis, size in zip(("dp", "tp", "pp"), layout, strict=True)]
     command = [sys.executable, "-m", "threefold", "train", str(folder / "run.yaml"), "--run-dir", str(run), *axes]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment(folder, tree), cwd=folder)
