@@ -26,6 +26,22 @@ def axis_over(transport: str) -> Axis:
     return axis if transport == "memory" else replace(axis, shared=None)
 
 
+def gather_objects(transport: str) -> None:
+    """Of lengths that differ, one beyond a slot of the memory."""
+    axis = axis_over(transport)
+    values = ["", {"step": 3, "text": "ü" * 1_500_000}, torch.arange(7)]
+    with axis.recorder.recording() as events:
+        first, second, third = axis.gather_objects(values[axis.index])
+    assert [first, second] == values[:2]
+    assert torch.equal(third, values[2])
+    assert events == []
+
+
+@pytest.mark.parametrize("transport", ["memory", "sockets"])
+def test_gathered_objects(pool, transport: str) -> None:
+    pool.run(3, gather_objects, transport)
+
+
 def gather_and_scatter(transport: str) -> None:
     axis = axis_over(transport)
     for dtype in DTYPES:

@@ -145,6 +145,14 @@ class SharedMemoryGroup:
             gathered[:, start : start + count].copy_(views.rows)
         return gathered.view(self.size, *tensor.shape)
 
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """What each rank passes, of any length. Many times as fast as by gloo, whose messages go round all ranks."""
+        sizes = self.all_gather(torch.tensor([len(content)])).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        gathered = self.all_gather(padded)
+        return [part[:size].numpy().tobytes() for part, size in zip(gathered, sizes, strict=True)]
+
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of the sum over ranks of `tensor` [ranks · n, ...]: [n, ...], parts in rank order.
 

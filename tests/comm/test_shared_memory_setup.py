@@ -1,8 +1,8 @@
-"""What ranks tell each other over the store."""
+"""What ranks tell each other over the store while they set their memory up."""
 
 import torch.distributed as dist
 
-from threefold.comm.store_exchange import StoreExchange
+from threefold.comm.shared_memory_setup import StoreExchange
 
 
 def told_and_voted(against: tuple[int, ...]) -> tuple[str, bool, bool]:
