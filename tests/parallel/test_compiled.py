@@ -34,7 +34,6 @@ def traces(pool, expected, case: Case) -> list[tuple[int, int, int]]:
         SMALL,
         SMALL.with_layout(1, 2, 1),
         pytest.param(SMALL.with_layout(1, 2, 1, settings=SP), marks=pytest.mark.slow),
-        pytest.param(with_recompute(SMALL.with_layout(1, 2, 1, settings=SP), "selective"), marks=pytest.mark.slow),
         pytest.param(with_recompute(SMALL, "full"), marks=pytest.mark.slow),
         pytest.param(SMALL.with_layout(1, 1, 1, cp=2), marks=pytest.mark.slow),
         pytest.param(SMALL.with_layout(2, 1, 1, settings=(("parallel.zero", 3),)), marks=pytest.mark.slow),
@@ -57,6 +56,15 @@ def test_deferred_weight_gradients(pool, expected, schedule: str) -> None:
     case = replace(SMALL, dropout=0.0, accumulation=4, steps=1).with_layout(1, 1, 2, schedule=schedule)
     counts = traces(pool, expected, case)
     assert sorted(counts) == [(1, 0, 0), (1 + HEAD, 0, 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_attention_that_is_computed_again_runs_between_compiled_parts(pool, expected, schedule: str) -> None:
+    case = replace(SMALL, dropout=0.0, steps=1).with_layout(1, 2, 2, schedule=schedule, settings=SP)
+    counts = traces(pool, expected, with_recompute(case, "selective"))
+    assert all(later == 0 and breaks for _, later, breaks in counts)
+    assert all(breaks == 0 for _, _, breaks in traces(pool, expected, case))
 
 
 @pytest.mark.slow

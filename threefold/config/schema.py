@@ -166,7 +166,7 @@ class TrainConfig(Section):
     compile: bool = False
     """Whether the layers run through `torch.compile` in training: blocks that are alike are compiled once, in the first
     step. Goes with every layout. Evaluation runs layers as they are written; so do, between compiled parts, experts,
-    ring attention and the loss in chunks."""
+    ring attention, attention with `recompute: selective`, and the loss in chunks."""
     timeout: float = Field(default=300.0, ge=0, le=MOST_SECONDS)
     """Seconds that a rank may make no progress while another one waits for it, before the run ends with a message that
     names it; 0 for any number. Everything that a rank begins or ends is progress, such as the forward pass of a

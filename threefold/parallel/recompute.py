@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from threefold.errors import UserError
 from threefold.models.name_pattern import matches
@@ -45,17 +45,18 @@ class Recomputed(nn.Module):
         self.__dict__["wrapped"] = module  # not among the submodules: those are the module's own
         self.__dict__["compiled"] = None
         share_contents(self, module)
-        self._context = None if streams is None else streams.replays
+        self._context = noop_context_fn if streams is None else streams.replays
 
+    # In a layer that is compiled: what is around it is compiled, and what is computed again is not. (torch 2.13 fails
+    # where a part that is computed again in compiled code is beside another one with operators that take a `Handle`.)
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the module."""
         forward = self.compiled or self.wrapped.forward
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        recomputed = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-        if self._context is None:  # which a compiler follows
-            return recomputed(*args, **kwargs)
-        return _not_compiled(recomputed, *args, context_fn=self._context, **kwargs)
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=self._context)
+        return recomputed(forward, *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`, inside the recomputation: the backward pass runs the compiled code again."""
@@ -78,11 +79,6 @@ class Recomputed(nn.Module):
 
     def extra_repr(self) -> str:
         return type(self.wrapped).__name__
-
-
-@torch.compiler.disable
-def _not_compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
