@@ -106,13 +106,13 @@ CODED = Case(layers=2, compile=True, steps=2, sequence=12)
     "case",
     [
         replace(CODED, dropout=0.2).with_layout(2, 1, 2),
-        with_recompute(CODED.with_layout(1, 2, 1, settings=SP), "selective"),
+        replace(CODED, dropout=0.2).with_layout(1, 2, 1, settings=SP),
         replace(CODED, layers=3).with_layout(1, 1, 2, schedule="zero-bubble"),
         with_recompute(replace(CODED, layers=3, dropout=0.2), "full", 2).with_layout(
             2, 1, 1, settings=(("parallel.zero", 3), ("train.recompute", "full"), ("train.recompute_every", 2))
         ),
     ],
-    ids=["dp-pp-dropout", "sp-selective", "zero-bubble", "zero3-full"],
+    ids=["dp-pp-dropout", "sp-dropout", "zero-bubble", "zero3-full"],
 )
 def test_compiled_layers(pool, expected, case: Case) -> None:
     check(pool, expected, case)
