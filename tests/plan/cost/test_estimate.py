@@ -94,6 +94,14 @@ def test_the_host_lengthens_what_its_kernels_do_not_hide() -> None:
     assert long.host == pytest.approx(10.0 * blocks - (long.total - long.host), rel=0.2), "but for embedding and head"
 
 
+def test_sharded_weights_are_gathered_layer_by_layer() -> None:
+    link = Link(1e30, 1e-3)
+    host = replace(ideal(), device="cpu", gpus_per_node=4, cores=4, inside=link, between=link)
+    waits = [step_time(config(GPT, dp=4, zero=zero), host, SYSTEMS["own-cpu"]).gradients for zero in (1, 3)]
+    layers, micro_batches = GPT["num_layers"], 8
+    assert waits == pytest.approx([2 * 2e-3, micro_batches * layers * 3 * 2e-3])
+
+
 def test_ranks_fill_nodes() -> None:
     with pytest.raises(
         UserError, match=r"parallel.dp is 3, which .* makes 12 ranks, but nodes of h100 have 8 .*; use 2"

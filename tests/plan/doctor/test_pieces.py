@@ -15,7 +15,7 @@ from threefold.plan.doctor.findings import findings_of
 from threefold.plan.doctor.host_work import tiny_config
 from threefold.plan.doctor.machine import Gpu, Machine, gpu_of, this_machine
 from threefold.plan.doctor.measured_entry import half_depth, measured_entry, measured_link
-from threefold.plan.doctor.measuring import Collective, RankRates
+from threefold.plan.doctor.measuring import NCCL, Collective, RankRates
 from threefold.plan.doctor.network import Interface, axis_routes, interfaces
 from threefold.plan.hardware.reading import as_yaml, build, read_entries
 
@@ -38,17 +38,17 @@ MACHINE = Machine(
 DISK = DiskSpeed("/runs", 1e9, 10**12)
 
 
-def rates_of(ranks: int, fp32: float = 1e9, depth: float = 100.0) -> RankRates:
+def rates_of(ranks: int, fp32: float = 1e9, depth: float = 100.0, transport: str = "shared memory") -> RankRates:
     """Ranks whose products reach half of `fp32` at `depth`, and whose ring has 4 GB/s and 5 µs."""
     matrix = {size: fp32 * size / (size + depth) for size in (64, 128, 256, 512, 1024)}
     collectives = {}
     for name, group in (("all_reduce", ranks), ("pairs", 2)):
-        latency = 2 * 5e-6 * {2: 1, 4: 2, 8: 3}.get(group, 1)
+        latency = 2 * 5e-6 * ({2: 1, 4: 2, 8: 3}.get(group, 1) if transport == NCCL else 1)
         seconds = latency + 2 * (group - 1) / group * (1 << 20) / 4e9
-        collectives[name] = Collective(latency, seconds, 1 << 20, "shared memory")
+        collectives[name] = Collective(latency, seconds, 1 << 20, transport)
     halves = {"fp32": fp32 / 2}
     found = collectives if ranks > 1 else {}
-    return RankRates(ranks, 1, {"fp32": matrix, "bf16": {64: 1.0}}, halves, halves, 2e9, 1e-5, 0.0, found)
+    return RankRates(ranks, 1, {"fp32": matrix, "bf16": {64: 1.0}}, halves, halves, 2e9, 1e-5, collectives=found)
 
 
 def said(machine: Machine = MACHINE, device: str = "cpu", disk: DiskSpeed = DISK, ranks: int = 4) -> str:
@@ -115,6 +115,7 @@ def test_rates_that_do_not_grow_and_one_rank_alone() -> None:
     assert half_depth({256: 2e9, 512: 1e9}) == 0.0
     assert half_depth({64: 1e9}) == 0.0
     assert measured_link(rates_of(1)).bandwidth == 1e9
+    assert measured_link(rates_of(8, transport=NCCL)).latency == pytest.approx(5e-6), "of trees"
 
 
 def test_what_nvidia_smi_answers() -> None:

@@ -53,7 +53,10 @@ def ring_seconds(hardware: Hardware, group: Group, operation: str, nbytes: float
         return 0.0
     rounds = _WIRE[operation]
     moved = rounds * nbytes * (group.ranks - 1) / group.ranks
-    return moved / bandwidth(hardware, group) + rounds * latency(hardware, group)
+    passes = (
+        2 if hardware.device == "cpu" else rounds
+    )  # ranks that share memory wait once for each other, whatever they do
+    return moved / bandwidth(hardware, group) + passes * latency(hardware, group)
 
 
 def bandwidth(hardware: Hardware, group: Group) -> float:
@@ -65,7 +68,9 @@ def bandwidth(hardware: Hardware, group: Group) -> float:
 
 
 def latency(hardware: Hardware, group: Group) -> float:
-    """Of one pass through the group: trees have logarithmic depth."""
+    """Of one pass through the group: trees have logarithmic depth. Ranks of a CPU all wait for the last of them."""
+    if hardware.device == "cpu":
+        return hardware.inside.latency
     inside = hardware.inside.latency * log2(group.in_node) if group.in_node > 1 else 0.0
     return inside + (hardware.between.latency * log2(group.nodes) if group.nodes > 1 else 0.0)
 

@@ -55,8 +55,12 @@ def gradient_seconds(
     """
     if group.ranks == 1:
         return Sums(0.0, 0.0)
-    gather = ring_seconds(hardware, group, "all_gather", elements * itemsize)
-    scatter = ring_seconds(hardware, group, "reduce_scatter", elements * (system.gradient_bytes or gradient_bytes))
+    summed = system.gradient_bytes or gradient_bytes
+    pieces = layers if zero == _SHARDED_WEIGHTS else 1
+    gather = pieces * ring_seconds(hardware, group, "all_gather", elements / pieces * itemsize)
+    scatter = pieces * ring_seconds(hardware, group, "reduce_scatter", elements / pieces * summed)
+    if zero == _SHARDED_WEIGHTS and not system.overlap_gradients:
+        return Sums(micro_batches * (2 * gather + scatter), 0.0)
     if zero == _SHARDED_WEIGHTS:
         first = _exposed(gather, forward, layers), _exposed(gather + scatter, backward, layers)
         return _shared(micro_batches * sum(first), micro_batches * (2 * gather + scatter))

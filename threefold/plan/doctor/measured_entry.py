@@ -10,7 +10,7 @@ from threefold.plan.cost.sizes import block_of
 from threefold.plan.cost.system import SYSTEMS
 from threefold.plan.doctor.examination import Examination
 from threefold.plan.doctor.host_work import tiny_config
-from threefold.plan.doctor.measuring import RankRates
+from threefold.plan.doctor.measuring import NCCL, RankRates
 from threefold.plan.hardware.catalogue import THIS_MACHINE
 from threefold.plan.hardware.entry import Achievable, Hardware, Link
 from threefold.plan.hardware.of_machine import entry_of_gpu
@@ -108,7 +108,7 @@ def measured_link(rates: RankRates) -> Link:
     for name, ranks in groups.items():
         measured = rates.collectives[name]
         bandwidths.append(2 * (ranks - 1) / ranks * measured.bandwidth)
-        latencies.append(measured.latency / (2 * log2(ranks)))
+        latencies.append(measured.latency / (2 * (log2(ranks) if measured.transport == NCCL else 1)))
     return Link(geometric_mean(bandwidths), geometric_mean(latencies))
 
 

@@ -32,6 +32,7 @@ _LEAST_REPEATS: Final = 2
 _LONGEST_PRODUCT: Final = 0.5
 """Seconds of one."""
 _HEADS, _HEAD_DIM = 4, 64
+NCCL: Final = "NCCL"
 _LEAST_SECONDS: Final = 1e-7
 _BETWEEN: Final = 512
 """Size of the square product between collectives."""
@@ -244,7 +245,7 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
     between = partial(linear, x, x)
     with torch.no_grad():
         alone = timer.of(between)
-    sockets = "NCCL" if mesh.device.type == "cuda" else "gloo"
+    sockets = NCCL if mesh.device.type == "cuda" else "gloo"
     found = {}
     for name, (axis, operation, parts) in by_name.items():
         times = []
