@@ -130,13 +130,13 @@ def train(folder: Path, tree: Path, name: str, runs: Runs, layout: tuple[int, in
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment(folder, tree), cwd=folder)
     metrics, written = run / "metrics.jsonl", [0.0]
     while process.poll() is None:
-        lines = metrics.read_text().count("\n") if metrics.exists() else 0
+        lines = metrics.read_text().count('"loss": ') if metrics.exists() else 0
         written += [time.perf_counter() - started] * (lines + 1 - len(written))
         time.sleep(0.01)
     runs.whole.append(time.perf_counter() - started)
     if process.returncode or len(written) < 2:
         raise SystemExit(f"the run ended with status {process.returncode}")
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [json.loads(line) for line in metrics.read_text().splitlines() if '"loss": ' in line]
     assert steps[0]["step"] == 1
     runs.first.append(written[1])
     runs.last.append(written[-1])
