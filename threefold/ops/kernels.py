@@ -119,39 +119,26 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last Q of K positions to all positions up to their own.
 
     Args:
         q: [B, Q, heads, d].
         k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighbouring heads of `q` (GQA).
-        hidden: bool [B or 1, Q, K], an attention mask beside the causal one: true where a query does not attend to a
-            key, never its own; None where there is no such mask.
 
     Returns:
         [B, Q, heads · d].
     """
-    if _plain_attention_is_faster(k):
-        return _plain_attention(q, serve_heads(k, q.shape[2]), serve_heads(v, q.shape[2]), hidden)
+    if plain_attention_serves(k):
+        return _plain_attention(q, serve_heads(k, q.shape[2]), serve_heads(v, q.shape[2]))
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    if hidden is not None:
-        allowed = ~(hidden | later(q.shape[2], k.shape[2], q.device)).unsqueeze(1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=grouped)
-    elif q.shape[2] == k.shape[2]:
+    if q.shape[2] == k.shape[2]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:  # torch's own causal mask would align the first query with the first key
-        mask = _causal_lower_right(q, k)
+        mask = causal_lower_right(q.shape[2], k.shape[2])  # which the fused kernels of a GPU take without its memory
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
-
-
-def _causal_lower_right(q: Tensor, k: Tensor) -> Tensor:
-    """Which keys [B, heads, K, d] come no later than each of the last queries [B, heads, Q, d]."""
-    queries, keys = q.shape[2], k.shape[2]
-    if q.is_cuda:
-        return causal_lower_right(queries, keys)  # which the fused kernels take without a mask in memory
-    return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
 def serve_heads(x: Tensor, heads: int, dim: int = 2) -> Tensor:
@@ -182,17 +169,16 @@ def _grouped_product_serves(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == weight.dtype and x.dtype in _GROUPED and aligned
 
 
-def _plain_attention_is_faster(k: Tensor) -> bool:
+def plain_attention_serves(k: Tensor) -> bool:
+    """Whether causal attention to keys [B, K, heads, d] is computed by plain products, which keep its weights."""
     return k.dtype == torch.bfloat16 and k.device.type == "cpu" and k.shape[1] <= _LONGEST_MATERIALISED
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     batch, queries, heads, width = q.shape
     keys = k.shape[1]
     q, k, v = (each.transpose(1, 2).reshape(batch * heads, -1, width) for each in (q, k, v))
     bias = torch.full((queries, keys), -torch.inf, dtype=q.dtype).triu_(1 + keys - queries)
-    if hidden is not None:
-        bias = bias.masked_fill(hidden, -torch.inf).expand(batch, -1, -1).repeat_interleave(heads, 0)
     out = torch.baddbmm(bias, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
     return out.view(batch, heads, queries, width).transpose(1, 2).flatten(2)
 

@@ -310,11 +310,10 @@ class GradientStep:
         if cut.shares > 1:
             held = cut.indices(tokens.shape[1] // cut.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]
-        facts = (
-            None if fact is None else fact.to(device, non_blocking=True)
-            for fact in (keys, batch.documents, weights, batch.positions)
+        keys, weights, positions = (
+            None if fact is None else fact.to(device, non_blocking=True) for fact in (keys, weights, batch.positions)
         )
-        return LocalBatch(tokens, labels, SampleInfo(*facts))
+        return LocalBatch(tokens, labels, SampleInfo(keys, batch.documents, weights, positions))
 
 
 def check_whole_sequences(cp: int, sequence_parallel: bool) -> None:

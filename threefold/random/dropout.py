@@ -97,17 +97,39 @@ def keep_mask(
     Returns:
         bool, of `shape`.
     """
-    held = [(parts or {}).get(dim, ALL) for dim in range(len(shape))]
-    row = row_major(shape[1:-1], held[1:-1], keys.device)
-    row_keys = _mix64(keys.unsqueeze(-1) + site + row * signed(0x9E3779B97F4A7C15, 64)).view(shape[:-1])
-    # Strong mixing once per row, then a cheap 32-bit mix per element: this runs on every activation.
-    column = held[-1].indices(shape[-1], keys.device).to(torch.int32)
-    return _mix32(column, row_keys.unsqueeze(-1)) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
+    rows, columns = _places(shape, parts or {}, keys.device)
+    return _keep(keys, site, p, rows, columns)
 
 
 def drop(x: Tensor, keys: Tensor, site: int, p: float, parts: Mapping[int, Positions]) -> Tensor:
     """`x` without the elements that `keep_mask` drops, the others scaled so that the mean stays."""
-    return x * keep_mask(keys, site, x.shape, p, parts).to(x.dtype).mul_(1 / (1 - p))
+    return drop_rows(x, keys, site, p, *_places(x.shape, parts, keys.device))
+
+
+def drop_rows(x: Tensor, keys: Tensor, site: int | Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    """`drop` of an activation `x` [B, …, n] that is said by its places in the whole one.
+
+    Args:
+        x: the activation.
+        keys, site, p: as of `keep_mask`.
+        rows: int64 […], row-major positions in the whole activation of a sample, without its last dim.
+        columns: int64 [n], positions in the last dim.
+    """
+    return x * _keep(keys, site, p, rows, columns).to(x.dtype).mul_(1 / (1 - p))
+
+
+def _places(shape: torch.Size, parts: Mapping[int, Positions], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns, as of `drop_rows`, of an activation's `shape` [B, …, n]."""
+    held = [parts.get(dim, ALL) for dim in range(len(shape))]
+    rows = row_major(shape[1:-1], held[1:-1], device).view(shape[1:-1])
+    return rows, held[-1].indices(shape[-1], device)
+
+
+def _keep(keys: Tensor, site: int | Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    samples = keys.view(-1, *(1,) * rows.dim())
+    row_keys = _mix64(samples + site + rows * signed(0x9E3779B97F4A7C15, 64))
+    # Strong mixing once per row, then a cheap 32-bit mix per element: this runs on every activation.
+    return _mix32(columns.to(torch.int32), row_keys.unsqueeze(-1)) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
 # As an operator, as compilers do not keep to integers that wrap: C++ may assume that they never do, and torch computes

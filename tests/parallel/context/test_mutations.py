@@ -1,7 +1,7 @@
 """Tests of the tests of context parallelism: each known silent mistake, put back, must make the comparison fail."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from threefold.labels import IGNORE_INDEX
 from threefold.models.layers import attention
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import OverContext, OverSequence
-from threefold.ops import kernels
+from threefold.ops import cells, tiles
 from threefold.parallel.context import attention as context
 from threefold.parallel.context import ring_attention as ring
 from threefold.parallel.pipeline.runner import LocalBatch
@@ -70,7 +70,18 @@ def causal_mask_aligned_with_the_first_key() -> list[Patch]:
     def later(queries: int, keys: int, device: torch.device) -> Tensor:
         return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1)
 
-    return [replace(attention, "later", later), replace(kernels, "later", later)]
+    return [replace(attention, "later", later)]
+
+
+def tiles_from_the_first_key_on() -> list[Patch]:
+    """The queries of every chunk are taken for the first of the sequence."""
+
+    def first(rows: int, queries: range, *rest: Any) -> Iterator[tiles.Tile]:
+        for tile in tiles.tiles(rows, range(len(queries)), *rest):
+            moved = range(tile.queries.start + queries.start, tile.queries.stop + queries.start)
+            yield dataclasses.replace(tile, queries=moved)
+
+    return [replace(cells, "tiles", first)]
 
 
 def documents_attend_across() -> list[Patch]:
@@ -82,14 +93,19 @@ def documents_attend_across() -> list[Patch]:
     return [replace(context.ContextParallelAttention, "forward", across)]
 
 
+def _documents_from_the_first(argument: int) -> Callable[..., Iterator[tiles.Tile]]:
+    """The tiles of documents that are counted from the first of the queries (1) or keys (2)."""
+
+    def shifted(rows: int, queries: range, keys: range, sight: tiles.Sight, *rest: Any, **more: Any) -> Any:
+        first = (rows, queries, keys)[argument].start
+        documents = None if sight.documents is None else sight.documents.roll(first, 1)
+        return tiles.tiles(rows, queries, keys, tiles.Sight(sight.window, documents), *rest, **more)
+
+    return shifted
+
+
 def documents_of_the_first_positions_for_every_chunk() -> list[Patch]:
-    return [
-        replace(
-            attention,
-            "_apart",
-            lambda documents, queries: documents[:, :queries, None] != documents[:, None],
-        )
-    ]
+    return [replace(cells, "tiles", _documents_from_the_first(1))]
 
 
 def key_gradients_not_returned_to_their_owner() -> list[Patch]:
@@ -182,31 +198,37 @@ def ring_parts_joined_without_their_weights() -> list[Patch]:
 
 
 def ring_attends_to_what_comes_later() -> list[Patch]:
-    def all_pairs(self: Any, owner: int) -> Any:
-        chunks = context.SequenceCut(self.axis.size, owner).chunks
-        return [
-            ring._Pair(self, row, column, query, key)
-            for row, query in enumerate(self.mine)
-            for column, key in enumerate(chunks)
-        ]
+    def all_of_it(self: tiles.Tile, device: torch.device) -> Tensor:
+        return torch.zeros(len(self.queries), len(self.keys), dtype=torch.bool, device=device)
 
-    return [replace(ring._Ring, "pairs", all_pairs)]
+    return [replace(tiles.Tile, "hidden", all_of_it)]
 
 
-def ring_mask_by_the_place_in_the_block() -> list[Patch]:
-    drop = ring._Pair.drop
+def ring_leaves_out_the_chunks_of_others() -> list[Patch]:
+    """A rank's queries attend to its own keys alone."""
+    part = ring._Ring.cells
     return [
-        replace(ring._Pair, "drop", lambda self, weights: drop(dataclasses.replace(self, key=self.column), weights))
+        replace(
+            ring._Ring,
+            "cells",
+            lambda self, owner, *rest: part(self, owner, *rest) if owner == self.axis.index else iter(()),
+        )
     ]
 
 
+def ring_mask_by_the_place_in_the_block() -> list[Patch]:
+    drop = ring._RingCell.drop
+
+    def by_place(self: Any, *rest: Any) -> Tensor:
+        local = range(self.at_keys.start, self.at_keys.stop)
+        return drop(dataclasses.replace(self, tile=dataclasses.replace(self.tile, keys=local)), *rest)
+
+    return [replace(ring._RingCell, "drop", by_place)]
+
+
 def ring_documents_of_the_own_chunks() -> list[Patch]:
-    scores = ring._Pair.scores
-
-    def own(self: Any, q: Tensor, k: Tensor) -> Tensor:
-        return scores(dataclasses.replace(self, key=self.ring.mine[self.column]), q, k)
-
-    return [replace(ring._Pair, "scores", own)]
+    """Documents are those of the first positions for the keys of every chunk."""
+    return [replace(ring, "tiles", _documents_from_the_first(2))]
 
 
 RING = {"cp": 2, "settings": (("parallel.cp_method", "ring"),)}
@@ -218,6 +240,7 @@ MISTAKES = [
     (rotary_positions_restart_on_each_rank, {"cp": 2, "positions": "rope"}, "loss"),
     (plain_causal_mask_on_balanced_chunks, CONTEXT, "loss"),
     (causal_mask_aligned_with_the_first_key, CONTEXT, "loss"),
+    (tiles_from_the_first_key_on, {"cp": 2, "dropout": 0.0}, "loss"),
     (documents_attend_across, {"cp": 2, "documents": True}, "loss"),
     (documents_of_the_first_positions_for_every_chunk, {"cp": 2, "documents": True}, "loss"),
     (key_gradients_not_returned_to_their_owner, CONTEXT, "grad blocks.0.attn.qkv.weight"),
@@ -231,6 +254,7 @@ MISTAKES = [
     (ring_gradients_end_a_rank_short, RING, "grad blocks.0.attn.qkv.weight"),
     (ring_parts_joined_without_their_weights, RING, "loss"),
     (ring_attends_to_what_comes_later, RING, "loss"),
+    (ring_leaves_out_the_chunks_of_others, RING, "loss"),
     (ring_mask_by_the_place_in_the_block, RING, "loss"),
     (ring_documents_of_the_own_chunks, {**RING, "documents": True}, "loss"),
 ]

@@ -1,13 +1,20 @@
 """Causal self-attention with its attention mask, and rotary positions."""
 
+from typing import Final
+
 import torch
 from torch import Tensor, nn
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.layers.dropped_attention import dropped_attention
 from threefold.models.layers.rope_scaling import RopeScaling, frequencies
-from threefold.ops.kernels import causal_attention, later, serve_heads
+from threefold.ops.attention import attention
+from threefold.ops.kernels import later, serve_heads
+from threefold.ops.tiles import Sight
 from threefold.random.dropout import Dropout
 from threefold.random.positions import Positions, Slice
+
+_LONGEST_KEPT: Final = 512  # keys; up to it weights with dropout are kept, which takes less time than to draw again
 
 
 class CausalAttention(nn.Module):
@@ -36,35 +43,16 @@ class CausalAttention(nn.Module):
         Returns:
             [B, Q, heads · d].
         """
-        hidden = self._hidden(q.shape[1], k.shape[1], samples, q.device)
-        if not self.dropout.draws(samples.keys):
-            return causal_attention(q, k, v, hidden)
+        sight = Sight(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
+        if samples.keys is None or not self.dropout.draws(samples.keys):
+            return attention(q, k, v, sight)
+        if k.shape[1] > _LONGEST_KEPT or not sight.within(k.shape[1]).hides_nothing:
+            return dropped_attention(q, k, v, sight, self.dropout, samples.keys)
         k, v = (serve_heads(each, q.shape[2]) for each in (k, v))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, heads, S, d]
         mask = later(q.shape[2], k.shape[2], q.device)
-        if hidden is not None:
-            mask = (mask | hidden).unsqueeze(1)
         weights = (q * q.shape[-1] ** -0.5 @ k.mT).masked_fill(mask, -torch.inf).softmax(-1)
         return (self.dropout(weights, samples.keys) @ v).transpose(1, 2).flatten(2)
-
-    def _hidden(self, queries: int, keys: int, samples: SampleInfo, device: torch.device) -> Tensor | None:
-        """bool [B or 1, queries, keys]: the attention mask beside the causal one, true where it hides; None where it
-        hides nothing."""
-        apart = None if samples.documents is None else _apart(samples.documents[:, :keys], queries)
-        if not 0 < self.window < keys:
-            return apart
-        behind = out_of_window(queries, keys, self.window, device)
-        return behind.unsqueeze(0) if apart is None else apart | behind
-
-
-def _apart(documents: Tensor, queries: int) -> Tensor:
-    """bool [B, queries, K]: whether each of the last positions is in another document than each of the K."""
-    return documents[:, -queries:, None] != documents[:, None]
-
-
-def out_of_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """bool [queries, keys]: which keys are `window` positions or more before each of the last `queries` positions."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries - window)
 
 
 class Rotary(nn.Module):

@@ -20,7 +20,8 @@ class SampleInfo(NamedTuple):
     Attributes:
         keys: int64 [B], from which dropout masks follow; None to drop nothing.
         documents: int64 [B, S], the document of each token of the whole sequence, for an attention mask that keeps
-            documents apart; None for plain causal attention.
+            documents apart; None for plain causal attention. On the host, wherever the model is, so that nothing waits
+            for a device to know their bounds.
         weights: float [B, S], the weight in the gradient of the losses that layers add for each token of the whole
             sequence; None for no such losses.
         positions: int64 [B, S], the position of each token of the whole sequence in its document, where learned

@@ -1,8 +1,9 @@
 """Ring attention: keys and values are passed around the context ranks, so no rank ever holds all of them.
 
 Liu et al., "Ring attention with blockwise transformers for near-infinite context" (arXiv 2310.01889), on the balanced
-chunks of `SequenceCut`. The results of the blocks are combined by the log-sum-exp of its scores (Milakov and
-Gimelshein, arXiv 1805.02867); backward computes the weights again from it (FlashAttention, arXiv 2205.14135).
+chunks of `SequenceCut`. Of each block the tiles of which something is attended to are computed (`ops.tiles`), and
+combined by the log-sum-exp of their scores (Milakov and Gimelshein, arXiv 1805.02867); backward computes the weights
+again from it (FlashAttention, arXiv 2205.14135).
 """
 
 from collections.abc import Iterator
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from threefold.comm.axis import Axis
-from threefold.models.layers.attention import CausalAttention, out_of_window
+from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.ops.kernels import later, serve_heads
-from threefold.parallel.context.attention import SequenceChunk
+from threefold.ops.kernels import serve_heads
+from threefold.ops.tiles import Sight, Tile, tiles
 from threefold.parallel.context.sequence import SequenceCut, chunk_length
 from threefold.random.dropout import drop
 from threefold.random.positions import Positions, Slice
@@ -60,7 +61,7 @@ class RingAttention(nn.Module):
 
 @dataclass(frozen=True)
 class _Ring:
-    """What is the same for every pair of chunks.
+    """What is the same for every tile.
 
     Attributes:
         p: probability of dropping a weight, 0 where none is dropped.
@@ -89,56 +90,67 @@ class _Ring:
             if arriving is not None:
                 block = arriving()
 
-    def pairs(self, owner: int) -> Iterator["_Pair"]:
-        """The chunks of this rank's queries and of `owner`'s keys of which something is attended to."""
+    def cells(self, owner: int, batch: int, size: int) -> Iterator["_RingCell"]:
+        """What this rank's queries attend to of `owner`'s keys, tile by tile.
+
+        Args:
+            owner: index of a rank.
+            batch: B.
+            size: positions of a chunk.
+        """
+        sight = Sight(self.window, self.samples.documents)
         for row, query in enumerate(self.mine):
             for column, key in enumerate(SequenceCut(self.axis.size, owner).chunks):
-                if key <= query:
-                    yield _Pair(self, row, column, query, key)
+                queries, keys = (range(each * size, (each + 1) * size) for each in (query, key))
+                for tile in tiles(batch, queries, keys, sight, longest=0):
+                    at_queries = _moved(tile.queries, row * size - queries.start)
+                    yield _RingCell(self, tile, at_queries, _moved(tile.keys, column * size - keys.start))
+
+
+def _moved(positions: range, by: int) -> slice:
+    return slice(positions.start + by, positions.stop + by)
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """A chunk of queries and a chunk of keys.
+class _RingCell:
+    """Some of this rank's queries, and of some rank's keys those that they attend to.
 
     Attributes:
-        row, column: which of the two chunks of their ranks they are.
-        query, key: which of the 2·cp chunks of the sequence.
+        tile: where they are in the sequence.
+        at_queries, at_keys: where they are among the positions of their ranks.
     """
 
     ring: _Ring
-    row: int
-    column: int
-    query: int
-    key: int
+    tile: Tile
+    at_queries: slice
+    at_keys: slice
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Of `x` [B, heads, S / cp, …] what belongs to the queries."""
+        return x[self.tile.rows, :, self.at_queries]
+
+    def of_keys(self, block: Tensor) -> Tensor:
+        """Of keys and values [2, B, key-value heads, S / cp, d] what belongs to the keys."""
+        return block[:, self.tile.rows, :, self.at_keys]
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """[B, heads, c, c] of two chunks [B, heads, c, d], in fp32 at least, −∞ where nothing is attended to."""
+        """[b, heads, queries, keys], in fp32 at least, −∞ where nothing is attended to."""
         scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
-        size = q.shape[2]
-        if self.query == self.key:
-            scores.masked_fill_(later(size, size, q.device), -torch.inf)
-        if self.ring.window:
-            ahead = (self.query - self.key) * size  # the queries' chunk begins so many positions after the keys'
-            scores.masked_fill_(out_of_window(size, size, self.ring.window - ahead, q.device), -torch.inf)
-        if self.ring.samples.documents is not None:
-            chunks = self.ring.samples.documents.split(size, 1)
-            apart = chunks[self.query][:, :, None] != chunks[self.key][:, None]
-            scores.masked_fill_(apart.unsqueeze(1), -torch.inf)
-        return scores
+        return scores if self.tile.is_full else scores.masked_fill_(self.tile.hidden(q.device), -torch.inf)
 
-    def drop(self, weights: Tensor) -> Tensor:
-        """Dropout of weights [B, heads, c, c], or of their gradient: the same elements every time."""
+    def drop(self, weights: Tensor, length: int) -> Tensor:
+        """Dropout of weights [b, heads, queries, keys], or of their gradient: the same elements every time.
+
+        Args:
+            weights: those of the tile.
+            length: S of the sequence.
+        """
         keys, p = self.ring.samples.keys, self.ring.p
         if keys is None or p == 0:
             return weights
-        count = 2 * self.ring.axis.size
-        parts: dict[int, Positions] = {
-            1: self.ring.heads,
-            2: SequenceChunk(self.query, count),
-            3: SequenceChunk(self.key, count),
-        }
-        return drop(weights, keys, self.ring.site, p, parts)
+        queries = Slice(self.tile.queries.start, length)
+        parts: dict[int, Positions] = {1: self.ring.heads, 2: queries, 3: Slice(self.tile.keys.start)}
+        return drop(weights, keys[self.tile.rows], self.ring.site, p, parts)
 
 
 class _Attention(torch.autograd.Function):
@@ -148,14 +160,15 @@ class _Attention(torch.autograd.Function):
         own = torch.stack([k, v])  # in one message
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         total = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # log-sum-exp of the scores so far
+        held = q.shape[2]
         for owner, block in ring.rounds(own):
-            for pair in ring.pairs(owner):
-                query, (key, value) = q.chunk(2, 2)[pair.row], _served(block, q).chunk(2, 3)[pair.column]
-                mean, sofar = out.chunk(2, 2)[pair.row], total.chunk(2, 2)[pair.row]
-                scores = pair.scores(query, key)
+            for cell in ring.cells(owner, len(q), chunk_length(held)):
+                query, mean, sofar = (cell.of_queries(each) for each in (q, out, total))
+                key, value = _served(cell.of_keys(block), q)
+                scores = cell.scores(query, key)
                 joined = torch.logaddexp(sofar, scores.logsumexp(-1))
                 base = _finite(joined)
-                weights = pair.drop((scores - base.unsqueeze(-1)).exp_())
+                weights = cell.drop((scores - base.unsqueeze(-1)).exp_(), held * ring.axis.size)
                 mean.mul_((sofar - base).exp_().unsqueeze(-1)).add_(weights.to(q.dtype) @ value)
                 sofar.copy_(joined)
         ctx.save_for_backward(q, own, out, total)
@@ -170,16 +183,18 @@ class _Attention(torch.autograd.Function):
         common = (grad * out).sum(-1)  # what every score of a query gets from the softmax's denominator
         grad_q = torch.zeros_like(out)
         grad_own = torch.zeros(own.shape, dtype=out.dtype, device=own.device)
+        held = q.shape[2]
         for owner, block in ring.rounds(own):
-            for pair in ring.pairs(owner):
+            for cell in ring.cells(owner, len(q), chunk_length(held)):
                 query, upper, base, shared, to_query = (
-                    each.chunk(2, 2)[pair.row] for each in (q, grad, _finite(total), common, grad_q)
+                    cell.of_queries(each) for each in (q, grad, _finite(total), common, grad_q)
                 )
-                key, value = _served(block, q).chunk(2, 3)[pair.column]
-                to_key, to_value = grad_own.chunk(2, 3)[pair.column]
-                weights = (pair.scores(query, key) - base.unsqueeze(-1)).exp_()
-                to_value.add_(_gathered(pair.drop(weights).to(q.dtype).mT @ upper, own))
-                of_weights = pair.drop((upper @ value.mT).to(out.dtype))
+                key, value = _served(cell.of_keys(block), q)
+                to_key, to_value = cell.of_keys(grad_own)
+                weights = (cell.scores(query, key) - base.unsqueeze(-1)).exp_()
+                dropped = cell.drop(weights, held * ring.axis.size)
+                to_value.add_(_gathered(dropped.to(q.dtype).mT @ upper, own))
+                of_weights = cell.drop((upper @ value.mT).to(out.dtype), held * ring.axis.size)
                 of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(q.shape[-1] ** -0.5).to(q.dtype)
                 to_query.add_(of_scores @ key)
                 to_key.add_(_gathered(of_scores.mT @ query, own))
@@ -190,12 +205,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _served(block: Tensor, q: Tensor) -> Tensor:
-    """Keys and values [2, B, key-value heads, S, d] for all heads of `q` [B, heads, S, d]."""
+    """Keys and values [2, b, key-value heads, S, d] for all heads of `q` [B, heads, S, d]."""
     return serve_heads(block, q.shape[1], dim=2)
 
 
 def _gathered(gradient: Tensor, own: Tensor) -> Tensor:
-    """The gradient of keys or values as all heads have it, [B, heads, c, d], added up for the key-value heads."""
+    """The gradient of keys or values as all heads have it, [b, heads, keys, d], added up for the key-value heads."""
     return gradient.unflatten(1, (own.shape[2], -1)).sum(2)
 
 

@@ -1,0 +1,124 @@
+"""Causal attention of the last positions of a sequence, also in a sliding window and inside documents.
+
+Where something is hidden beside what comes later, only the parts of the attention matrix that hold anything are
+computed, tile by tile (`ops.tiles`), and the backward pass computes them again (FlashAttention, arXiv 2205.14135):
+neither the matrix nor a mask of it is ever there. On a GPU torch's fused kernel for sequences of different lengths does
+the same (`ops.varlen_attention`). Compiled code calls it all as one operator, as the tiles follow from the documents,
+which differ from batch to batch.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from threefold.ops.cells import Cell, TileGradients, cells, gradient_shapes, wide
+from threefold.ops.kernels import causal_attention, plain_attention_serves
+from threefold.ops.operators import define
+from threefold.ops.plain_tile import plain_tile, plain_tile_gradients
+from threefold.ops.tiles import ALL_BEFORE, Sight
+from threefold.ops.varlen_attention import varlen_attention, varlen_lengths, varlen_serves
+from threefold.torch_private.attention import cpu_attention, cpu_attention_backward
+
+_LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it torch's fused kernel is faster than plain products
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight = ALL_BEFORE) -> Tensor:
+    """Attention of the last Q of K positions to those up to their own that they see.
+
+    Args:
+        q: [B, Q, heads, d].
+        k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighbouring heads of `q` (GQA).
+        sight: what hides keys; of its documents those of the first K positions count.
+
+    Returns:
+        [B, Q, heads · d].
+    """
+    sight = sight.within(k.shape[1])
+    if sight.hides_nothing and (q.shape[1] == k.shape[1] or q.is_cuda or plain_attention_serves(k)):
+        return causal_attention(q, k, v)
+    if varlen_serves(q) and (lengths := varlen_lengths(q, k, sight)) is not None:
+        return varlen_attention(q, k, v, lengths)
+    out: Tensor = _TiledAttention.apply(q, k, v, sight.documents, sight.window)
+    return out
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> Tensor:
+        out, sums = torch.ops.threefold.tiled_attention(q, k, v, documents, window)
+        ctx.save_for_backward(q, k, v, out, sums, documents)
+        ctx.window = window
+        flat: Tensor = out.flatten(2)
+        return flat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, documents = ctx.saved_tensors
+        grad = grad.reshape(q.shape)
+        found = torch.ops.threefold.tiled_attention_backward(grad, q, k, v, out, sums, documents, ctx.window)
+        return *found, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+    """[B, Q, heads, d], and of each query the logarithm of the sum of its exponentiated scores, [B, Q, heads], where
+    the fused kernel computed it."""
+    out, sums = _forward_shapes(q, k, v, documents, window)
+    for cell in _cells(q, k, v, Sight(window, documents)):
+        if _is_fused(cell):
+            found, total = cpu_attention(cell.q, cell.k, cell.v, cell.bias, cell.tile.is_causal)
+            sums[cell.at_queries] = total.transpose(1, 2)
+        else:
+            found = plain_tile(cell.q, cell.k, cell.v, cell.bias)
+        out[cell.at_queries] = found.transpose(1, 2)
+    return out, sums
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q))
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Tensor | None, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `q`, `k` and `v`."""
+    gradients = TileGradients(q, k, v)
+    for cell in _cells(q, k, v, Sight(window, documents)):
+        upper, of_cell = cell.of_queries(grad), cell.of_queries(out)
+        if _is_fused(cell):
+            total, causal = cell.of_queries(sums), cell.tile.is_causal
+            found = cpu_attention_backward(upper, cell.q, cell.k, cell.v, of_cell, total, cell.bias, causal)
+        else:
+            found = plain_tile_gradients(upper, cell.q, cell.k, cell.v, of_cell, cell.bias)
+        gradients.add(cell, found)
+    return gradients.whole()
+
+
+def _backward_shapes(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Tensor | None, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gradient_shapes(q, k, v)
+
+
+define("tiled_attention", _forward, _forward_shapes)
+define("tiled_attention_backward", _backward, _backward_shapes)
+
+
+def _cells(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Iterator[Cell]:
+    return cells(q, k, v, sight, _shortest_fused(q))
+
+
+def _shortest_fused(x: Tensor) -> int | None:
+    """Fewest keys of a tile that torch's fused kernel computes; None on a GPU, where it has none for tiles: those are
+    for what its kernel of different lengths does not take."""
+    if x.device.type != "cpu":
+        return None
+    return _LONGEST_PLAIN + 1 if x.dtype == torch.bfloat16 else 0
+
+
+def _is_fused(cell: Cell) -> bool:
+    shortest = _shortest_fused(cell.q)
+    return shortest is not None and len(cell.tile.keys) >= shortest
