@@ -58,7 +58,10 @@ def with_recompute(case: Case, mode: str, every: int = 1) -> Case:
 
 
 def sizes(case: Case) -> BlockSizes:
-    attention: Attention = "plain" if case.dtype == "bf16" and case.sequence <= 512 else "fused"
+    short = case.sequence <= 512 and not case.documents
+    attention: Attention = "plain" if case.dtype == "bf16" and short else "fused"
+    if case.dropout:
+        attention = "dropped" if short else "dropped again"
     itemsize = {"fp64": 8, "fp32": 4}.get(case.dtype, 2)
     return BlockSizes(
         samples=case.batch // case.accumulation,
@@ -68,7 +71,8 @@ def sizes(case: Case) -> BlockSizes:
         ffn=case.ffn,
         itemsize=itemsize,
         hidden_dropout=case.dropout > 0,
-        attention="dropped" if case.dropout else attention,
+        attention=attention,
+        documents=case.documents,
         tp=case.tp,
         cp=case.cp,
         sequence_parallel=case.config.parallel.sequence_parallel,

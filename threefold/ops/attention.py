@@ -36,8 +36,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight = ALL_BEFORE) -> Ten
     Returns:
         [B, Q, heads · d].
     """
-    sight = sight.within(k.shape[1])
-    if sight.hides_nothing and (q.shape[1] == k.shape[1] or q.is_cuda or plain_attention_serves(k)):
+    # The first queries of a window see all that is before them; they are computed as the others are, but if alone.
+    whole, windowed, sight = q.shape[1] == k.shape[1], sight.window > 0, sight.within(k.shape[1])
+    if sight.hides_nothing and (whole or (not windowed and (q.is_cuda or plain_attention_serves(k)))):
         return causal_attention(q, k, v)
     if varlen_serves(q) and (lengths := varlen_lengths(q, k, sight)) is not None:
         return varlen_attention(q, k, v, lengths)

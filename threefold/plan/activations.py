@@ -8,8 +8,11 @@ only its inputs, its output and one number per row where torch's fused kernel se
 from dataclasses import dataclass
 from typing import Literal
 
-Attention = Literal["fused", "plain", "dropped"]
-"""How the attention core computes: torch's fused kernel, plain products, or plain products with dropout."""
+Attention = Literal["fused", "plain", "dropped", "dropped again"]
+"""How the attention core computes: a fused kernel, or tiles that the backward pass computes again; plain products;
+plain products with dropout; or those in tiles, which the backward pass computes and drops again."""
+_POSITION = 8
+"""Bytes of a position in a sequence, or the number of a document."""
 _KEPT_BY_ACTIVATION = {"relu": 1, "quick_gelu": 3}
 """Tensors of the inner features that are kept, the input of the next layer among them; others keep 2, the first layer's
 output and the function of it. ReLU's backward pass needs its result alone."""
@@ -96,7 +99,7 @@ class BlockSizes:
         activation: of a feed-forward network that is not gated.
         llama: whether norms are of the root mean square, and the feed-forward network is gated.
         head_norms: whether there is QK-norm.
-        masked: whether there is an attention mask of documents or a sliding window.
+        documents: whether attention stops at the bounds of documents.
         experts: in the place of the feed-forward network.
         kernels: what they keep; of this package on a CPU by default.
     """
@@ -118,7 +121,7 @@ class BlockSizes:
     activation: str = "gelu_tanh"
     llama: bool = False
     head_norms: bool = False
-    masked: bool = False
+    documents: bool = False
     experts: ExpertSizes | None = None
     kernels: Kernels = Kernels()
 
@@ -157,9 +160,8 @@ class BlockSizes:
 def block_bytes(sizes: BlockSizes, recompute: str = "none") -> int:
     """Bytes that one block keeps of one micro-batch between its forward and its backward pass.
 
-    Exact on a CPU, for GPT in every layout (but that the first context rank keeps the mask of one chunk fewer) and for
-    Llama on one rank; with experts, a mask or Llama's layers spread over ranks, no less than is kept. A GPU keeps the
-    two numbers per token of each norm in fp32.
+    Exact on a CPU, for GPT in every layout and for Llama on one rank; with experts or Llama's layers spread over ranks,
+    no less than is kept. A GPU keeps the two numbers per token of each norm in fp32.
 
     Args:
         sizes: of the block.
@@ -232,19 +234,22 @@ def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
     keys = (2 * cp + 1) * chunk if cp > 1 else length  # seen by the two chunks of a context rank together
     pairs = keys * chunk if cp > 1 else length**2  # of query and key
     heads = sizes.samples * sizes.heads // sizes.tp
-    mask = sizes.samples * pairs * sizes.itemsize if sizes.masked else 0
+    # With a context axis the gathered keys and values, and the two chunks' own outputs.
+    gathered = 2 * cp * sizes.keys + queries if cp > 1 else 0
+    bounds = _POSITION * sizes.samples * length if sizes.documents else 0
     if sizes.attention == "fused":
         sums = heads * length // cp * sizes.wide  # the logarithm of each query's sum
-        # With a context axis the gathered keys and values, the two chunks' own outputs and their masks.
-        gathered = 2 * cp * sizes.keys + queries + pairs * sizes.itemsize if cp > 1 else 0
-        return inputs + sums + gathered + mask
+        return inputs + sums + gathered + bounds
+    if sizes.attention == "dropped again":  # from the key of each sample, the row of each query, and the layer's stream
+        drawn = sizes.samples + sizes.heads // sizes.tp * length // cp + min(cp, 2)
+        return inputs + gathered + bounds + _POSITION * drawn
     if sizes.kernels.fused_softmax:
         each = sizes.itemsize if sizes.attention == "plain" else 2 * sizes.itemsize + sizes.kernels.mask_bytes
         return inputs + heads * pairs * each
     dense = queries + 2 * queries * keys * cp // length  # copies, as a matrix product needs them
     weights = heads * pairs * sizes.itemsize
     # Dropped from: the weights before and after, the mask, and which keys come later.
-    return dense + mask + (weights if sizes.attention == "plain" else 3 * weights + pairs)
+    return dense + (weights if sizes.attention == "plain" else 3 * weights + pairs)
 
 
 def _feed_forward_bytes(sizes: BlockSizes) -> int:

@@ -12,7 +12,7 @@ from threefold.ops.attention import attention
 from threefold.ops.kernels import later, serve_heads
 from threefold.ops.tiles import Sight
 from threefold.random.dropout import Dropout
-from threefold.random.positions import Positions, Slice
+from threefold.random.positions import ALL, Positions, Slice
 
 _LONGEST_KEPT: Final = 512  # keys; up to it weights with dropout are kept, which takes less time than to draw again
 
@@ -46,7 +46,8 @@ class CausalAttention(nn.Module):
         sight = Sight(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
         if samples.keys is None or not self.dropout.draws(samples.keys):
             return attention(q, k, v, sight)
-        if k.shape[1] > _LONGEST_KEPT or not sight.within(k.shape[1]).hides_nothing:
+        whole = self.dropout.parts.get(2, ALL).whole(q.shape[1])  # the length of the sequence, in every layout
+        if whole > _LONGEST_KEPT or 0 < self.window < whole or sight.documents is not None:
             return dropped_attention(q, k, v, sight, self.dropout, samples.keys)
         k, v = (serve_heads(each, q.shape[2]) for each in (k, v))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, heads, S, d]

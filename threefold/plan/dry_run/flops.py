@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from threefold.ops.tiles import Sight, tiles
 from threefold.torch_private.fake import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, ONEDNN_LINEAR
 
 _Formula = Callable[..., int]
@@ -23,6 +25,22 @@ def _attention_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: 
     return 2 * batch * heads * queries * k.shape[2] * (3 * width + 2 * v.shape[3])
 
 
+def _tiled(q: Tensor, k: Tensor, v: Tensor, _documents: Any, window: int, *_rest: Any) -> int:
+    """The same of the tiles of a window; documents count as one, as their bounds are in no tensor without memory."""
+    return _of_tiles(q, k, window, q.shape[3] + v.shape[3])
+
+
+def _tiled_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
+    window = next(each for each in rest if isinstance(each, int))
+    return _of_tiles(q, k, window, 3 * q.shape[3] + 2 * v.shape[3])
+
+
+def _of_tiles(q: Tensor, k: Tensor, window: int, widths: int) -> int:
+    queries = range(k.shape[1] - q.shape[1], k.shape[1])
+    parts = tiles(1, queries, range(k.shape[1]), Sight(window))
+    return 2 * len(q) * q.shape[2] * widths * sum(len(tile.queries) * len(tile.keys) for tile in parts)
+
+
 def _linear(x: Tensor, weight: Tensor, *_rest: Any, **_options: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
@@ -31,6 +49,10 @@ _OWN: dict[Any, _Formula] = {
     CPU_ATTENTION: _attention,
     CPU_ATTENTION_BACKWARD: _attention_backward,
     ONEDNN_LINEAR: _linear,
+    torch.ops.threefold.tiled_attention: _tiled,
+    torch.ops.threefold.tiled_attention_backward: _tiled_backward,
+    torch.ops.threefold.dropped_attention: _tiled,
+    torch.ops.threefold.dropped_attention_backward: _tiled_backward,
 }
 """Of operations that torch's registry has no formula for."""
 

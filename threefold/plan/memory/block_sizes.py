@@ -6,7 +6,7 @@ from threefold.config import Config
 from threefold.plan.activations import Attention, BlockSizes, ExpertSizes
 
 _LONGEST_PLAIN: Final = 512
-"""Tokens up to which bf16 attention on a CPU keeps its weights (`kernels`)."""
+"""Tokens up to which bf16 attention on a CPU keeps its weights (`kernels`), and attention with dropout does."""
 
 
 def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
@@ -20,11 +20,11 @@ def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
     model, parallel, data = config.model, config.parallel, config.data
     llama, itemsize = model.architecture == "llama", config.precision.itemsize
     attention: Attention = "fused"
-    masked = data.separate_documents or model.window(layer) > 0
-    grouped = llama and model.num_key_value_heads < model.num_attention_heads
-    if model.attention_dropout or (device == "cuda" and masked and grouped):  # no fused kernel of a GPU does both
-        attention = "dropped"
-    elif device == "cpu" and config.precision.dtype == "bf16" and data.sequence_length <= _LONGEST_PLAIN:
+    tiled = data.separate_documents or 0 < model.window(layer) < data.sequence_length
+    short = not tiled and data.sequence_length <= _LONGEST_PLAIN
+    if model.attention_dropout:
+        attention = "dropped" if short else "dropped again"
+    elif device == "cpu" and config.precision.dtype == "bf16" and short:
         attention = "plain"
     experts = None
     if model.has_experts(layer):
@@ -56,6 +56,6 @@ def block_sizes(config: Config, device: str, layer: int) -> BlockSizes:
         activation=model.activation,
         llama=llama,
         head_norms=model.qk_norm,
-        masked=masked,
+        documents=data.separate_documents,
         experts=experts,
     )

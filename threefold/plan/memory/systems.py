@@ -42,7 +42,7 @@ class Keeps:
     def attention(self, own: Attention) -> Attention:
         """How attention computes, where this package's kernels for the device would compute as `own` says."""
         if not self.flash:
-            return "dropped" if own == "dropped" else "plain"
+            return "dropped" if own in ("dropped", "dropped again") else "plain"
         return "fused" if self.drops_in_flash else own
 
 
