@@ -110,34 +110,5 @@ def test_linear_obeys_autocast() -> None:
         assert linear(torch.ones(2, 3), torch.ones(4, 3)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 7), (4, 8), (5, 17), (3, 600)])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 3e-2)], ids=str
-)
-def test_attention_of_the_last_positions(
-    dtype: torch.dtype, tolerance: float, queries: int, keys: int, apart: bool
-) -> None:
-    """The last queries of a whole attention, also where some keys are hidden from some queries."""
-    hidden = torch.rand(2, queries, keys, generator=torch.Generator().manual_seed(1)) < 0.5
-    hidden &= ~torch.eye(keys, dtype=torch.bool)[keys - queries :]
-
-    def slow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        places = torch.arange(keys)
-        mask = (places > places[keys - queries :, None]).unsqueeze(0) | (hidden if apart else False)
-        weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(mask.unsqueeze(1), -torch.inf).softmax(-1)
-        return (weights @ v).transpose(1, 2).flatten(2)
-
-    def run(function, *rest: Tensor | None) -> list[Tensor]:
-        inputs = [leaf(2, size, 3, 4, dtype=dtype, seed=seed) for seed, size in enumerate((queries, keys, keys))]
-        out = function(*inputs, *rest)
-        out.backward(leaf(2, queries, 12, dtype=dtype, seed=9).detach())
-        return [out, *(each.grad for each in inputs)]
-
-    for got, expected in zip(run(causal_attention, hidden if apart else None), run(slow), strict=True):
-        assert (got.double() - expected.double()).abs().max() <= tolerance
-
-
 def test_later() -> None:
     assert later(2, 4, torch.device("cpu")).tolist() == [[False, False, False, True], [False] * 4]

@@ -1,0 +1,47 @@
+"""Attention with dropout in windows and documents, whose backward pass draws the masks again."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.attention import masked_weights, numbered
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.decoder import SampleInfo
+from threefold.plan.saved_tensors import recording_saved
+from threefold.random.dropout import sample_keys
+
+
+def definition(core: CausalAttention, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo) -> Tensor:
+    weights = core.dropout(masked_weights(q, k, core.window, samples.documents), samples.keys)
+    served = v.transpose(1, 2).repeat_interleave(q.shape[2] // v.shape[2], 1)
+    return (weights @ served).transpose(1, 2).flatten(2)
+
+
+def inputs(queries: int, keys: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    sizes = ((queries, 4), (keys, 2), (keys, 2))
+    return [torch.randn(2, *size, 6, generator=draw).double().requires_grad_() for size in sizes]
+
+
+@pytest.mark.parametrize("kind", ["none", "few", "apart"])
+@pytest.mark.parametrize(("window", "queries", "keys"), [(0, 40, 40), (0, 600, 600), (70, 300, 300), (9, 33, 140)])
+def test_dropout_of_what_is_attended_to(window: int, queries: int, keys: int, kind: str) -> None:
+    core = CausalAttention(0.3, window, "blocks.0.attn.core")
+    samples = SampleInfo(sample_keys(1, 2, torch.arange(2)), numbered(kind, 2, keys))
+    found = []
+    for compute in (core, lambda *given: definition(core, *given)):
+        given = inputs(queries, keys)
+        out = compute(*given, samples)
+        out.backward(torch.ones_like(out).cumsum(-1))
+        found.append([out, *(each.grad for each in given)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_dropout_keeps_nothing_of_the_matrix() -> None:
+    core = CausalAttention(0.1, 32, "blocks.0.attn.core")
+    q, k, v = inputs(1500, 1500)
+    samples = SampleInfo(sample_keys(1, 2, torch.arange(2)))
+    with recording_saved(()) as saved:
+        out = core(q, k, v, samples)
+    assert saved.nbytes == sum(each.nbytes for each in (q, k, v, out)) + 8 * (2 + 4 * 1500 + 1)

@@ -1,0 +1,172 @@
+"""Attention tile by tile against its definition; and that neither its memory nor its work grows with S²."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.attention import masked_attention, numbered
+from threefold.ops import attention as module
+from threefold.ops import tiles
+from threefold.ops.attention import attention
+from threefold.ops.tiles import Sight
+from threefold.plan.saved_tensors import recording_saved
+from threefold.torch_private.fake import OperationMode, fake_tensors, leaves
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}
+
+
+def inputs(
+    rows: int,
+    queries: int,
+    keys: int,
+    heads: tuple[int, int] = (4, 2),
+    width: int = 6,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(queries + keys)
+    sizes = ((queries, heads[0]), (keys, heads[1]), (keys, heads[1]))
+    return [torch.randn(rows, *size, 6, generator=draw).to(dtype).requires_grad_() for size in sizes]
+
+
+def with_gradients(compute: Callable[..., Tensor], given: list[Tensor], *rest: Any) -> list[Tensor]:
+    """The result, and the gradients of what is given."""
+    given = [each.detach().clone().requires_grad_() for each in given]
+    out = compute(*given, *rest)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+    out.backward(grad.to(given[0].dtype).to(out.dtype))
+    assert all(each.grad is not None and each.grad.dtype == each.dtype for each in given)
+    return [out, *(each.grad for each in given if each.grad is not None)]
+
+
+def check(given: list[Tensor], window: int, documents: Tensor | None) -> None:
+    found = with_gradients(attention, given, Sight(window, documents))
+    expected = with_gradients(masked_attention, given, window, documents)
+    assert found[0].dtype == given[0].dtype
+    for ours, theirs in zip(found, expected, strict=True):
+        # A gradient may be 0 but for rounding: that of the scores of a single key.
+        scale = theirs.double().abs().max().clamp_min(0.1)
+        assert (ours.double() - theirs.double()).abs().max() / scale <= TOLERANCE[given[0].dtype]
+
+
+@pytest.mark.parametrize("kind", ["none", "one", "single tokens", "few", "many", "apart"])
+@pytest.mark.parametrize("window", [0, 1, 7, 150, 1000])
+@pytest.mark.parametrize(("rows", "queries", "keys"), [(2, 301, 301), (3, 70, 301), (1, 5, 5)], ids=str)
+def test_windows_and_documents(rows: int, queries: int, keys: int, window: int, kind: str) -> None:
+    check(inputs(rows, queries, keys, dtype=torch.float64), window, numbered(kind, rows, keys))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("window", "kind"), [(0, "none"), (9, "none"), (0, "few"), (600, "none"), (20, "many")])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 1)], ids=str)
+def test_dtypes(dtype: torch.dtype, window: int, kind: str, heads: tuple[int, int]) -> None:
+    """bf16 by plain products and, for the keys of a long tile, by the fused kernel."""
+    for queries in (700, 130):
+        check(inputs(2, queries, 700, heads, dtype=dtype), window, numbered(kind, 2, 700))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 7), (4, 8), (5, 17), (3, 600)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_last_positions(dtype: torch.dtype, queries: int, keys: int) -> None:
+    check(inputs(2, queries, keys, (3, 3), dtype=dtype), 0, None)
+
+
+def test_what_is_hidden_changes_no_bit() -> None:
+    """Neither later tokens, nor those out of the window, nor those of other documents."""
+    given = inputs(1, 400, 400)
+    documents = (torch.arange(400) >= 100).long().unsqueeze(0)
+    for sight, first, end in ((Sight(50), 250, 300), (Sight(0, documents), 100, 300)):
+        changed = [each.detach().clone() for each in given]
+        for each in changed:
+            each[:, :first] += 1
+            each[:, end:] += 1
+        before, after = (
+            attention(*each, sight)[:, end - 1 if sight.window else first : end] for each in (given, changed)
+        )
+        assert torch.equal(before, after)
+        assert not torch.equal(attention(*given, sight), attention(*changed, sight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["none", "few"])
+def test_backward_keeps_nothing_of_the_matrix(dtype: torch.dtype, kind: str) -> None:
+    """Inputs, result, a number for each query and the documents."""
+    documents = numbered(kind, 2, 2000)
+    q, k, v = inputs(2, 2000, 2000, dtype=dtype)
+    with recording_saved(()) as saved:
+        out = attention(q, k, v, Sight(64, documents))
+    sums = 2 * 2000 * 4 * 4
+    assert saved.nbytes == sum(each.nbytes for each in (q, k, v, out)) + sums + (8 * 2 * 2000 if kind == "few" else 0)
+
+
+@pytest.mark.parametrize(("window", "kind"), [(64, "none"), (0, "many"), (64, "few")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_tensor_is_as_large_as_the_matrix(dtype: torch.dtype, window: int, kind: str) -> None:
+    largest = 0
+
+    class Measuring(OperationMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            found = func(*args, **(kwargs or {}))
+            largest = max([largest, *(each.numel() for each in leaves(found) if isinstance(each, Tensor))])
+            return found
+
+    length, documents = 3000, numbered(kind, 1, 3000)
+    q, k, v = (each.detach() for each in inputs(1, length, length, (1, 1), dtype=dtype))
+    with Measuring():
+        out, sums = module._forward(q, k, v, documents, window)
+        module._backward(out, q, k, v, out, sums, documents, window)
+    assert 0 < largest <= length * 64 < length**2 / 40
+
+
+@pytest.mark.parametrize(
+    ("mistake", "window", "kind"),
+    [
+        (lambda sight: Sight(sight.window + 1, sight.documents), 9, "none"),
+        (lambda sight: Sight(sight.window, None), 0, "few"),
+        (lambda sight: Sight(sight.window, sight.documents[:1].expand(2, -1)), 0, "few"),
+    ],
+    ids=["a key more", "documents left out", "of the first row"],
+)
+def test_a_mistake_would_be_seen(mistake: Callable[[Sight], Sight], window: int, kind: str) -> None:
+    wrong = patch.object(module, "Sight", lambda *given: mistake(tiles.Sight(*given)))
+    with wrong, pytest.raises(AssertionError):
+        check(inputs(2, 300, 300), window, numbered(kind, 2, 300))
+
+
+def test_shapes_without_memory() -> None:
+    """As in a dry run, where no document has a bound."""
+    documents = torch.zeros(2, 1 << 20, dtype=torch.int64)
+    with fake_tensors():
+        q, k, v = (torch.empty(2, 1 << 20, heads, 64, requires_grad=True) for heads in (8, 2, 2))
+        out = attention(q, k, v, Sight(512, documents * 1))
+        out.sum().backward()
+    assert out.shape == (2, 1 << 20, 512)
+    assert k.grad is not None
+    assert k.grad.shape == k.shape
+
+
+@pytest.mark.slow
+def test_compiled_code_calls_it_as_one_operator() -> None:
+    """Without a break of the graph, and for other documents without being compiled anew."""
+    given = inputs(2, 300, 300)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def twice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        return attention(q, k, v, Sight(9, documents)) * 2
+
+    compiled = torch.compile(twice, fullgraph=True, backend=backend)
+    for seed in (1, 2):
+        documents = numbered("few", 2, 300, seed)
+        found = with_gradients(compiled, given, documents)
+        expected = with_gradients(twice, given, documents)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(graphs) == 1

@@ -1,0 +1,51 @@
+"""Attention by its definition, with masks of the whole sequence, and documents of any kind."""
+
+import torch
+from torch import Tensor
+
+
+def hidden(queries: int, keys: int, window: int, documents: Tensor | None) -> Tensor:
+    """bool [B or 1, queries, keys]: which keys each of the last queries does not attend to."""
+    query, key = torch.arange(keys - queries, keys).unsqueeze(1), torch.arange(keys)
+    found = (key > query).unsqueeze(0)
+    if window:
+        found = found | (key <= query - window)
+    if documents is not None:
+        found = found | (documents[:, keys - queries : keys, None] != documents[:, None, :keys])
+    return found
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, documents: Tensor | None = None) -> Tensor:
+    """`threefold.ops.attention.attention`, in fp64."""
+    weights = masked_weights(q, k, window, documents)
+    return (weights @ _served(v, q)).transpose(1, 2).flatten(2)
+
+
+def masked_weights(q: Tensor, k: Tensor, window: int, documents: Tensor | None) -> Tensor:
+    """[B, heads, Q, K], in fp64."""
+    apart = hidden(q.shape[1], k.shape[1], window, documents).unsqueeze(1)
+    scores = q.transpose(1, 2).double() @ _served(k, q).mT / q.shape[-1] ** 0.5
+    return scores.masked_fill(apart, -torch.inf).softmax(-1)
+
+
+def _served(x: Tensor, q: Tensor) -> Tensor:
+    return x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1).double()
+
+
+def numbered(kind: str, rows: int, length: int, seed: int = 0) -> Tensor | None:
+    """int64 [rows, length], the documents of each row's positions.
+
+    Args:
+        kind: `none`, `one`, `single tokens`, `few`, `many`, or `apart`: of documents whose parts lie apart.
+        rows, length: sizes.
+        seed: of the random bounds, which differ from row to row.
+    """
+    if kind == "none":
+        return None
+    if kind in ("one", "single tokens"):
+        return (torch.arange(length) * (kind != "one")).expand(rows, -1).clone()
+    draw = torch.Generator().manual_seed(seed)
+    if kind == "apart":
+        return torch.randint(0, 3, (rows, -(-length // 5)), generator=draw).repeat_interleave(5, 1)[:, :length].clone()
+    share = {"few": 0.01, "many": 0.2}[kind]
+    return (torch.rand(rows, length, generator=draw) < share).long().cumsum(1)
