@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.cells import Cell, TileGradients, cells, gradient_shapes, wide
 from threefold.ops.kernels import causal_attention, plain_attention_serves
 from threefold.ops.operators import define
 from threefold.ops.plain_tile import plain_tile, plain_tile_gradients
+from threefold.ops.tile_inputs import TileGradients, TileInputs, gradient_shapes, tile_inputs, wide
 from threefold.ops.tiles import ALL_BEFORE, Sight
 from threefold.ops.varlen_attention import varlen_attention, varlen_lengths, varlen_serves
 from threefold.torch_private.attention import cpu_attention, cpu_attention_backward
@@ -49,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight = ALL_BEFORE) -> Ten
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> Tensor:
-        out, sums = torch.ops.threefold.tiled_attention(q, k, v, documents, window)
+        out, sums = TILED_ATTENTION(q, k, v, documents, window)
         ctx.save_for_backward(q, k, v, out, sums, documents)
         ctx.window = window
         flat: Tensor = out.flatten(2)
@@ -60,7 +60,7 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums, documents = ctx.saved_tensors
         grad = grad.reshape(q.shape)
-        found = torch.ops.threefold.tiled_attention_backward(grad, q, k, v, out, sums, documents, ctx.window)
+        found = TILED_ATTENTION_BACKWARD(grad, q, k, v, out, sums, documents, ctx.window)
         return *found, None, None
 
 
@@ -68,13 +68,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: 
     """[B, Q, heads, d], and of each query the logarithm of the sum of its exponentiated scores, [B, Q, heads], where
     the fused kernel computed it."""
     out, sums = _forward_shapes(q, k, v, documents, window)
-    for cell in _cells(q, k, v, Sight(window, documents)):
-        if _is_fused(cell):
-            found, total = cpu_attention(cell.q, cell.k, cell.v, cell.bias, cell.tile.is_causal)
-            sums[cell.at_queries] = total.transpose(1, 2)
+    for part in _inputs(q, k, v, Sight(window, documents)):
+        if _is_fused(part):
+            found, total = cpu_attention(part.q, part.k, part.v, part.bias, part.tile.is_causal)
+            sums[part.at_queries] = total.transpose(1, 2)
         else:
-            found = plain_tile(cell.q, cell.k, cell.v, cell.bias)
-        out[cell.at_queries] = found.transpose(1, 2)
+            found = plain_tile(part.q, part.k, part.v, part.bias)
+        out[part.at_queries] = found.transpose(1, 2)
     return out, sums
 
 
@@ -87,14 +87,14 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k` and `v`."""
     gradients = TileGradients(q, k, v)
-    for cell in _cells(q, k, v, Sight(window, documents)):
-        upper, of_cell = cell.of_queries(grad), cell.of_queries(out)
-        if _is_fused(cell):
-            total, causal = cell.of_queries(sums), cell.tile.is_causal
-            found = cpu_attention_backward(upper, cell.q, cell.k, cell.v, of_cell, total, cell.bias, causal)
+    for part in _inputs(q, k, v, Sight(window, documents)):
+        upper, below = part.of_queries(grad), part.of_queries(out)
+        if _is_fused(part):
+            total, causal = part.of_queries(sums), part.tile.is_causal
+            found = cpu_attention_backward(upper, part.q, part.k, part.v, below, total, part.bias, causal)
         else:
-            found = plain_tile_gradients(upper, cell.q, cell.k, cell.v, of_cell, cell.bias)
-        gradients.add(cell, found)
+            found = plain_tile_gradients(upper, part.q, part.k, part.v, below, part.bias)
+        gradients.add(part, found)
     return gradients.whole()
 
 
@@ -104,12 +104,12 @@ def _backward_shapes(
     return gradient_shapes(q, k, v)
 
 
-define("tiled_attention", _forward, _forward_shapes)
-define("tiled_attention_backward", _backward, _backward_shapes)
+TILED_ATTENTION: Final = define("tiled_attention", _forward, _forward_shapes)
+TILED_ATTENTION_BACKWARD: Final = define("tiled_attention_backward", _backward, _backward_shapes)
 
 
-def _cells(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Iterator[Cell]:
-    return cells(q, k, v, sight, _shortest_fused(q))
+def _inputs(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Iterator[TileInputs]:
+    return tile_inputs(q, k, v, sight, _shortest_fused(q))
 
 
 def _shortest_fused(x: Tensor) -> int | None:
@@ -120,6 +120,6 @@ def _shortest_fused(x: Tensor) -> int | None:
     return _LONGEST_PLAIN + 1 if x.dtype == torch.bfloat16 else 0
 
 
-def _is_fused(cell: Cell) -> bool:
-    shortest = _shortest_fused(cell.q)
-    return shortest is not None and len(cell.tile.keys) >= shortest
+def _is_fused(part: TileInputs) -> bool:
+    shortest = _shortest_fused(part.q)
+    return shortest is not None and len(part.tile.keys) >= shortest

@@ -12,8 +12,8 @@ import torch
 _LIBRARY: Final = torch.library.Library("threefold", "FRAGMENT")
 
 
-def define(name: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    """Make `torch.ops.threefold.<name>`.
+def define(name: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """Make `torch.ops.threefold.<name>`, and return it.
 
     Args:
         name: of the operator.
@@ -23,3 +23,4 @@ def define(name: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -
     _LIBRARY.define(name + torch.library.infer_schema(compute, mutates_args=()))
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"threefold::{name}", shapes, lib=_LIBRARY)
+    return getattr(torch.ops.threefold, name)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from threefold.ops.cells import wide
 from threefold.ops.kernels import serve_heads
+from threefold.ops.tile_inputs import wide
 
 Drop = Callable[[Tensor], Tensor]
 """Dropout of attention weights [B, heads, Q, K], or of their gradient: the same elements every time."""

@@ -60,7 +60,8 @@ def varlen_lengths(q: Tensor, k: Tensor, sight: Sight) -> Lengths | None:
             most_q, most_k = max(most_q, count_q), max(most_k, end - begin)
     # Both in one copy, from pinned memory, for which the host does not wait.
     both = torch.tensor([ends_q, ends_k], dtype=torch.int32, pin_memory=q.is_cuda).to(q.device, non_blocking=True)
-    return Lengths(*both, most_q, most_k, sight.window)
+    of_queries, of_keys = both
+    return Lengths(of_queries, of_keys, most_q, most_k, sight.window)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
@@ -72,7 +73,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tenso
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
     out = varlen_attn(
-        *(each.flatten(0, 1) for each in (q, k, v)),
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
         lengths.queries,
         lengths.keys,
         lengths.most_queries,
@@ -80,4 +83,5 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tenso
         window_size=(lengths.window - 1, 0),  # how many keys before and after its own; −1 for all
         enable_gqa=q.shape[2] != k.shape[2],
     )
+    assert isinstance(out, Tensor)  # nothing else is asked for
     return out.view(*q.shape[:2], -1)

@@ -19,7 +19,7 @@ from threefold.labels import IGNORE_INDEX
 from threefold.models.layers import attention
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.sharding import OverContext, OverSequence
-from threefold.ops import cells, tiles
+from threefold.ops import tile_inputs, tiles
 from threefold.parallel.context import attention as context
 from threefold.parallel.context import ring_attention as ring
 from threefold.parallel.pipeline.runner import LocalBatch
@@ -81,7 +81,7 @@ def tiles_from_the_first_key_on() -> list[Patch]:
             moved = range(tile.queries.start + queries.start, tile.queries.stop + queries.start)
             yield dataclasses.replace(tile, queries=moved)
 
-    return [replace(cells, "tiles", first)]
+    return [replace(tile_inputs, "tiles", first)]
 
 
 def documents_attend_across() -> list[Patch]:
@@ -105,7 +105,7 @@ def _documents_from_the_first(argument: int) -> Callable[..., Iterator[tiles.Til
 
 
 def documents_of_the_first_positions_for_every_chunk() -> list[Patch]:
-    return [replace(cells, "tiles", _documents_from_the_first(1))]
+    return [replace(tile_inputs, "tiles", _documents_from_the_first(1))]
 
 
 def key_gradients_not_returned_to_their_owner() -> list[Patch]:
@@ -206,24 +206,24 @@ def ring_attends_to_what_comes_later() -> list[Patch]:
 
 def ring_leaves_out_the_chunks_of_others() -> list[Patch]:
     """A rank's queries attend to its own keys alone."""
-    part = ring._Ring.cells
+    part = ring._Ring.of_owner
     return [
         replace(
             ring._Ring,
-            "cells",
+            "of_owner",
             lambda self, owner, *rest: part(self, owner, *rest) if owner == self.axis.index else iter(()),
         )
     ]
 
 
 def ring_mask_by_the_place_in_the_block() -> list[Patch]:
-    drop = ring._RingCell.drop
+    drop = ring._RingTile.drop
 
     def by_place(self: Any, *rest: Any) -> Tensor:
         local = range(self.at_keys.start, self.at_keys.stop)
         return drop(dataclasses.replace(self, tile=dataclasses.replace(self.tile, keys=local)), *rest)
 
-    return [replace(ring._RingCell, "drop", by_place)]
+    return [replace(ring._RingTile, "drop", by_place)]
 
 
 def ring_documents_of_the_own_chunks() -> list[Patch]:

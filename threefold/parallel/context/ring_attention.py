@@ -90,7 +90,7 @@ class _Ring:
             if arriving is not None:
                 block = arriving()
 
-    def cells(self, owner: int, batch: int, size: int) -> Iterator["_RingCell"]:
+    def of_owner(self, owner: int, batch: int, size: int) -> Iterator["_RingTile"]:
         """What this rank's queries attend to of `owner`'s keys, tile by tile.
 
         Args:
@@ -104,7 +104,7 @@ class _Ring:
                 queries, keys = (range(each * size, (each + 1) * size) for each in (query, key))
                 for tile in tiles(batch, queries, keys, sight, longest=0):
                     at_queries = _moved(tile.queries, row * size - queries.start)
-                    yield _RingCell(self, tile, at_queries, _moved(tile.keys, column * size - keys.start))
+                    yield _RingTile(self, tile, at_queries, _moved(tile.keys, column * size - keys.start))
 
 
 def _moved(positions: range, by: int) -> slice:
@@ -112,7 +112,7 @@ def _moved(positions: range, by: int) -> slice:
 
 
 @dataclass(frozen=True)
-class _RingCell:
+class _RingTile:
     """Some of this rank's queries, and of some rank's keys those that they attend to.
 
     Attributes:
@@ -162,13 +162,13 @@ class _Attention(torch.autograd.Function):
         total = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # log-sum-exp of the scores so far
         held = q.shape[2]
         for owner, block in ring.rounds(own):
-            for cell in ring.cells(owner, len(q), chunk_length(held)):
-                query, mean, sofar = (cell.of_queries(each) for each in (q, out, total))
-                key, value = _served(cell.of_keys(block), q)
-                scores = cell.scores(query, key)
+            for part in ring.of_owner(owner, len(q), chunk_length(held)):
+                query, mean, sofar = (part.of_queries(each) for each in (q, out, total))
+                key, value = _served(part.of_keys(block), q)
+                scores = part.scores(query, key)
                 joined = torch.logaddexp(sofar, scores.logsumexp(-1))
                 base = _finite(joined)
-                weights = cell.drop((scores - base.unsqueeze(-1)).exp_(), held * ring.axis.size)
+                weights = part.drop((scores - base.unsqueeze(-1)).exp_(), held * ring.axis.size)
                 mean.mul_((sofar - base).exp_().unsqueeze(-1)).add_(weights.to(q.dtype) @ value)
                 sofar.copy_(joined)
         ctx.save_for_backward(q, own, out, total)
@@ -185,16 +185,16 @@ class _Attention(torch.autograd.Function):
         grad_own = torch.zeros(own.shape, dtype=out.dtype, device=own.device)
         held = q.shape[2]
         for owner, block in ring.rounds(own):
-            for cell in ring.cells(owner, len(q), chunk_length(held)):
+            for part in ring.of_owner(owner, len(q), chunk_length(held)):
                 query, upper, base, shared, to_query = (
-                    cell.of_queries(each) for each in (q, grad, _finite(total), common, grad_q)
+                    part.of_queries(each) for each in (q, grad, _finite(total), common, grad_q)
                 )
-                key, value = _served(cell.of_keys(block), q)
-                to_key, to_value = cell.of_keys(grad_own)
-                weights = (cell.scores(query, key) - base.unsqueeze(-1)).exp_()
-                dropped = cell.drop(weights, held * ring.axis.size)
+                key, value = _served(part.of_keys(block), q)
+                to_key, to_value = part.of_keys(grad_own)
+                weights = (part.scores(query, key) - base.unsqueeze(-1)).exp_()
+                dropped = part.drop(weights, held * ring.axis.size)
                 to_value.add_(_gathered(dropped.to(q.dtype).mT @ upper, own))
-                of_weights = cell.drop((upper @ value.mT).to(out.dtype), held * ring.axis.size)
+                of_weights = part.drop((upper @ value.mT).to(out.dtype), held * ring.axis.size)
                 of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(q.shape[-1] ** -0.5).to(q.dtype)
                 to_query.add_(of_scores @ key)
                 to_key.add_(_gathered(of_scores.mT @ query, own))

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from threefold.ops.attention import TILED_ATTENTION, TILED_ATTENTION_BACKWARD
 from threefold.ops.tiles import Sight, tiles
+from threefold.random.dropped_attention import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
 from threefold.torch_private.fake import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, ONEDNN_LINEAR
 
 _Formula = Callable[..., int]
@@ -49,10 +50,10 @@ _OWN: dict[Any, _Formula] = {
     CPU_ATTENTION: _attention,
     CPU_ATTENTION_BACKWARD: _attention_backward,
     ONEDNN_LINEAR: _linear,
-    torch.ops.threefold.tiled_attention: _tiled,
-    torch.ops.threefold.tiled_attention_backward: _tiled_backward,
-    torch.ops.threefold.dropped_attention: _tiled,
-    torch.ops.threefold.dropped_attention_backward: _tiled_backward,
+    TILED_ATTENTION: _tiled,
+    TILED_ATTENTION_BACKWARD: _tiled_backward,
+    DROPPED_ATTENTION: _tiled,
+    DROPPED_ATTENTION_BACKWARD: _tiled_backward,
 }
 """Of operations that torch's registry has no formula for."""
 

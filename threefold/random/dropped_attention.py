@@ -1,15 +1,15 @@
 """Attention with dropout of its weights, tile by tile: the backward pass draws the masks again, and computes again."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.cells import Cell, TileGradients, cells, gradient_shapes
 from threefold.ops.operators import define
 from threefold.ops.plain_tile import plain_tile, plain_tile_gradients
+from threefold.ops.tile_inputs import TileGradients, TileInputs, gradient_shapes, tile_inputs
 from threefold.ops.tiles import Sight
 from threefold.random.dropout import Dropout, drop_rows
 from threefold.random.positions import ALL, row_major
@@ -47,7 +47,7 @@ class _DroppedAttention(torch.autograd.Function):
         site: Tensor,
         p: float,
     ) -> Tensor:
-        out = torch.ops.threefold.dropped_attention(q, k, v, documents, window, keys, rows, site, p)
+        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, rows, site, p)
         ctx.save_for_backward(q, k, v, out, documents, keys, rows, site)
         ctx.window, ctx.p = window, p
         flat: Tensor = out.flatten(2)
@@ -57,9 +57,7 @@ class _DroppedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, documents, *drawn = ctx.saved_tensors
-        found = torch.ops.threefold.dropped_attention_backward(
-            grad.reshape(q.shape), q, k, v, out, documents, ctx.window, *drawn, ctx.p
-        )
+        found = DROPPED_ATTENTION_BACKWARD(grad.reshape(q.shape), q, k, v, out, documents, ctx.window, *drawn, ctx.p)
         return *found, *(None,) * 6
 
 
@@ -84,9 +82,9 @@ def _forward(
         p: probability of dropping a weight.
     """
     out = q.new_empty(q.shape)
-    for cell in cells(q, k, v, Sight(window, documents), None):
-        drop = partial(_drop, cell, keys, rows.view(q.shape[2], q.shape[1]), site, p)
-        out[cell.at_queries] = plain_tile(cell.q, cell.k, cell.v, cell.bias, drop).transpose(1, 2)
+    for part in tile_inputs(q, k, v, Sight(window, documents), None):
+        drop = partial(_drop, part, keys, rows.view(q.shape[2], q.shape[1]), site, p)
+        out[part.at_queries] = plain_tile(part.q, part.k, part.v, part.bias, drop).transpose(1, 2)
     return out
 
 
@@ -109,10 +107,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k` and `v`."""
     gradients = TileGradients(q, k, v)
-    for cell in cells(q, k, v, Sight(window, documents), None):
-        drop = partial(_drop, cell, keys, rows.view(q.shape[2], q.shape[1]), site, p)
-        upper, of_cell = cell.of_queries(grad), cell.of_queries(out)
-        gradients.add(cell, plain_tile_gradients(upper, cell.q, cell.k, cell.v, of_cell, cell.bias, drop))
+    for part in tile_inputs(q, k, v, Sight(window, documents), None):
+        drop = partial(_drop, part, keys, rows.view(q.shape[2], q.shape[1]), site, p)
+        upper, below = part.of_queries(grad), part.of_queries(out)
+        gradients.add(part, plain_tile_gradients(upper, part.q, part.k, part.v, below, part.bias, drop))
     return gradients.whole()
 
 
@@ -120,12 +118,12 @@ def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
     return gradient_shapes(q, k, v)
 
 
-def _drop(cell: Cell, keys: Tensor, rows: Tensor, site: Tensor, p: float, weights: Tensor) -> Tensor:
+def _drop(part: TileInputs, keys: Tensor, rows: Tensor, site: Tensor, p: float, weights: Tensor) -> Tensor:
     """Dropout of a tile's weights [b, heads, queries, keys]; `rows` is [heads, Q]."""
-    samples, queries = cell.at_queries
-    columns = torch.arange(cell.tile.keys.start, cell.tile.keys.stop, device=weights.device)
+    samples, queries = part.at_queries
+    columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=weights.device)
     return drop_rows(weights, keys[samples], site, p, rows[:, queries], columns)
 
 
-define("dropped_attention", _forward, _forward_shapes)
-define("dropped_attention_backward", _backward, _backward_shapes)
+DROPPED_ATTENTION: Final = define("dropped_attention", _forward, _forward_shapes)
+DROPPED_ATTENTION_BACKWARD: Final = define("dropped_attention_backward", _backward, _backward_shapes)

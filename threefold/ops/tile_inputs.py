@@ -12,7 +12,7 @@ Place = tuple[slice, slice]
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class TileInputs:
     """A tile of the attention of the last Q of K positions.
 
     Attributes:
@@ -38,7 +38,7 @@ class Cell:
         return x[self.at_queries].transpose(1, 2)
 
 
-def cells(q: Tensor, k: Tensor, v: Tensor, sight: Sight, shortest_fused: int | None) -> Iterator[Cell]:
+def tile_inputs(q: Tensor, k: Tensor, v: Tensor, sight: Sight, shortest_fused: int | None) -> Iterator[TileInputs]:
     """The tiles that together hold every pair of a query and a key that it attends to, each once.
 
     Args:
@@ -53,7 +53,6 @@ def cells(q: Tensor, k: Tensor, v: Tensor, sight: Sight, shortest_fused: int | N
     for tile in tiles(len(q), range(first, end), range(end), sight, 0 if shortest_fused is None else None):
         at_queries = tile.rows, slice(tile.queries.start - first, tile.queries.stop - first)
         at_keys = tile.rows, slice(tile.keys.start, tile.keys.stop)
-        parts = (each.transpose(1, 2) for each in (q[at_queries], k[at_keys], v[at_keys]))
         fused = shortest_fused is not None and len(tile.keys) >= shortest_fused
         bias = None
         if not (tile.is_full or (fused and tile.is_causal)):
@@ -61,7 +60,8 @@ def cells(q: Tensor, k: Tensor, v: Tensor, sight: Sight, shortest_fused: int | N
             bias = _bias(tile, q) if bias is None else bias
             if tile.ids is None:
                 alike[tile.shape] = bias
-        yield Cell(tile, at_queries, at_keys, *parts, bias)
+        of_q, of_k, of_v = (each.transpose(1, 2) for each in (q[at_queries], k[at_keys], v[at_keys]))
+        yield TileInputs(tile, at_queries, at_keys, of_q, of_k, of_v, bias)
 
 
 def _bias(tile: Tile, q: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class TileGradients:
     """The gradients of queries, keys and values, to which the tiles add theirs, in fp32 at least.
 
     Args:
-        q, k, v: as of `cells`.
+        q, k, v: as of `tile_inputs`.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -81,11 +81,11 @@ class TileGradients:
         self._of_q = q.new_empty(q.shape)  # every query is in one tile
         self._of_keys = [each.new_zeros(each.shape, dtype=wide(each)) for each in (k, v)]
 
-    def add(self, cell: Cell, found: tuple[Tensor, Tensor, Tensor]) -> None:
+    def add(self, part: TileInputs, found: tuple[Tensor, Tensor, Tensor]) -> None:
         """Those of a tile, of its `q`, `k` and `v`."""
-        self._of_q[cell.at_queries] = found[0].transpose(1, 2)
-        for sums, part in zip(self._of_keys, found[1:], strict=True):
-            sums[cell.at_keys] += part.transpose(1, 2)
+        self._of_q[part.at_queries] = found[0].transpose(1, 2)
+        for sums, gradient in zip(self._of_keys, found[1:], strict=True):
+            sums[part.at_keys] += gradient.transpose(1, 2)
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of `q`, `k` and `v`."""
