@@ -1,5 +1,7 @@
 """Attention with dropout in windows and documents, whose backward pass draws the masks again."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,4 +46,27 @@ def test_dropout_keeps_nothing_of_the_matrix() -> None:
     samples = SampleInfo(sample_keys(1, 2, torch.arange(2)))
     with recording_saved(()) as saved:
         out = core(q, k, v, samples)
-    assert saved.nbytes == sum(each.nbytes for each in (q, k, v, out)) + 8 * (2 + 4 * 1500 + 1)
+    assert saved.nbytes == sum(each.nbytes for each in (q, k, v, out)) + 8 * 2
+
+
+@pytest.mark.slow
+def test_compiled_code_calls_it_as_one_operator() -> None:
+    """One graph for layers of different streams."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    samples = SampleInfo(sample_keys(1, 2, torch.arange(2)), numbered("few", 2, 300))
+    compiled = torch.compile(lambda core, *given: core(*given), fullgraph=True, backend=backend)
+    for name in ("blocks.0.attn.core", "blocks.1.attn.core"):
+        core, found = CausalAttention(0.3, 9, name), []
+        for compute in (core, partial(compiled, core)):
+            given = inputs(300, 300)
+            out = compute(*given, samples)
+            out.sum().backward()
+            found.append([out, *(each.grad for each in given)])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
+    assert graphs

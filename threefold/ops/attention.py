@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from threefold.ops.kernels import causal_attention, plain_attention_serves
-from threefold.ops.operators import define
 from threefold.ops.plain_tile import plain_tile, plain_tile_gradients
 from threefold.ops.tile_inputs import TileGradients, TileInputs, gradient_shapes, tile_inputs, wide
 from threefold.ops.tiles import ALL_BEFORE, Sight
 from threefold.ops.varlen_attention import varlen_attention, varlen_lengths, varlen_serves
 from threefold.torch_private.attention import cpu_attention, cpu_attention_backward
+from threefold.torch_private.operators import operator
 
 _LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it torch's fused kernel is faster than plain products
 
@@ -104,8 +104,8 @@ def _backward_shapes(
     return gradient_shapes(q, k, v)
 
 
-TILED_ATTENTION: Final = define("tiled_attention", _forward, _forward_shapes)
-TILED_ATTENTION_BACKWARD: Final = define("tiled_attention_backward", _backward, _backward_shapes)
+TILED_ATTENTION: Final[Any] = operator("tiled_attention", _forward_shapes)(_forward)
+TILED_ATTENTION_BACKWARD: Final[Any] = operator("tiled_attention_backward", _backward_shapes)(_backward)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Iterator[TileInputs]:

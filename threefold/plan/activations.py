@@ -240,9 +240,8 @@ def _core_bytes(sizes: BlockSizes, inputs: int) -> int:
     if sizes.attention == "fused":
         sums = heads * length // cp * sizes.wide  # the logarithm of each query's sum
         return inputs + sums + gathered + bounds
-    if sizes.attention == "dropped again":  # from the key of each sample, the row of each query, and the layer's stream
-        drawn = sizes.samples + sizes.heads // sizes.tp * length // cp + min(cp, 2)
-        return inputs + gathered + bounds + _POSITION * drawn
+    if sizes.attention == "dropped again":
+        return inputs + gathered + bounds + _POSITION * sizes.samples  # with the key of each sample
     if sizes.kernels.fused_softmax:
         each = sizes.itemsize if sizes.attention == "plain" else 2 * sizes.itemsize + sizes.kernels.mask_bytes
         return inputs + heads * pairs * each

@@ -106,7 +106,7 @@ def drop(x: Tensor, keys: Tensor, site: int, p: float, parts: Mapping[int, Posit
     return drop_rows(x, keys, site, p, *_places(x.shape, parts, keys.device))
 
 
-def drop_rows(x: Tensor, keys: Tensor, site: int | Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
+def drop_rows(x: Tensor, keys: Tensor, site: int, p: float, rows: Tensor, columns: Tensor) -> Tensor:
     """`drop` of an activation `x` [B, …, n] that is said by its places in the whole one.
 
     Args:
@@ -125,7 +125,7 @@ def _places(shape: torch.Size, parts: Mapping[int, Positions], device: torch.dev
     return rows, held[-1].indices(shape[-1], device)
 
 
-def _keep(keys: Tensor, site: int | Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
+def _keep(keys: Tensor, site: int, p: float, rows: Tensor, columns: Tensor) -> Tensor:
     samples = keys.view(-1, *(1,) * rows.dim())
     row_keys = _mix64(samples + site + rows * signed(0x9E3779B97F4A7C15, 64))
     # Strong mixing once per row, then a cheap 32-bit mix per element: this runs on every activation.

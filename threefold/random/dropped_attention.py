@@ -1,18 +1,18 @@
 """Attention with dropout of its weights, tile by tile: the backward pass draws the masks again, and computes again."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.operators import define
-from threefold.ops.plain_tile import plain_tile, plain_tile_gradients
+from threefold.ops.plain_tile import Drop, plain_tile, plain_tile_gradients
 from threefold.ops.tile_inputs import TileGradients, TileInputs, gradient_shapes, tile_inputs
 from threefold.ops.tiles import Sight
 from threefold.random.dropout import Dropout, drop_rows
 from threefold.random.positions import ALL, row_major
+from threefold.torch_private.operators import Handle, operator
 
 
 def dropped_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, dropout: Dropout, keys: Tensor) -> Tensor:
@@ -26,65 +26,38 @@ def dropped_attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, dropout: Dr
     Returns:
         [B, Q, heads · d].
     """
-    rows = row_major((q.shape[2], q.shape[1]), [dropout.parts.get(dim, ALL) for dim in (1, 2)], q.device)
-    site = torch.as_tensor(dropout.site)
     sight = sight.within(k.shape[1])
-    out: Tensor = _DroppedAttention.apply(q, k, v, sight.documents, sight.window, keys, rows, site, dropout.p)
+    out: Tensor = _DroppedAttention.apply(q, k, v, sight.documents, sight.window, keys, dropout.handle)
     return out
 
 
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Tensor | None,
-        window: int,
-        keys: Tensor,
-        rows: Tensor,
-        site: Tensor,
-        p: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
     ) -> Tensor:
-        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, rows, site, p)
-        ctx.save_for_backward(q, k, v, out, documents, keys, rows, site)
-        ctx.window, ctx.p = window, p
+        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer)
+        ctx.save_for_backward(q, k, v, out, documents, keys)
+        ctx.window, ctx.layer = window, layer
         flat: Tensor = out.flatten(2)
         return flat
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, documents, *drawn = ctx.saved_tensors
-        found = DROPPED_ATTENTION_BACKWARD(grad.reshape(q.shape), q, k, v, out, documents, ctx.window, *drawn, ctx.p)
-        return *found, *(None,) * 6
+        q, k, v, out, documents, keys = ctx.saved_tensors
+        grad = grad.reshape(q.shape)
+        found = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, out, documents, ctx.window, keys, ctx.layer)
+        return *found, None, None, None, None
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    window: int,
-    keys: Tensor,
-    rows: Tensor,
-    site: Tensor,
-    p: float,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> Tensor:
-    """[B, Q, heads, d].
-
-    Args:
-        q, k, v, documents, window: as of `ops.attention`.
-        keys: int64 [B], the samples' keys.
-        rows: int64 [heads · Q], which rows of the whole attention matrix of a sample these are.
-        site: int64, the stream of the dropout.
-        p: probability of dropping a weight.
-    """
-    out = q.new_empty(q.shape)
+    """[B, Q, heads, d]; `layer` is the `Dropout`."""
+    out, drop_of = q.new_empty(q.shape), _drops(q, keys, layer.value)
     for part in tile_inputs(q, k, v, Sight(window, documents), None):
-        drop = partial(_drop, part, keys, rows.view(q.shape[2], q.shape[1]), site, p)
-        out[part.at_queries] = plain_tile(part.q, part.k, part.v, part.bias, drop).transpose(1, 2)
+        out[part.at_queries] = plain_tile(part.q, part.k, part.v, part.bias, drop_of(part)).transpose(1, 2)
     return out
 
 
@@ -101,16 +74,13 @@ def _backward(
     documents: Tensor | None,
     window: int,
     keys: Tensor,
-    rows: Tensor,
-    site: Tensor,
-    p: float,
+    layer: Handle,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k` and `v`."""
-    gradients = TileGradients(q, k, v)
+    gradients, drop_of = TileGradients(q, k, v), _drops(q, keys, layer.value)
     for part in tile_inputs(q, k, v, Sight(window, documents), None):
-        drop = partial(_drop, part, keys, rows.view(q.shape[2], q.shape[1]), site, p)
         upper, below = part.of_queries(grad), part.of_queries(out)
-        gradients.add(part, plain_tile_gradients(upper, part.q, part.k, part.v, below, part.bias, drop))
+        gradients.add(part, plain_tile_gradients(upper, part.q, part.k, part.v, below, part.bias, drop_of(part)))
     return gradients.whole()
 
 
@@ -118,12 +88,19 @@ def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
     return gradient_shapes(q, k, v)
 
 
-def _drop(part: TileInputs, keys: Tensor, rows: Tensor, site: Tensor, p: float, weights: Tensor) -> Tensor:
-    """Dropout of a tile's weights [b, heads, queries, keys]; `rows` is [heads, Q]."""
-    samples, queries = part.at_queries
-    columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=weights.device)
-    return drop_rows(weights, keys[samples], site, p, rows[:, queries], columns)
+def _drops(q: Tensor, keys: Tensor, dropout: Dropout) -> Callable[[TileInputs], Drop]:
+    """The dropout of each tile's weights."""
+    shape = q.shape[2], q.shape[1]
+    rows = row_major(shape, [dropout.parts.get(dim, ALL) for dim in (1, 2)], q.device).view(shape)
+
+    def of_tile(part: TileInputs) -> Drop:
+        samples, queries = part.at_queries
+        columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
+        drawn = keys[samples], dropout.site, dropout.p, rows[:, queries], columns
+        return lambda weights: drop_rows(weights, *drawn)
+
+    return of_tile
 
 
-DROPPED_ATTENTION: Final = define("dropped_attention", _forward, _forward_shapes)
-DROPPED_ATTENTION_BACKWARD: Final = define("dropped_attention_backward", _backward, _backward_shapes)
+DROPPED_ATTENTION: Final[Any] = operator("dropped_attention", _forward_shapes)(_forward)
+DROPPED_ATTENTION_BACKWARD: Final[Any] = operator("dropped_attention_backward", _backward_shapes)(_backward)

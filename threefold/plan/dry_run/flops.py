@@ -50,10 +50,10 @@ _OWN: dict[Any, _Formula] = {
     CPU_ATTENTION: _attention,
     CPU_ATTENTION_BACKWARD: _attention_backward,
     ONEDNN_LINEAR: _linear,
-    TILED_ATTENTION: _tiled,
-    TILED_ATTENTION_BACKWARD: _tiled_backward,
-    DROPPED_ATTENTION: _tiled,
-    DROPPED_ATTENTION_BACKWARD: _tiled_backward,
+    TILED_ATTENTION.overloadpacket: _tiled,
+    TILED_ATTENTION_BACKWARD.overloadpacket: _tiled_backward,
+    DROPPED_ATTENTION.overloadpacket: _tiled,
+    DROPPED_ATTENTION_BACKWARD.overloadpacket: _tiled_backward,
 }
 """Of operations that torch's registry has no formula for."""
 
