@@ -60,6 +60,7 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/head.py
+	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/generation.py
 
 # The reference of the settings, from the schema; what goes with what, from the rules; the rooms, from the imports; the

@@ -1,0 +1,147 @@
+"""Attention of long sequences, in a window and inside documents: time and memory, beside other ways to compute it.
+
+    python benchmarks/attention.py [--rounds 3] [--length 2048 8192] [--before CHECKOUT] [--flex]
+
+One forward and backward pass, fp32 and bf16, in processes of their own, in turns: this package's attention in a window
+of 256 and inside documents of 512 tokens on average (exponentially distributed); torch's fused causal attention of the
+whole sequence, which hides nothing else; with `--before` another checkout of this package; with `--flex` torch's flex
+attention with a block mask, compiled, where it can be. Memory is the most that the process had beyond what it began
+with.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from contest import Contestant, contest, ratio
+from hardware import hardware_line
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+
+from threefold.host import keep_freed_memory
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.decoder import SampleInfo
+
+HEADS, WIDTH, WINDOW, DOCUMENT = 8, 64, 256, 512
+MIB = 1 << 20
+
+
+def document_numbers(length: int) -> Tensor:
+    """int64 [1, length], of documents of `DOCUMENT` tokens on average."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.empty(length).exponential_(1 / DOCUMENT, generator=draw).long() + 1
+    return torch.repeat_interleave(torch.arange(length), lengths)[:length].unsqueeze(0)
+
+
+def attention_pass(way: str, hides: str, dtype: str, length: int, report: str) -> Callable[[int], None]:
+    """What does one pass one way, and writes the process's largest memory into `report`.
+
+    Args:
+        way: `package`, `fused` or `flex`.
+        hides: `window` or `documents`.
+        dtype: of the inputs.
+        length: S.
+        report: a file.
+    """
+    keep_freed_memory()  # as `threefold.train.entry_point` does
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(1, length, HEADS, WIDTH, generator=draw).to(kind).requires_grad_() for _ in range(3)]
+    grad = torch.randn(1, length, HEADS * WIDTH, generator=draw).to(kind)
+    documents = document_numbers(length)
+    if way == "package":
+        core = CausalAttention(window=WINDOW if hides == "window" else 0)
+        compute = partial(core, samples=SampleInfo(documents=documents if hides == "documents" else None))
+    else:
+        compute = _fused if way == "fused" else _flex(hides, documents[0], length)
+    before = _resident()
+
+    def step(_: int) -> None:
+        for each in inputs:
+            each.grad = None
+        compute(*inputs).backward(grad)
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        Path(report).write_text(str(most - before))
+
+    return step
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def _flex(hides: str, documents: Tensor, length: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def attended(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = query - key < WINDOW if hides == "window" else documents[query] == documents[key]
+        return (key <= query) & near
+
+    mask = create_block_mask(attended, None, None, length, length, device="cpu")
+    compiled = torch.compile(flex_attention)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        return compiled(q, k, v, block_mask=mask).transpose(1, 2).flatten(2)
+
+    return compute
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has now (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each, of which the medians are printed")
+    parser.add_argument("--length", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--dtype", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--before", default="", help="another checkout of this package")
+    parser.add_argument("--flex", action="store_true", help="torch's flex attention too, which is compiled")
+    arguments = parser.parse_args()
+    table = Table(title="One forward and backward pass", title_justify="left")
+    for heading in ("S", "dtype", "hides", "way", "ms", "of causal", "MiB"):
+        table.add_column(heading, justify="right")
+    for length in arguments.length:
+        for dtype in arguments.dtype:
+            _measure(table, length, dtype, arguments)
+    console = Console()
+    console.print(hardware_line(), highlight=False, soft_wrap=True)
+    console.print(table)
+
+
+def _measure(table: Table, length: int, dtype: str, arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ways = [("causal", "fused", "", "")]
+        for hides in ("window", "documents"):
+            ways.append((hides, "package", "", "tiles"))
+            if arguments.before:
+                ways.append((hides, "package", arguments.before, "before"))
+            if arguments.flex:
+                ways.append((hides, "flex", "", "flex"))
+        contestants = []
+        for hides, way, tree, shown in ways:
+            report = os.path.join(folder, hides + shown)
+            given = (way, hides, dtype, length, report)
+            contestants.append(Contestant(hides + shown, attention_pass, given, launched=False, tree=tree))
+        seconds = contest(contestants, arguments.rounds, 1)
+        for hides, _, _, shown in ways:
+            name = hides + shown
+            most = int(Path(folder, name).read_text()) / MIB
+            part = 1 / ratio(seconds[name], seconds["causal"])
+            found = f"{statistics.median(seconds[name]) * 1000:.0f}", f"{part:.2f}", f"{most:,.0f}"
+            table.add_row(f"{length:,}", dtype, hides if shown else "nothing else", shown or "fused", *found)
+
+
+if __name__ == "__main__":
+    main()
