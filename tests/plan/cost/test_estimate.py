@@ -8,10 +8,11 @@ from tests.plan.cost.ideal import GPT, LLAMA, config, ideal
 from threefold.errors import UserError
 from threefold.models.flops import model_flops_per_token
 from threefold.plan.cost.estimate import default_system, estimate
+from threefold.plan.cost.parameters import layer_elements
 from threefold.plan.cost.step import step_time
 from threefold.plan.cost.system import SYSTEMS
 from threefold.plan.hardware.catalogue import find_hardware
-from threefold.plan.hardware.entry import Link
+from threefold.plan.hardware.entry import Hardware, Link
 
 
 def test_figures_follow_from_the_time() -> None:
@@ -94,12 +95,23 @@ def test_the_host_lengthens_what_its_kernels_do_not_hide() -> None:
     assert long.host == pytest.approx(10.0 * blocks - (long.total - long.host), rel=0.2), "but for embedding and head"
 
 
-def test_sharded_weights_are_gathered_layer_by_layer() -> None:
+def test_what_sharding_takes_on_a_cpu() -> None:
+    """Each block's hooks and waits in each micro-batch with `zero` 3, else once a step; and copies of all weights."""
     link = Link(1e30, 1e-3)
     host = replace(ideal(), device="cpu", gpus_per_node=4, cores=4, inside=link, between=link)
-    waits = [step_time(config(GPT, dp=4, zero=zero), host, SYSTEMS["own-cpu"]).gradients for zero in (1, 3)]
+    host = replace(host, achievable=replace(host.achievable, sharded_block=5e-3))
     layers, micro_batches = GPT["num_layers"], 8
-    assert waits == pytest.approx([2 * 2e-3, micro_batches * layers * 3 * 2e-3])
+
+    def waits(hardware: Hardware) -> list[float]:
+        return [step_time(config(GPT, dp=4, zero=zero), hardware, SYSTEMS["own-cpu"]).gradients for zero in (1, 2, 3)]
+
+    assert waits(host) == pytest.approx([5e-3 * layers, 5e-3 * layers, 5e-3 * layers * micro_batches])
+    slow = replace(host, name="slow", memory_bandwidth=1e9)
+    copies = [found - fast for found, fast in zip(waits(slow), waits(host), strict=True)]
+    elements = sum(layer_elements(config(GPT)))
+    gathered, summed = 2 * 2 * 2 * elements / 1e9, 2 * 4 * elements / 1e9  # bf16 weights, fp32 gradients
+    expected = [gathered + summed, gathered + micro_batches * summed, micro_batches * (2 * gathered + summed)]
+    assert copies == pytest.approx(expected)
 
 
 def test_ranks_fill_nodes() -> None:

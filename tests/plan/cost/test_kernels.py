@@ -19,6 +19,8 @@ def test_a_product_is_its_operations_or_its_bytes() -> None:
     nbytes = 2 * (100 * 300 + 300 * 200 + 100 * 200)
     assert matrix_seconds(narrow, "bf16", 100, 200, 300) == pytest.approx(nbytes / 1e9)
     assert memory_seconds(narrow, 1e6) == pytest.approx(1e-3)
+    both = nbytes / 1e9 + 2 * 100 * 200 * 300 / RATE
+    assert matrix_seconds(replace(narrow, device="cpu"), "bf16", 100, 200, 300) == pytest.approx(both)
 
 
 def test_small_and_shallow_products_reach_less_of_the_peak() -> None:

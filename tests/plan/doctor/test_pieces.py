@@ -160,6 +160,10 @@ def test_host_work_is_what_kernels_do_not_explain() -> None:
     kernels = block_seconds(block_of(tiny_config(), 0, 1, SYSTEMS["own-cpu"]), before, SYSTEMS["own-cpu"]).total
     assert before.achievable.block == 0.0 < kernels < 5e-3
     assert entry.achievable.block == pytest.approx(5e-3 - kernels)
+    sharded = Examination(MACHINE, "cpu", (), (), (replace(rates_of(8), block=5e-3, sharded_block=8e-3),), DISK, ())
+    found = measured_entry(sharded)
+    assert found is not None
+    assert found.achievable.sharded_block == pytest.approx(3e-3)
     on_gpu = measured_entry(replace(with_block, device="cuda"))
     assert on_gpu is not None
     assert on_gpu.achievable.block == 5e-3, "which runs beside the kernels"

@@ -52,10 +52,11 @@ def matrix_seconds(
         * _filled(hardware.multiprocessors, rows, columns, count)
     )
     moved = itemsize * count * (rows * depth + depth * columns + rows * columns)
-    return (
-        larger(flops / (hardware.matrix_rate(dtype) * fraction), moved / (hardware.memory_bandwidth * reached.memory))
-        + reached.kernel
-    )
+    computing = flops / (hardware.matrix_rate(dtype) * fraction)
+    moving = moved / (hardware.memory_bandwidth * reached.memory)
+    if hardware.device == "cpu":  # whose rate is that of matrices in its caches, into which others have to come first
+        return computing + moving + reached.kernel
+    return larger(computing, moving) + reached.kernel
 
 
 def _filled(multiprocessors: int, rows: float, columns: int, count: int) -> float:

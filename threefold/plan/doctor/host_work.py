@@ -20,7 +20,7 @@ _FEW, _MANY = 1, 4
 
 
 @cache
-def tiny_config(micro_batches: int = _FEW, ranks: int = 1, device: str = "cpu") -> Config:
+def tiny_config(micro_batches: int = _FEW, ranks: int = 1, device: str = "cpu", zero: int = 0) -> Config:
     """A GPT of the least sizes, resolved, with so many micro-batches on each of so many data-parallel ranks."""
     given: dict[str, Any] = {
         "model": {
@@ -30,22 +30,25 @@ def tiny_config(micro_batches: int = _FEW, ranks: int = 1, device: str = "cpu") 
             "vocab_size": _VOCAB,
         },
         "data": {"path": "none", "sequence_length": _LENGTH},
-        "parallel": {"dp": ranks},
+        "parallel": {"dp": ranks, "zero": zero},
         "train": {"global_batch_size": ranks * micro_batches, "micro_batch_size": 1, "device": device},
     }
     return resolve(Config.model_validate(given), _VOCAB)
 
 
-def measure_block(seconds_of: Callable[[Callable[[], object]], float], ranks: int, device: torch.device) -> float:
+def measure_block(
+    seconds_of: Callable[[Callable[[], object]], float], ranks: int, device: torch.device, zero: int = 0
+) -> float:
     """Seconds of one tiny block's forward and backward pass of a micro-batch. Collective over the world.
 
     Args:
         seconds_of: times an operation on all ranks at once.
         ranks: of the world.
         device: of this rank.
+        zero: as `parallel.zero`.
     """
     mesh = Mesh(Layout(dp=ranks), device)
-    configs = (tiny_config(micro_batches, ranks, device.type) for micro_batches in (_FEW, _MANY))
+    configs = (tiny_config(micro_batches, ranks, device.type, zero) for micro_batches in (_FEW, _MANY))
     few, many = (seconds_of(_step(config, mesh)) for config in configs)
     return max(0.0, many - few) / ((_MANY - _FEW) * _LAYERS)
 

@@ -71,7 +71,8 @@ def measured_entry(found: Examination) -> Hardware | None:
             f"threefold doctor on {machine.host}: {ranks} local ranks of {most.threads} threads at the same time",
         ),
     )
-    return replace(entry, achievable=replace(reached, block=_host_work(most, entry)))
+    sharded = max(0.0, most.sharded_block - most.block) if found.device == "cpu" else 0.0
+    return replace(entry, achievable=replace(reached, block=_host_work(most, entry), sharded_block=sharded))
 
 
 def _host_work(rates: RankRates, entry: Hardware) -> float:

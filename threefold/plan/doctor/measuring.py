@@ -33,6 +33,7 @@ _LONGEST_PRODUCT: Final = 0.5
 """Seconds of one."""
 _HEADS, _HEAD_DIM = 4, 64
 NCCL: Final = "NCCL"
+_SHARDED_WEIGHTS: Final = 3  # value of parallel.zero
 _LEAST_SECONDS: Final = 1e-7
 _BETWEEN: Final = 512
 """Size of the square product between collectives."""
@@ -93,6 +94,7 @@ class RankRates:
         memory_bandwidth: bytes read and written per second by a copy.
         kernel: seconds of a kernel on a few elements, with what autograd does about it.
         block: seconds of the forward and backward pass of a block of the least sizes.
+        sharded_block: the same with weights sharded over the ranks.
         collectives: by name: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; of groups of two ranks at
             the same time `pairs`, an all-reduce, and `send`; none with one rank.
     """
@@ -105,6 +107,7 @@ class RankRates:
     memory_bandwidth: float
     kernel: float
     block: float = 0.0
+    sharded_block: float = 0.0
     collectives: dict[str, Collective] = field(default_factory=dict)
 
 
@@ -134,6 +137,7 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
         memory_bandwidth=_copy(timer, budget.copied),
         kernel=_kernel(timer),
         block=measure_block(timer.of, world, on),
+        sharded_block=measure_block(timer.of, world, on, _SHARDED_WEIGHTS) if world > 1 else 0.0,
         collectives=_collectives(timer, mesh, budget.nbytes) if world > 1 else {},
     )
 

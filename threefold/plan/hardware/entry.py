@@ -41,6 +41,7 @@ class Achievable:
         kernel: seconds between the end of one kernel and the start of the next.
         block: seconds that a block's forward and backward pass of a micro-batch take beside its kernels: Python and
             autograd, where nothing hides them.
+        sharded_block: seconds by which they take longer on a CPU with `parallel.zero` 3, beside what its bytes take.
         step: seconds of a step that no other cause accounts for.
     """
 
@@ -56,6 +57,7 @@ class Achievable:
     network: float = 0.8
     kernel: float = 4e-6
     block: float = 0.0
+    sharded_block: float = 0.0
     step: float = 0.02
 
 
@@ -135,7 +137,12 @@ class Hardware:
             gpus_per_node=ranks,
             inside=link,
             between=link,
-            achievable=replace(reached, kernel=reached.kernel / faster, block=reached.block / faster),
+            achievable=replace(
+                reached,
+                kernel=reached.kernel / faster,
+                block=reached.block / faster,
+                sharded_block=reached.sharded_block / faster,
+            ),
         )
 
     def _turns(self, ranks: int) -> float:

@@ -31,6 +31,7 @@ _ZERO_ALLOWED: Final = (
     "attention_depth",
     "kernel",
     "block",
+    "sharded_block",
     "step",
     "cores",
     "dollars_per_hour",
