@@ -43,7 +43,7 @@ def test_the_package_says_that_it_has_types() -> None:
 
 
 PARTS = {
-    *("Recorder", "SharedMemoryGroup"),  # of an axis, which a mesh makes
+    *("Recorder", "SharedMemoryGroup", "PostponedSum"),  # of an axis, which a mesh makes
     *("Patterns", "Unit", "AsConstructed", "Drawn", "Cut"),  # of a ModelPlan, which a Plan builds
     *(
         "ParallelConfig",

@@ -20,8 +20,8 @@ from threefold.parallel.expert.routing import ParallelRouting
 
 def experts_summed_over_all_replicas() -> list[Patch]:
     """Replicas that hold different experts add their gradients up."""
-    expert_axes = mesh.Mesh._expert_axes
-    return [replace(mesh.Mesh, "_expert_axes", lambda self: (expert_axes(self)[0], self.replicas))]
+    planned = mesh.Mesh._experts
+    return [replace(mesh.Mesh, "_experts", lambda self: planned(self)[:1])]
 
 
 def experts_not_summed_over_copies() -> list[Patch]:
