@@ -167,6 +167,11 @@ def _one_of_each(group: SharedMemoryGroup, parts: list[Tensor]) -> list[bytes]:
     gathered = group.all_gather(mine.t() if mine.dim() == 2 else mine)
     assert torch.equal(gathered, torch.stack([part.t() if part.dim() == 2 else part for part in parts]))
 
+    room = mine.new_zeros(group.size, mine.numel())
+    room[group.index] = mine.flatten()
+    group.all_gather(room[group.index], room)  # from its place in it
+    assert torch.equal(room, torch.stack([part.flatten() for part in parts]))
+
     received = group.broadcast_(mine.clone(), source)
     assert torch.equal(received, parts[source])
 

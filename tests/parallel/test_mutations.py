@@ -4,6 +4,7 @@ The mistakes are those of training systems in use; the comment at each says wher
 """
 
 from collections.abc import Callable
+from dataclasses import replace as changed
 
 from tests.support.mistakes import (
     Patch,
@@ -83,6 +84,8 @@ def test_mistake_is_found(
     pool, expected, mistake: Callable[[], list[Patch]], layout: tuple[int, int, int], sign: str
 ) -> None:
     case = Case(dtype="fp64", dropout=0.1).with_layout(*layout)
+    if mistake is replicas_reduced_before_the_last_micro_batch:  # ranks that share memory begin no sum before its end
+        case = changed(case, shared_memory=False)
     found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case), case)
     assert any(sign in departure for departure in found), found[:5]
 

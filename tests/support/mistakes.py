@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -195,18 +194,8 @@ def different_masks_in_the_replicated_region() -> list[Patch]:
 
 
 def loss_summed_over_gathered_logits_twice() -> list[Patch]:
-    all_reduce = Axis.all_reduce_
-
-    def twice(self: Axis, values: Tensor) -> Tensor:
-        return all_reduce(self, values).mul_(self.size) if values.dim() == 2 else all_reduce(self, values)
-
-    return [
-        replace(
-            loss._SplitCrossEntropy,
-            "forward",
-            staticmethod(partial(with_patches, [(Axis, "all_reduce_", twice)], loss._SplitCrossEntropy.forward)),
-        )
-    ]
+    all_reduce = loss.all_reduce
+    return [replace(loss, "all_reduce", lambda values, axis: all_reduce(values, axis).mul_(axis.size))]
 
 
 def biases_decayed() -> list[Patch]:

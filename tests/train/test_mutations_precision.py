@@ -24,13 +24,13 @@ Mistake = Callable[[], list[Patch]]
 
 
 def recompute_draws_dropout_anew() -> list[Patch]:
-    mask = dropout.keep_mask
+    drop = dropout.drop
 
-    def drawn(keys: Tensor, *rest: Any) -> Tensor:
+    def drawn(x: Tensor, keys: Tensor, *rest: Any) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1
-        return mask(keys + 1 if in_backward else keys, *rest)
+        return drop(x, keys + 1 if in_backward else keys, *rest)
 
-    return [(dropout, "keep_mask", drawn)]
+    return [(dropout, "drop", drawn)]
 
 
 def bf16_divided_by_a_scale_it_never_had() -> list[Patch]:

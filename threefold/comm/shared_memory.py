@@ -136,10 +136,15 @@ class SharedMemoryGroup:
         self._reduce("all_reduce_max_", flat, flat, torch.maximum)
         return _write_back(flat, tensor)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, stacked: [ranks, *tensor.shape]."""
+    def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the tensors of all ranks, stacked: [ranks, *tensor.shape].
+
+        Args:
+            tensor: of one shape on all ranks; it may lie in its place of `out`.
+            out: contiguous, of as many elements, where they are written; None for a new tensor.
+        """
         flat = _flat(tensor)
-        gathered = flat.new_empty(self.size, flat.numel())
+        gathered = (flat.new_empty(self.size * flat.numel()) if out is None else out).view(self.size, flat.numel())
         for start, count in self._pieces(flat, self._elements(flat.dtype)):
             views = self._exchange("all_gather", flat[start : start + count])
             gathered[:, start : start + count].copy_(views.rows)

@@ -142,7 +142,13 @@ def mean_of_means_over_the_context_ranks() -> list[Patch]:
 
 
 def gradients_not_summed_over_the_context_ranks() -> list[Patch]:
-    return [replace(Mesh, "_replicas", lambda self: self.dp)]
+    make = Mesh._make_axes
+
+    def without_context(self: Mesh, everyone: tuple[int, ...]) -> None:
+        make(self, everyone)
+        self.replicas = self.dp
+
+    return [replace(Mesh, "_make_axes", without_context)]
 
 
 def attention_mask_by_local_row() -> list[Patch]:

@@ -1,6 +1,7 @@
 """Tests of the tests: known mistakes of pipelines, put back on purpose, must make the parity comparison fail."""
 
 from collections.abc import Callable
+from dataclasses import replace as changed
 from functools import partial
 from typing import Any
 
@@ -160,6 +161,8 @@ MISTAKES = [
 )
 def test_mistake_is_found(pool, expected, mistake: Any, layout: dict[str, Any], sign: str) -> None:
     case = Case(dtype="fp64", layers=4, dropout=0.1, steps=2, **layout)
+    if mistake is replicas_summed_at_the_first_use_of_a_tied_weight:  # with shared memory no sum begins before its end
+        case = changed(case, shared_memory=False)
     found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, case, in_layout), case)
     assert any(sign in departure for departure in found), found[:5]
 

@@ -109,7 +109,7 @@ def test_what_sharding_takes_on_a_cpu() -> None:
     slow = replace(host, name="slow", memory_bandwidth=1e9)
     copies = [found - fast for found, fast in zip(waits(slow), waits(host), strict=True)]
     elements = sum(layer_elements(config(GPT)))
-    gathered, summed = 2 * 2 * 2 * elements / 1e9, 2 * 4 * elements / 1e9  # bf16 weights, fp32 gradients
+    gathered, summed = 2 * 2 * elements / 1e9, 2 * 4 * elements / 1e9  # bf16 weights, fp32 gradients
     expected = [gathered + summed, gathered + micro_batches * summed, micro_batches * (2 * gathered + summed)]
     assert copies == pytest.approx(expected)
 

@@ -348,7 +348,7 @@ class _AllGather(_OverAxis, AllGather):
         with axis.waiting("all_gather"):
             if axis.shared is None:
                 return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-            output_tensor.copy_(axis.shared.all_gather(input_tensor).view(-1))
+            axis.shared.all_gather(input_tensor, output_tensor)
         return None
 
 

@@ -83,12 +83,12 @@ def _on_cpu(
     zero: int,
     layers: int,
 ) -> Sums:
-    """With sharded state or weights on cores that communicate too, so that nothing overlaps. `fully_shard` copies twice
-    what it gathers, and once what it reduces and scatters."""
+    """With sharded state or weights on cores that communicate too, so that nothing overlaps. `fully_shard` copies
+    what it gathers, and what it reduces and scatters."""
     link = replace(hardware.inside, latency=0.0)  # which is part of what a block takes longer
     hardware = replace(hardware, inside=link, between=link)
     gather = ring_seconds(hardware, group, "all_gather", elements * itemsize)
-    gather += memory_seconds(hardware, 2 * 2 * elements * itemsize, 0)
+    gather += memory_seconds(hardware, 2 * elements * itemsize, 0)
     scatter = ring_seconds(hardware, group, "reduce_scatter", elements * summed)
     scatter += memory_seconds(hardware, 2 * elements * summed, 0)
     blocks = layers * hardware.achievable.sharded_block
