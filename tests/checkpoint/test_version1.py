@@ -15,7 +15,7 @@ from tests.support.archives import VERSION_1
 from tests.support.command import Command
 from tests.support.hf_models import Silent, file_tensors
 from tests.support.sweep import sweep
-from tests.train.support import losses_of
+from tests.train.support import losses_of, train
 from threefold.checkpoint.selection import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.config import Config, load_config, resolve
@@ -23,7 +23,6 @@ from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.train.entry_point import train
 
 STEP = Path("run/checkpoints/step_00000002")
 

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from tests.support.sweep import sweep
-from tests.train.support import losses_of
+from tests.train.support import losses_of, train
 from threefold.config import Config, load_config, resolve
 from threefold.data.dataset import open_dataset
 from threefold.inference.generate import GenerationRequest, generate
 from threefold.inference.sampling import Sampling
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.entry_point import train
 
 ARCHIVE = Path(__file__).parent / "data" / "version2.tar.xz"
 STEP = Path("checkpoints/step_00000002")

@@ -1,14 +1,15 @@
 """Real runs of `threefold train` that tests signal, kill and continue."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.kills import pause
 from threefold.checkpoint.folder import complete
 from threefold.checkpoint.selection import check_whole
 from threefold.train.callbacks.metrics import MEASURED, read_metrics_file
@@ -60,10 +61,10 @@ def read_until(process: subprocess.Popen[str], text: str) -> None:
 
 def wait_for(event: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Look until something is there; only as long as the process runs."""
+    deadline = time.monotonic() + LONGEST
     while not event():
-        if process.poll() is not None:
+        if not pause(process, deadline):
             raise AssertionError(f"the run ended first: {process.communicate()}")
-        os.sched_yield()
 
 
 def children(pid: int) -> list[int]:

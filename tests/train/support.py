@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -29,11 +30,14 @@ from threefold.data.token_storage import (
 )
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
+from threefold.train import entry_point
+from threefold.train.callbacks import loss_curve
 from threefold.train.callbacks.base import StepRecord
 from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.engine import Engine
-from threefold.train.entry_point import open_loader, train
+from threefold.train.entry_point import open_loader
 from threefold.train.evaluate import evaluate
+from threefold.train.stop import Stopped
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 
@@ -106,11 +110,17 @@ class Run:
         return resolve(config, open_dataset(config).vocab_size)
 
 
-def train_rank(run: Run, run_dir: Path, resume: bool = False) -> str:
-    """Train as a rank of the pool, and return what it printed."""
+def train(*arguments: Any, **options: Any) -> Stopped | None:
+    """Train, without the picture of the loss at the end: drawing it takes as long as a small run."""
+    with mock.patch.object(loss_curve, "draw"):
+        return entry_point.train(*arguments, **options)
+
+
+def train_rank(run: Run, run_dir: Path, resume: bool = False, draws: bool = False) -> str:
+    """Train as a rank of the pool, and return what it printed; draws the picture of the loss where it shall."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        train(run.config, run_dir, resume)
+        (entry_point.train if draws else train)(run.config, run_dir, resume)
     return printed.getvalue()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.chats import conversations, transformers_tokenizer
 from tests.support.hf_models import Silent
-from tests.train.support import losses_of, same
+from tests.train.support import losses_of, same, train
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, load_config
 from threefold.data.dataset import open_dataset
@@ -30,7 +30,6 @@ from threefold.inference.prompt_files import read_prompts, read_texts
 from threefold.inference.sampling import Sampling
 from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.train.entry_point import train
 
 STYLES = {
     "llama3": "llama",

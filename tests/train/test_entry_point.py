@@ -10,12 +10,12 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from tests.support.sweep import sweep
-from tests.train.support import Run, losses_of, same, steps_of, train_rank
+from tests.train.support import Run, losses_of, same, steps_of, train, train_rank
 from threefold.errors import UserError
 from threefold.launch import RankInfo, spawn
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.metrics import MEASURED, read_metrics
-from threefold.train.entry_point import check_division, train
+from threefold.train.entry_point import check_division
 
 STEP_LINE = re.compile(
     r"global step \d+, epoch: \d+, batch: \d+, loss: \d+\.\d{9}, avg_reader_cost: \d+\.\d{5} sec, "
@@ -31,7 +31,7 @@ def finished(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPath
     """The folder of a finished run on dp 2 · pp 2, and what each rank printed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     evaluated = (("train.eval_every", 4), ("train.eval_batches", 2), ("checkpoint.every", 2), ("checkpoint.keep", 2))
-    return folder, pool.run(4, train_rank, small_run.but(dp=2, pp=2, steps=6, set=evaluated), folder)
+    return folder, pool.run(4, train_rank, small_run.but(dp=2, pp=2, steps=6, set=evaluated), folder, False, True)
 
 
 def test_metrics_have_every_step_once(finished: tuple[Path, list[str]]) -> None:

@@ -12,11 +12,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from tests.train.support import losses_of, write_ids
+from tests.train.support import losses_of, train, write_ids
 from threefold.config import Config, resolve
 from threefold.launch import RankInfo, spawn
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.entry_point import train
 
 VOCAB, SEQUENCE, STEPS = 51200, 1024, 10
 PRINTED_RATES = [

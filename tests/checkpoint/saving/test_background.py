@@ -14,7 +14,7 @@ import torch
 
 from tests.support.faults import Fault, train_with
 from tests.support.sweep import sweep
-from tests.train.support import Run, losses_of, train_rank
+from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.saving.background import BackgroundSaver
@@ -22,7 +22,6 @@ from threefold.checkpoint.tensors import load_tensors_alone
 from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.base import Callback, StepRecord
-from threefold.train.entry_point import train
 
 ASYNC = ("checkpoint.async_save", True)
 

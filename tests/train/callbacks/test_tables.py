@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.train.support import Run, steps_of, train_rank
+from tests.train.support import Run, steps_of, train, train_rank
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import Callback, StepRecord
 from threefold.train.callbacks.csv_log import Table
 from threefold.train.callbacks.metrics import read_metrics
-from threefold.train.entry_point import train
 
 
 def rows(path: Path) -> list[dict[str, str]]:

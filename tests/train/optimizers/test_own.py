@@ -9,7 +9,7 @@ import yaml
 from tests.support.command import Command
 from tests.support.parity import Case, departures, in_layout
 from tests.support.sweep import sweep
-from tests.train.support import Run, losses_of, same, steps_of
+from tests.train.support import Run, losses_of, same, steps_of, train
 from threefold.config import Config, resolve
 from threefold.config.optimizer import OptimizerConfig
 from threefold.errors import UserError
@@ -271,8 +271,6 @@ def test_settings_that_it_does_not_read() -> None:
 
 def _without_eps(run: Run, folder: Path, resume: bool = False) -> None:
     """As `train_rank`; the settings of AdamW that every small run has are not for an own optimizer."""
-    from threefold.train.entry_point import train
-
     train(config_of(run), folder, resume)
 
 

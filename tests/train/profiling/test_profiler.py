@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.support import Run, losses_of, train_rank
+from tests.train.support import Run, losses_of, train, train_rank
 from threefold.launch.worker_pool import WorkerPool
 from threefold.plan.pictures.run_timeline import draw_run_timeline, measured_steps
-from threefold.train.entry_point import train
 from threefold.train.profiling.profiler import ProfileRequest
 
 

@@ -5,10 +5,9 @@ import io
 import signal
 from pathlib import Path
 
-from tests.train.support import Run, train_rank
+from tests.train.support import Run, train, train_rank
 from threefold.checkpoint.folder import newest, path_of
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.entry_point import train
 from threefold.train.recovery.attempt import Attempt, memory_files
 from threefold.train.stop import Stopped
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.support import Run, losses_of, train_rank
+from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest, superfluous
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.entry_point import train
 from threefold.train.saving.clock import RunClock
 from threefold.train.stop import Stop, Stopped
 

@@ -14,10 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.callback_faults import Slow
-from tests.train.support import Run
+from tests.train.support import Run, train
 from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, read
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.entry_point import train
 
 LAYOUTS = ({"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 2})
 

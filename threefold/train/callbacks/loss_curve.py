@@ -78,7 +78,9 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
     evaluations = [line for line in metrics if line.get("valid_loss") is not None]
     numbers, losses = [line["step"] for line in steps], [line["loss"] for line in steps]
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    # Fixed margins: a layout engine measures every label first, which takes as long as drawing them.
+    figure = Figure(figsize=(8, 5))
+    figure.subplots_adjust(left=0.1, right=0.97, bottom=0.1, top=0.84 if steps else 0.92)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if steps:
@@ -104,7 +106,8 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
     axes.axhline(
         guess, color=_GREY, linewidth=1, linestyle="--", label=f"uniform guess, ln {vocab_size:,} = {guess:.2f}"
     )
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(title, y=1.13 if steps else 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
