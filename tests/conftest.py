@@ -84,10 +84,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Make the pool before the first test: afterwards this process has run torch operations and cannot be forked."""
-    if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+    """Make the pool and the fork server of commands before the first test: afterwards this process has run torch
+    operations and cannot be forked."""
+    pooled = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
+    starts = "tests.support.ready" in sys.modules
+    if pooled or starts:
         _import_for_workers()
+    if pooled:
         session.config.stash[_POOL] = WorkerPool(8)
+    if starts:
+        importlib.import_module("tests.support.ready").fork_server()
 
 
 def _import_for_workers() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import threefold as t3
+from tests.support import ready
 from tests.train.support import Run, losses_of, steps_of, train_rank
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
@@ -119,7 +119,7 @@ def test_alone_it_is_one_process(small_run: Run, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(sections_of(small_run)))
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", "run.yaml", str(tmp_path / "run")]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    ended = ready.run(command, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     told = ended.stdout.splitlines()
     assert [line for line in told if line.startswith(("noted", "ended", "again"))] == [

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import threefold as t3
+from tests.support import ready
 from tests.support.command import Command
 from tests.train.support import losses_of, same, steps_of
 from threefold.errors import UserError
@@ -25,7 +26,7 @@ FILE = Path(__file__).parents[2] / "examples" / "two_tower.py"
 
 
 def script(file: Path, folder: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, file, folder], capture_output=True, text=True, timeout=600)
+    return ready.run([sys.executable, file, folder], timeout=600)
 
 
 def verdicts(printed: str) -> list[tuple[str, ...]]:
@@ -72,7 +73,7 @@ def test_the_command_trains_resumes_exports_and_verifies_it(tmp_path: Path, thre
     )
     for folder, options in layouts:
         command = [sys.executable, "-m", "threefold", "train", config, *own, "--run-dir", folder, *options]
-        ended = subprocess.run([*map(str, command)], capture_output=True, text=True)
+        ended = ready.run(command)
         assert ended.returncode == 0, ended.stderr
     assert same(losses_of(run), losses_of(tmp_path / "alone"), "fp64")
     exported = threefold("checkpoint", "export", run, "--out", out)
@@ -83,7 +84,7 @@ def test_the_command_trains_resumes_exports_and_verifies_it(tmp_path: Path, thre
     left, right = (torch.stack([pair[side] for pair in import_file(FILE).pairs]) for side in ("left", "right"))
     assert torch.isfinite(model.towers[1](*model.towers[0](left, right))).all()
     command = [sys.executable, "-m", "threefold", "verify", config, "dp2·tp2", *own, "--json"]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    ended = ready.run(command)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["layouts"][0]["verdict"] == "equal"
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import ready
 from tests.support.kills import pause
 from threefold.checkpoint.folder import complete
 from threefold.checkpoint.selection import check_whole
@@ -45,6 +46,11 @@ def start(arguments: Sequence[str], **more: Any) -> subprocess.Popen[str]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **more,
     )
+
+
+def start_ready(arguments: Sequence[str]) -> subprocess.Popen[str]:
+    """As `start`, in a fork of a process that has imported all."""
+    return ready.ReadyProcess(arguments, new_session=True)
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -92,7 +98,7 @@ def record(run: Path) -> list[dict[str, object]]:
 
 
 def undisturbed(config_file: Path, run: Path, *options: str) -> list[dict[str, object]]:
-    ended = subprocess.run(command(config_file, run, *options), text=True, capture_output=True, timeout=LONGEST)
+    ended = ready.run(command(config_file, run, *options), timeout=LONGEST)
     assert (ended.returncode, ended.stderr) == (0, "")
     return record(run)
 

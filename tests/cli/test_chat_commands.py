@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ready
 from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.command import Command
 
@@ -40,7 +41,7 @@ def test_show_tells_how_text_was_read(threefold: Command, tokens: Path) -> None:
 
 def typed(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """A command as a process of its own."""
-    return subprocess.run([sys.executable, "-m", "threefold", *arguments], capture_output=True, text=True, timeout=600)
+    return ready.run([sys.executable, "-m", "threefold", *arguments], timeout=600)
 
 
 @pytest.mark.slow

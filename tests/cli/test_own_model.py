@@ -1,7 +1,6 @@
 """A user's own model in the commands: train, size, resume in another layout, generate, evaluate and export."""
 
 import json
-import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import own_token_model
+from tests.support import own_token_model, ready
 from tests.support.command import Command
 from tests.train.support import steps_of
 
@@ -34,9 +33,7 @@ from threefold import Column, Plan, Replicated, Row, Vocab
 
 
 def command(*arguments: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "threefold", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    done = ready.run([sys.executable, "-m", "threefold", *arguments])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

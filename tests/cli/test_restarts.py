@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,11 @@ from tests.cli.runs import (
     record,
     restarts,
     settings,
-    start,
+    start_ready,
     undisturbed,
     write_config,
 )
+from tests.support import ready
 from tests.support.kills import Killer, assert_gone, beacon, moments, pids
 from threefold.checkpoint.folder import complete
 from threefold.checkpoint.selection import check_whole
@@ -39,7 +39,7 @@ def test_a_killed_rank_costs_no_step(config_file: Path, tmp_path: Path, memory: 
     """From memory on the very step that was being made; from the newest checkpoint on the one after it."""
     run, told = tmp_path / "run", tmp_path / "told"
     options = (*PAIR, *settings("train.max_restarts=1", f"checkpoint.memory_every={memory}"))
-    process = start(command(config_file, run, *options, *settings(beacon(told))))
+    process = start_ready(command(config_file, run, *options, *settings(beacon(told))))
     killer = Killer(process, told, seed=5)
     killer.kill(1, "evaluation")
     code, output, error = end_of(process)
@@ -78,7 +78,7 @@ def kill_each(
     """Kill ranks 0, 1, … in turn in a step, an evaluation or a save, and return the record of the run."""
     run, told = tmp_path / "run", tmp_path / "told"
     more = settings(f"train.max_restarts={count}", f"checkpoint.memory_every={memory}", beacon(told))
-    process = start(command(config_file, run, *layout, *more))
+    process = start_ready(command(config_file, run, *layout, *more))
     killer = Killer(process, told, seed)
     for number in range(count):
         if killer.kill(number % ranks, KINDS[number % 3]) is None:
@@ -127,7 +127,7 @@ class Failing(Callback):
 def test_the_same_failure_twice_in_a_row_is_given_up(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     run, more = tmp_path / "run", settings("train.max_restarts=9", f"train.callbacks=[{tmp_path}/failing.py:Failing]")
-    ended = subprocess.run(command(config_file, run, *PAIR, *more), text=True, capture_output=True, timeout=300)
+    ended = ready.run(command(config_file, run, *PAIR, *more))
     assert ended.returncode == 1
     assert len(restarts(ended.stdout)) == 1
     log = run / "logs" / "rank_00001.log"
@@ -144,7 +144,7 @@ def test_the_same_rank_lost_twice_has_a_fallback_take_over(config_file: Path, tm
     run, more = tmp_path / "run", settings("train.max_restarts=2", f"train.callbacks=[{tmp_path}/failing.py:Failing]")
     options = (*PAIR, *more, *settings("parallel.dp=2", "parallel.tp=2", "parallel.fallbacks=[dp8, dp1·pp1]"))
     options = (*options, *settings("checkpoint.every=1", "train.global_batch_size=8"))
-    ended = subprocess.run(command(config_file, run, *options), text=True, capture_output=True, timeout=300)
+    ended = ready.run(command(config_file, run, *options))
     assert (ended.returncode, ended.stderr) == (0, "")
     first, second = restarts(ended.stdout)
     assert first.startswith("Restart 1 of 2, as rank 1 failed: ")
@@ -167,7 +167,7 @@ def test_a_stop_during_a_restart_is_a_stop(config_file: Path, tmp_path: Path, me
     run, told = tmp_path / "run", tmp_path / "told"
     endless = settings("train.max_steps=1000000", "checkpoint.every=50", "train.max_restarts=5", "parallel.dp=2")
     more = settings(f"checkpoint.memory_every={memory}", beacon(told), "train.eval_every=7", "log.every=1")
-    process = start(command(config_file, run, *endless, *more))
+    process = start_ready(command(config_file, run, *endless, *more))
     killer = Killer(process, told, seed=3)
     killed = killer.kill(0, "evaluation")
     assert killed is not None

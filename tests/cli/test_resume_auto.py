@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.runs import command, end_of, losses, read_until, start, wait_for
+from tests.cli.runs import command, end_of, losses, read_until, start, start_ready, wait_for
+from tests.support import ready
 
 STEPS = ("--set", "train.max_steps=40", "--set", "checkpoint.every=10", "--set", "log.every=1")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "2", "--nproc-per-node", "2")
 
 
 def run_to_its_end(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    if arguments[1:3] == ["-m", "threefold"]:
+        return ready.run(arguments)
     return subprocess.run(arguments, text=True, capture_output=True, timeout=300)
 
 
@@ -84,7 +87,7 @@ def _cmdline(process: Path) -> bytes:
 def test_second_run_in_the_folder_is_refused_once(config_file: Path, tmp_path: Path, launcher: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     endless = ("--set", "train.max_steps=1000000", "--set", "log.every=1", "--set", "parallel.dp=2")
-    first = start(command(config_file, run, *endless))
+    first = start_ready(command(config_file, run, *endless))
     try:
         read_until(first, "step 1,")
         config = (run / "config.yaml").read_bytes()
@@ -106,7 +109,7 @@ def test_second_run_in_the_folder_is_refused_once(config_file: Path, tmp_path: P
 def test_run_starts_again_after_its_parent_was_killed(config_file: Path, tmp_path: Path) -> None:
     """Its ranks end with it, and with them their hold on the folder."""
     run, options = tmp_path / "run", (*STEPS, "--set", "parallel.dp=2", "--resume=auto")
-    process = start(command(config_file, run, *options))
+    process = start_ready(command(config_file, run, *options))
     wait_for(lambda: (run / "checkpoints" / "step_00000010").exists(), process)
     process.kill()
     process.wait()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.runs import children, command, end_of, losses, read_until, start, wait_for
+from tests.cli.runs import children, command, end_of, losses, read_until, start, start_ready, wait_for
+from tests.support import ready
 
 LONG = tuple(
     word
@@ -70,11 +71,9 @@ def test_signal_saves_and_the_run_continues_bit_for_bit(
     assert [number for number, _ in losses(run)] == list(range(1, step + 1))
 
     options = ("--set", f"train.max_steps={step + 3}", "--set", "optimizer.decay_steps=1000000")
-    resumed = subprocess.run(continued(output, *options), text=True, capture_output=True, timeout=300)
+    resumed = ready.run(continued(output, *options))
     assert resumed.returncode == 0, resumed.stderr
-    whole = subprocess.run(
-        command(config_file, tmp_path / "whole", *LONG, *layout, *options), text=True, capture_output=True, timeout=300
-    )
+    whole = ready.run(command(config_file, tmp_path / "whole", *LONG, *layout, *options))
     assert whole.returncode == 0
     assert losses(run) == losses(tmp_path / "whole")
 
@@ -84,7 +83,7 @@ def test_signal_saves_and_the_run_continues_bit_for_bit(
 def test_signal_to_every_process_of_the_run(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
     """As some schedulers send it: to the parent and to each rank. `sbatch --signal=USR1@120` does."""
     run = tmp_path / "run"
-    process = start(command(config_file, run, *LONG, "--set", "parallel.pp=2"))
+    process = start_ready(command(config_file, run, *LONG, "--set", "parallel.pp=2"))
     read_until(process, "step 2,")
     os.killpg(process.pid, number)
     code, output, error = end_of(process)
@@ -112,7 +111,7 @@ def test_time_limit_saves_and_the_run_continues_on_an_empty_disk(config_file: Pa
         run, there = tmp_path / f"run_{seconds}", tmp_path / f"there_{seconds}"
         remote = ("--set", f"checkpoint.remote=file://{there}", "--set", "checkpoint.async_save=true")
         limit = ("--set", f"train.max_seconds={seconds}", "--set", "parallel.dp=2")
-        process = start(command(config_file, run, *LONG, *remote, *limit))
+        process = start_ready(command(config_file, run, *LONG, *remote, *limit))
         code, output, error = end_of(process)
         assert (code, error) == (0, "")
         if losses(run):
@@ -121,7 +120,7 @@ def test_time_limit_saves_and_the_run_continues_on_an_empty_disk(config_file: Pa
     step = saved_step(output, f"train.max_seconds {seconds}", run)
     shutil.rmtree(run / "checkpoints")
     more = ("--set", f"train.max_steps={step + 2}", "--set", "train.max_seconds=null")
-    resumed = subprocess.run(continued(output, *more), text=True, capture_output=True, timeout=300)
+    resumed = ready.run(continued(output, *more))
     assert resumed.returncode == 0, resumed.stderr
     assert [number for number, _ in losses(run)] == list(range(1, step + 3))
     assert sorted(path.name for path in there.iterdir()) == [f"step_{step:08d}", f"step_{step + 2:08d}"]
@@ -130,7 +129,7 @@ def test_time_limit_saves_and_the_run_continues_on_an_empty_disk(config_file: Pa
 @pytest.mark.slow
 def test_second_signal_ends_at_once(config_file: Path, tmp_path: Path) -> None:
     """Although a rank never finishes its step: it is stopped."""
-    process = start(command(config_file, tmp_path / "run", *LONG, "--set", "parallel.dp=2"))
+    process = start_ready(command(config_file, tmp_path / "run", *LONG, "--set", "parallel.dp=2"))
     read_until(process, "step 2,")
     ranks = children(process.pid)
     os.kill(ranks[-1], signal.SIGSTOP)
@@ -182,7 +181,7 @@ def test_signal_while_the_model_is_compiled(config_file: Path, tmp_path: Path, t
 @pytest.mark.slow
 def test_signal_in_an_evaluation_ends_it_and_saves(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(command(config_file, run, *LONG, *LONG_EVALUATION, "--set", "train.eval_every=1"))
+    process = start_ready(command(config_file, run, *LONG, *LONG_EVALUATION, "--set", "train.eval_every=1"))
     read_until(process, "step 1,")
     process.send_signal(signal.SIGTERM)
     code, output, error = end_of(process)
@@ -194,7 +193,7 @@ def test_signal_in_an_evaluation_ends_it_and_saves(config_file: Path, tmp_path: 
 @pytest.mark.slow
 def test_signal_in_a_save_lets_it_end(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(command(config_file, run, *LONG, "--set", "checkpoint.every=1", "--set", "parallel.dp=2"))
+    process = start_ready(command(config_file, run, *LONG, "--set", "checkpoint.every=1", "--set", "parallel.dp=2"))
     partial = run / "checkpoints"
     wait_for(lambda: any(path.suffix == ".partial" for path in partial.glob("*")), process)
     process.send_signal(signal.SIGTERM)
@@ -207,7 +206,7 @@ def test_signal_in_a_save_lets_it_end(config_file: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_run_whose_last_step_is_made_ends_normally(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(command(config_file, run, *LONG_EVALUATION, "--set", "train.max_steps=1"))
+    process = start_ready(command(config_file, run, *LONG_EVALUATION, "--set", "train.max_steps=1"))
     read_until(process, "step 1,")
     process.send_signal(signal.SIGINT)
     code, output, error = end_of(process)
@@ -219,7 +218,7 @@ def test_run_whose_last_step_is_made_ends_normally(config_file: Path, tmp_path: 
 @pytest.mark.slow
 def test_deleted_run_folder_is_one_sentence(config_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(command(config_file, run, *LONG, "--set", "parallel.dp=2"))
+    process = start_ready(command(config_file, run, *LONG, "--set", "parallel.dp=2"))
     read_until(process, "step 2,")
     run.rename(tmp_path / "elsewhere")
     code, _, error = end_of(process)

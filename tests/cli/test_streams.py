@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ready
 from tests.support.sweep import sweep
 from threefold.checkpoint.folder import complete
 
@@ -115,7 +116,8 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train": {"max_steps": 1, "global_batch_size": 4, "eval_every": 0, "device": "cpu"},
     }
     (folder / "config.yaml").write_text(json.dumps(settings))
-    shell(f"{THREEFOLD} train {folder}/config.yaml --run-dir {folder}/run").check_returncode()
+    command = [*THREEFOLD.split(), "train", folder / "config.yaml", "--run-dir", folder / "run"]
+    ready.run(command).check_returncode()
     return folder / "run"
 
 

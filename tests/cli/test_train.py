@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ready
 from tests.support.cpu_waits import CpuWaits
 from threefold.config import load_config
 from threefold.launch.output import log_file
@@ -22,20 +23,17 @@ ENDLESS = ("--set", "train.max_steps=1000000", "--set", "log.every=1", "--set", 
 def train(
     config_file: Path, run: Path, *options: str, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-m", *launcher, "-m", "threefold"] if launcher else THREEFOLD
-    command = [*start, "train", str(config_file), "--run-dir", str(run), *options]
+    given = ["train", str(config_file), "--run-dir", str(run), *options]
+    if not launcher:
+        return ready.run([*THREEFOLD, *given])
+    command = [sys.executable, "-m", *launcher, "-m", "threefold", *given]
     return subprocess.run(command, text=True, capture_output=True, timeout=200)
 
 
 def started(config_file: Path, run: Path, *options: str) -> subprocess.Popen[str]:
     """An endless run that has made its first step, in a session of its own as in a terminal."""
-    process = subprocess.Popen(
-        [*THREEFOLD, "train", str(config_file), "--run-dir", str(run), *ENDLESS, *options],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    command = [*THREEFOLD, "train", str(config_file), "--run-dir", str(run), *ENDLESS, *options]
+    process = ready.ReadyProcess(command, new_session=True)
     assert process.stdout is not None
     assert any("step 1," in line for line in process.stdout)
     return process

@@ -1,11 +1,12 @@
 """A token file that is cut short under a run, which is a real process of its own."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import ready
 
 
 @pytest.mark.slow
@@ -32,7 +33,7 @@ def test_a_token_file_that_is_cut_under_the_run(tokens: Path, tmp_path: Path, dp
     config.write_text("{}\n")
     arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "threefold", "train", config, "--run-dir", tmp_path / "run", *arguments]
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    with ready.ReadyProcess(command) as run:
         assert run.stdout is not None
         for line in run.stdout:
             if "global step 3" in line:

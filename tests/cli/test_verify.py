@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ready
 from threefold.comm.layout_spec import parse
 from threefold.config import load_config
 from threefold.data.vocabulary import vocabulary
@@ -19,7 +20,7 @@ VERIFY = [sys.executable, "-m", "threefold", "verify"]
 
 
 def verify(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*VERIFY, *map(str, arguments)], text=True, capture_output=True, timeout=200)
+    return ready.run([*VERIFY, *arguments])
 
 
 @pytest.mark.slow
@@ -86,13 +87,7 @@ def test_misuse_is_one_sentence(threefold, config_file: Path, arguments: tuple[s
 
 @pytest.mark.slow
 def test_interrupt_is_quiet_and_leaves_no_worker(config_file: Path) -> None:
-    process = subprocess.Popen(
-        [*VERIFY, str(config_file), "dp2", "--steps", "300"],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    process = ready.ReadyProcess([*VERIFY, config_file, "dp2", "--steps", "300"], new_session=True)
     try:
         assert process.stdout is not None
         assert any(line.startswith("layout") for line in process.stdout)  # one process is through, the layout begins

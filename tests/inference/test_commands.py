@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ready
+
 LOCAL = ["-m", "threefold"]
 PROMPTS = ("The statement", "If", "Classes are")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *LOCAL]
@@ -34,7 +36,9 @@ def test_same_text_from_one_process_and_from_two(threefold, run: Path, tmp_path:
     assert places == sorted(places)
     assert output.endswith("\n")
     command = [sys.executable, *start, *options, "--tp", "2"]
-    ended = subprocess.run(command, text=True, capture_output=True, timeout=200)
+    ended = (
+        ready.run(command) if start == LOCAL else subprocess.run(command, text=True, capture_output=True, timeout=200)
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == output
 

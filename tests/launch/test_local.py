@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ready
 from tests.support.cpu_waits import CpuWaits
 from tests.support.kills import assert_gone
 from tests.support.sweep import sweep
@@ -39,14 +40,8 @@ def start(
     """A process of its own, which has run nothing parallel, that spawns ranks."""
     script = folder / "spawning.py"
     script.write_text(SPAWN.format(folder=str(folder), worker=worker, args=args, ranks=ranks, options=options))
-    return subprocess.Popen(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(HERE)},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=own_session,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    return ready.ReadyProcess([sys.executable, script], env=environment, new_session=own_session)
 
 
 def spawned(folder: Path, worker: str, args: str, ranks: int, options: str = "") -> tuple[int, str, str]:

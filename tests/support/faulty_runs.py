@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import ready
 from tests.support.processes import runs
 from tests.train.support import Run
 
@@ -50,6 +51,9 @@ def started(
         for command, variables in zip(commands, environments, strict=True):
             arguments, environment = [sys.executable, *command], {**os.environ, **variables}
             pipe = subprocess.PIPE
+            if not variables and command[1] == "threefold":
+                processes.append(ready.ReadyProcess(arguments))
+                continue
             processes.append(subprocess.Popen(arguments, env=environment, text=True, stdout=pipe, stderr=pipe))
         yield processes
     finally:

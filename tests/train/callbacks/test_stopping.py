@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import ready
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, record, steps_of, train_rank
 from threefold.checkpoint.folder import newest
@@ -277,9 +277,7 @@ def test_the_command_says_why_it_stopped(small_run: Run, tmp_path: Path) -> None
     sections["train"]["callbacks"] = ["csv_log", {"name": "early_stopping", "patience": 1, "min_delta": 9}]
     config, run = tmp_path / "run.yaml", tmp_path / "run"
     config.write_text(yaml.safe_dump(sections))
-    ended = subprocess.run(
-        [sys.executable, "-m", "threefold", "train", str(config), "--run-dir", str(run)], capture_output=True, text=True
-    )
+    ended = ready.run([sys.executable, "-m", "threefold", "train", config, "--run-dir", run])
     assert ended.returncode == 0, ended.stderr
     told = [line for line in ended.stdout.splitlines() if line.startswith("Stopped")]
     where = run / "checkpoints/step_00000002"

@@ -1,11 +1,11 @@
 """A run that is watched: it ends with one sentence before a checkpoint is written of a wrong copy, and resumes."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import ready
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete
 from threefold.errors import HardwareFault
@@ -92,9 +92,10 @@ def test_a_run_restarts_by_itself_from_before_the_fault(small_run: Run, tmp_path
     run = watched(small_run, tmp_path, tmp_path / "happened", 2)
     config.write_text(run.but(set=(*run.set, ("train.max_restarts", 1))).config.to_yaml())
     command = [sys.executable, "-m", "threefold", "train", str(config), "--run-dir"]
-    output = subprocess.run([*command, str(tmp_path / "run")], capture_output=True, text=True, timeout=600, check=True)
+    output = ready.run([*command, tmp_path / "run"], timeout=600)
+    output.check_returncode()
     (line,) = [line for line in output.stdout.splitlines() if line.startswith("Restart 1 of 1")]
     assert "rank 2 has other bits in " in line
     assert "step_00000004" in line
-    subprocess.run([*command, str(tmp_path / "undisturbed")], capture_output=True, timeout=600, check=True)
+    ready.run([*command, tmp_path / "undisturbed"], timeout=600).check_returncode()
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "undisturbed")

@@ -1,0 +1,199 @@
+"""Processes of Python that have the imports of a run behind them: forks of a server, in the place of new interpreters.
+
+Importing torch and the rest takes most of what a small `threefold train` takes. What is tested here begins after that:
+which signals a process gets, what it writes where, with which status it ends. So the process is a fork of one that has
+imported all, and is a child of the process of the tests as any other: `subprocess` waits for it and reads its output.
+
+For commands `[sys.executable, "-m", module, ...]` and `[sys.executable, script, ...]`. Where the start of an
+interpreter matters, or what is read as modules are imported (settings of a library, other packages), use `subprocess`.
+"""
+
+import atexit
+import ctypes
+import faulthandler
+import functools
+import gc
+import io
+import logging
+import multiprocessing.util
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from threefold.launch.process import die_with_parent
+
+PR_SET_CHILD_SUBREAPER = 36
+_LARGEST = 1 << 17
+"""Bytes of a request."""
+
+
+class _Request(NamedTuple):
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+    new_session: bool
+
+
+class ReadyProcess(subprocess.Popen[str]):
+    """As `subprocess.Popen`, for a few of its options."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str | Path],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] = os.environ,
+        new_session: bool = False,
+    ) -> None:
+        self._request = _Request([*map(str, arguments)], str(cwd or Path.cwd()), dict(env), new_session)
+        pipe = subprocess.PIPE
+        super().__init__(self._request.arguments, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+
+    def _execute_child(self, *given: Any) -> None:  # what `subprocess` calls to start a process
+        ends = given[10:16]  # of the pipes for standard input, output and error: the one to read, the one to write
+        self.pid = fork_server().fork(self._request, (ends[0], ends[3], ends[5]))
+        self._child_created = True
+        self._close_pipe_fds(*ends)
+
+
+def run(arguments: Sequence[str | Path], *, timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` with captured text."""
+    with ReadyProcess(arguments, **options) as process:
+        try:
+            output, error = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, error)
+
+
+@functools.cache
+def fork_server() -> "ForkServer":
+    """The server of this process; first called before it runs torch operations, after which it cannot be forked."""
+    return ForkServer()
+
+
+class ForkServer:
+    """A fork of this process, which forks the others."""
+
+    def __init__(self) -> None:
+        self._connection, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent = os.getpid()
+        if not os.fork():
+            try:
+                die_with_parent(parent)
+                self._connection.close()
+                _serve(there)
+            finally:
+                os._exit(1)
+        there.close()
+
+    def fork(self, request: _Request, streams: Sequence[int]) -> int:
+        """Start a process with these standard streams; returns its id."""
+        # A fork of the server forks it and ends: what lost its parent becomes a child of this process, which asks.
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(self._connection, [pickle.dumps(request)], streams)
+            return int(self._connection.recv(_LARGEST))
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _serve(connection: socket.socket) -> None:
+    gc.freeze()
+    while True:
+        data, streams, _, _ = socket.recv_fds(connection, _LARGEST, 3)
+        if not data:
+            os._exit(0)
+        ready, tell = os.pipe()
+        between = os.fork()
+        if not between:
+            if not os.fork():
+                _become(pickle.loads(data), streams, tell)
+            os._exit(0)
+        os.waitpid(between, 0)
+        connection.send(os.read(ready, 20))
+        for each in (*streams, ready, tell):
+            os.close(each)
+
+
+def _become(request: _Request, streams: Sequence[int], tell: int) -> NoReturn:
+    """Run a command as a new interpreter would, and end."""
+    status = 1
+    try:
+        if request.new_session:
+            os.setsid()
+        os.write(tell, str(os.getpid()).encode())
+        os.chdir(request.folder)
+        os.environ.clear()
+        os.environ.update(request.environment)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2:
+                with suppress(OSError):  # the list's own
+                    os.close(int(name))
+        _forget_the_tests()
+        status = _status_of(request.arguments[1:])
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(status)
+
+
+def _forget_the_tests() -> None:
+    """Streams, signals, hooks and warnings as in a new interpreter."""
+    multiprocessing.util._finalizer_registry.clear()
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.disable()
+    logging.root.handlers.clear()
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    given, output, error = (io.FileIO(number, mode, closefd=False) for number, mode in enumerate("rww"))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(given), "utf-8")
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(output), "utf-8")
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(io.BufferedWriter(error), "utf-8", "backslashreplace", None, True)
+
+
+def _status_of(arguments: list[str]) -> int:
+    """Run a module or a script; returns the status that the interpreter would end with."""
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
+    first = os.getcwd() if is_module else str(Path(arguments[0]).resolve().parent)
+    sys.path[:] = filter(None, [first, *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path])
+    try:
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
