@@ -81,7 +81,8 @@ def test_the_readme_runs_with_the_model_of_the_guide_and_fewer_steps(tmp_path: P
         if block.language == "python" and (named := NAMED.match(block.code.splitlines()[0])):
             (tmp_path / named[1]).write_text(block.code)
     text = (ROOT / "README.md").read_text()
-    for many, few in (("max_steps: 1000", "max_steps: 2"), ("max_steps=2000", "max_steps=4")):
+    shorter = ("data: {path: tokens}\nmodel", "data: {path: tokens, sequence_length: 64}\nmodel")
+    for many, few in (("max_steps: 1000", "max_steps: 2"), ("max_steps=2000", "max_steps=4"), shorter):
         assert text.count(many) == 1
         text = text.replace(many, few)
     (tmp_path / "README.md").write_text(text)

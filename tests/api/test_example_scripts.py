@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from threefold.launch.worker_pool import WorkerPool
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
@@ -72,21 +74,46 @@ def test_the_generated_comments_are_read_back(ways: dict[str, Any], tmp_path: Pa
     assert 60 < sum(labels) < 140
 
 
+METRICS = ("accuracy", "f1", "auc")
+
+
+def trained(name: str, comments: Path) -> dict[str, float]:
+    """What a way of the script reaches, on a rank of the pool."""
+    script = runpy.run_path(str(EXAMPLES / "compare_ways.py"), run_name="imported")
+    (way,) = [way for way in script["WAYS"] if way.name == name]
+    return dict(script["train"](way, comments, 4))
+
+
 @pytest.mark.slow
-def test_ways_reach_one_accuracy(ways: dict[str, Any], tmp_path: Path) -> None:
+def test_ways_reach_one_accuracy(pool: WorkerPool, ways: dict[str, Any], tmp_path: Path) -> None:
     """They start from the same weights and read the same batches."""
-    command = [sys.executable, str(EXAMPLES / "compare_ways.py"), "--folder", str(tmp_path)]
-    names = [way.name for way in ways["WAYS"] if way.by != "accelerate" or find_spec("accelerate")]
-    assert "pipeline" in names
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert ended.returncode == 0, ended.stderr
-    found = {row["name"]: row for row in json.loads((tmp_path / "ways.json").read_text())}
-    assert list(found) == names
+    ways["write_comments"](tmp_path / "comments.csv", 4000)
+    of_pool = [way for way in ways["WAYS"] if way.by != "accelerate"]
+    found = {way.name: pool.run(way.ranks, trained, way.name, tmp_path / "comments.csv")[0] for way in of_pool}
+    assert {"bf16", "tensor parallel", "pipeline"} < set(found)
     assert {row["rows"] for row in found.values()} == {800}
     alone = found["one process"]
     assert alone["accuracy"] > 0.9
     for name, row in found.items():
         rounded = name in ("bf16", "compressed, fp16")
-        for metric in ("accuracy", "f1", "auc"):
+        for metric in METRICS:
             assert row[metric] == pytest.approx(alone[metric], abs=0.03 if rounded else 0.01), (name, metric)
+
+
+@pytest.mark.slow
+def test_the_command_that_compares_ways(ways: dict[str, Any], tmp_path: Path) -> None:
+    """Each way that starts its ranks in another way, and that of Accelerate where it is installed."""
+    names = ["one process", "spawn", "torchrun", *(["accelerate"] if find_spec("accelerate") else [])]
+    assert {way.start for way in ways["WAYS"] if way.name in names} == {way.start for way in ways["WAYS"]}
+    command = [sys.executable, str(EXAMPLES / "compare_ways.py"), "--folder", str(tmp_path)]
+    command += ["--ways", *names, "--rows", "1000", "--epochs", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stderr
+    found = {row["name"]: row for row in json.loads((tmp_path / "ways.json").read_text())}
+    assert list(found) == names
+    assert {row["rows"] for row in found.values()} == {200}
+    for name, row in found.items():
+        for metric in METRICS:
+            assert row[metric] == pytest.approx(found["one process"][metric], abs=0.02), (name, metric)
     assert (tmp_path / "ways.png").stat().st_size > 10_000
+    assert "speed-up" in ended.stdout
