@@ -5,13 +5,13 @@ import resource
 import shutil
 import signal
 import sys
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support import ready
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, newest, path_of, prune
@@ -129,13 +129,17 @@ def saved_twice(folder: Path, at: str) -> None:
 
 @pytest.mark.parametrize("at", ["step_00000002", "step_00000002.partial"])
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_one(tmp_path: Path, at: str) -> None:
-    process = get_context("spawn").Process(target=saved_twice, args=(tmp_path, at))
-    process.start()
-    process.join()
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"from pathlib import Path\nfrom {__name__} import saved_twice\nsaved_twice(Path({str(tmp_path)!r}), {at!r})\n"
+    )
+    ended = ready.run([sys.executable, script])
     found = newest(tmp_path)
     assert found is not None
     assert found.step == 2
-    assert process.exitcode == (-signal.SIGKILL if at.endswith(".partial") else 0)  # a whole one is never deleted
+    assert ended.returncode == (-signal.SIGKILL if at.endswith(".partial") else 0), (
+        ended.stderr
+    )  # a whole one is never deleted
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def name(layout: tuple[int, int, int]) -> str:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "fp64"])
-@sweep("layout", LAYOUTS, ids=name, quick=(0, 3, 6, 9, 12, 15))
+@sweep("layout", LAYOUTS, ids=name, quick=(0, 3, 6, 12, 15))
 def test_layout(pool, expected, layout: tuple[int, int, int], dtype: str) -> None:
     """With dropout, accumulation, uneven masks, 7 layers, a vocabulary of 67."""
     check(pool, expected, Case(layers=7, dropout=0.2, dtype=dtype).with_layout(*layout))
@@ -57,7 +57,7 @@ def test_layout_without_dropout_accumulation_or_masks(pool, expected, layout: tu
 
 
 @sweep("layout", [(2, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 2)], ids=name, quick=(3,))
-@pytest.mark.parametrize(
+@sweep(
     "changes",
     [
         {"tie": False},
@@ -69,6 +69,7 @@ def test_layout_without_dropout_accumulation_or_masks(pool, expected, layout: tu
         {"vocab": 64, "sequence": 8},
     ],
     ids=str,
+    quick=(0, 1, 4),
 )
 def test_variant(pool, expected, layout: tuple[int, int, int], changes: dict) -> None:
     check(pool, expected, Case(**{"dtype": "fp64", **changes}).with_layout(*layout))

@@ -49,7 +49,7 @@ def traces(case: Case, modes: list[tuple[str, int]]) -> list[Trace]:
         ((1, 2, 1), {"sequence": 12, "cp": 2}),
     ],
     ids=str,
-    quick=(1, 6, 10),
+    quick=(1, 6),
 )
 def test_gradients_keep_every_bit(pool, layout: tuple[int, int, int], changes: dict[str, Any]) -> None:
     """Gradients, losses and weights after three steps with dropout, on every rank."""

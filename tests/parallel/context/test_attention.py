@@ -87,7 +87,7 @@ RING = (("parallel.cp_method", "ring"),)
         {"cp": 3, "counted": (4, 8), "settings": (*RING, ("train.recompute", "full"))},
     ],
     ids=str,
-    quick=(1, 5, 6),
+    quick=(1, 6),
 )
 def test_ring(pool, expected, changes: dict) -> None:
     """Keys and values that come one rank's after the other."""

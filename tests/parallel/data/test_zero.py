@@ -26,7 +26,7 @@ def check(pool, expected, case: Case) -> None:
 
 
 @sweep("layout", [(2, 1, 1), (3, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str, quick=(3,))
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@sweep("stage", [1, 2, 3], quick=(0, 2))
 def test_layout(pool, expected, stage: int, layout: tuple[int, int, int]) -> None:
     """Three replicas and a vocabulary of 67 rows over two tensor ranks: no cut comes out even."""
     check(pool, expected, zero(stage).with_layout(*layout))

@@ -64,7 +64,7 @@ def slow(case: Case) -> Any:
         "ep2-dp4-pp2-zero1-hybrid",
         "ep2-dp8-zero2-hybrid4-muon",
     ],
-    quick=(0, 3, 8, 12),
+    quick=(0, 3, 12),
 )
 def test_a_layout_trains_what_one_process_trains(
     pool: WorkerPool, expected: Callable[[Case], Trace], case: Case

@@ -36,7 +36,7 @@ def check(pool, expected, case: Case) -> None:
 
 
 @sweep(("pp", "tie"), [(2, False), (4, True)], ids=["pp2-untied", "pp4-tied"], quick=(1,))
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@sweep("schedule", SCHEDULES, quick=(0, 3))  # of the others, `test_few_and_many_micro_batches` has some
 def test_two_stages_a_rank(pool, expected, schedule: str, pp: int, tie: bool) -> None:
     check(pool, expected, chunked(schedule, pp=pp, tie=tie))
 

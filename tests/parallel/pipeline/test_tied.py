@@ -35,7 +35,7 @@ def one(pool) -> Any:
         ("zero-bubble", 2, 1, 2, 2, "cost"),
         ("zbv", 1, 2, 3, 2, (1, 3, 4, 5, 8)),
     ],
-    quick=(2, 4, 6),
+    quick=(2, 6),
 )
 def test_three_layers_share_their_weights(
     pool, one, schedule: str, dp: int, tp: int, pp: int, chunks: int, partition: Any

@@ -51,6 +51,7 @@ def limited(run: Run, folder: Path) -> Stopped | None:
         return train(run.config, folder, False)
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_its_limit_and_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """A limit of which a short start-up is the most."""
     run = small_run.but(dp=2, steps=100_000, set=(("train.max_seconds", 4.0), ("optimizer.decay", "constant")))

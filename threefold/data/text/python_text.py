@@ -97,7 +97,8 @@ def _docstrings_of(node: ast.AST) -> Iterator[str]:
     if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)):
         yield docstring
     for child in ast.iter_child_nodes(node):
-        yield from _docstrings_of(child)
+        if not isinstance(child, ast.expr):  # which has no docstring in it
+            yield from _docstrings_of(child)
 
 
 def _parse(path: Path) -> ast.Module | None:
