@@ -90,10 +90,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     starts = "tests.support.ready" in sys.modules
     if pooled or starts:
         _import_for_workers()
-    if pooled:
-        session.config.stash[_POOL] = WorkerPool(8)
     if starts:
         importlib.import_module("tests.support.ready").fork_server()
+    if pooled:  # after the server, which would hold its connections open
+        session.config.stash[_POOL] = WorkerPool(8)
 
 
 def _import_for_workers() -> None:

@@ -26,7 +26,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -140,10 +139,11 @@ def _become(request: _Request, streams: Sequence[int], tell: int) -> NoReturn:
         os.environ.update(request.environment)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
+        # Not closed: objects of the tests that still have the number of a file would use what is opened next.
+        nothing = os.open(os.devnull, os.O_RDWR)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2:
-                with suppress(OSError):  # the list's own
-                    os.close(int(name))
+                os.dup2(nothing, int(name))
         _forget_the_tests()
         status = _status_of(request.arguments[1:])
         threading._shutdown()
@@ -161,7 +161,6 @@ def _forget_the_tests() -> None:
     atexit.register(multiprocessing.util._exit_function)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.disable()
-    logging.root.handlers.clear()
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
@@ -171,6 +170,12 @@ def _forget_the_tests() -> None:
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(given), "utf-8")
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(output), "utf-8")
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(io.BufferedWriter(error), "utf-8", "backslashreplace", None, True)
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if type(handler) is logging.StreamHandler:
+                handler.stream = sys.stderr
+        if isinstance(logger, logging.Logger):
+            logger.handlers[:] = [each for each in logger.handlers if not type(each).__module__.startswith("_pytest")]
 
 
 def _status_of(arguments: list[str]) -> int:
