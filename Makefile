@@ -22,6 +22,9 @@ demo: .venv/ready
 	@echo "  $(NEXT)"
 	@echo "  source .venv/bin/activate       # then \`threefold\` alone is enough"
 
+# Tests start many processes; they read what the first ones have compiled, also where Python is told to write none.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two workers share the files, in the order of tests/conftest.py.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 

@@ -8,23 +8,25 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 import threefold as package
 from tests.support.command import Command, Ended
-from tests.support.parity import Case, Trace, one_process
-from tests.train.support import Run, write_tokens
 from threefold.cli import main
-from threefold.launch.device import gpu_count
-from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.tensorboard import import_writer
+
+# Not torch: the process that hands the tests to others begins with this file, and they wait for it.
+if TYPE_CHECKING:
+    from tests.support.parity import Case, Trace
+    from tests.train.support import Run
+    from threefold.launch.worker_pool import WorkerPool
 
 settings.register_profile("house", database=None, deadline=None, derandomize=True)
 settings.load_profile("house")
 
-_POOL = pytest.StashKey[WorkerPool]()
+_POOL = pytest.StashKey["WorkerPool"]()
 
 LONGEST = (
     "cli/test_demo.py",
@@ -61,6 +63,8 @@ NO_GPU = "torch finds no GPU on this machine"
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU, tests of the mark `gpu` are skipped. Where several workers share the tests: the longest files
     first, then the others, those with most tests first."""
+    from threefold.launch.device import gpu_count
+
     if not gpu_count():  # which initialises no CUDA, that the workers of the pool could not use then
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -91,13 +95,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if pooled or starts:
         _import_for_workers()
     if starts:
-        importlib.import_module("tests.support.ready").fork_server()
+        from tests.support.ready import fork_server
+
+        fork_server()
     if pooled:  # after the server, which would hold its connections open
+        from threefold.launch.worker_pool import WorkerPool
+
         session.config.stash[_POOL] = WorkerPool(8)
 
 
 def _import_for_workers() -> None:
     """Import what runs import on their way: every worker is forked with it, as is each that replaces a failed one."""
+    from threefold.train.callbacks.tensorboard import import_writer
+
     for module in pkgutil.walk_packages(package.__path__, "threefold."):
         if not module.name.endswith(".__main__"):
             importlib.import_module(module.name)
@@ -108,18 +118,20 @@ def _import_for_workers() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
+def pool(pytestconfig: pytest.Config) -> Iterator["WorkerPool"]:
     """Eight workers on which `pool.run(world_size, fn, *args)` calls `fn` as the ranks of a fresh process group."""
     with pytestconfig.stash[_POOL] as workers:
         yield workers
 
 
 @pytest.fixture(scope="session")
-def expected(pool) -> Callable[[Case], Trace]:
+def expected(pool) -> Callable[["Case"], "Trace"]:
     """What one process computes for a case; computed once for all its layouts."""
+    from tests.support.parity import one_process
+
     known: dict[Case, Trace] = {}
 
-    def trace(case: Case) -> Trace:
+    def trace(case: "Case") -> "Trace":
         if case.unsplit not in known:
             known[case.unsplit] = pool.run(1, one_process, case.unsplit)[0]
         return known[case.unsplit]
@@ -128,9 +140,11 @@ def expected(pool) -> Callable[[Case], Trace]:
 
 
 @pytest.fixture(scope="session")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> "Run":
     """A run on one rank; `but` makes others of it."""
     from pydoc_data.topics import topics
+
+    from tests.train.support import Run, write_tokens
 
     documents = [text[:400] for _, text in sorted(topics.items())][:60]
     return Run(write_tokens(tmp_path_factory.mktemp("data") / "tokens", documents))

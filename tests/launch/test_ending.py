@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ready
 from tests.support.cpu_waits import CpuWaits
 from tests.support.processes import runs
 from tests.support.sweep import sweep
@@ -32,7 +33,9 @@ if __name__ == "__main__":
 
 def started(launcher: str, script: Path) -> list[subprocess.Popen[str]]:
     """The processes that a user of the launcher starts: one, or under Slurm, which starts them itself, each rank."""
-    command = [sys.executable, str(script)]
+    command, here = [sys.executable, str(script)], {"PYTHONPATH": str(HERE)}
+    if launcher == "local":
+        return [ready.ReadyProcess(command, env={**os.environ, **here})]
     if launcher == "torchrun":
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         command = [sys.executable, *torchrun, str(script)]
@@ -46,7 +49,7 @@ def started(launcher: str, script: Path) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             command,
-            env={**os.environ, **variables, "PYTHONPATH": str(HERE)},
+            env={**os.environ, **variables, **here},
             text=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

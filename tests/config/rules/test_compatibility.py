@@ -141,11 +141,13 @@ def test_sets_hold_every_pair_that_works() -> None:
 
 
 LARGE = 7
-"""Features of a set that the quick run takes; the small ones, each for a few pairs that are left, are for the slow."""
+"""Features of a set that the quick run takes; the small ones, each for a few pairs that are left, are for the slow, as
+are those of two of the 16-bit precisions."""
 
 
 def marked(features: Features) -> Any:
-    return pytest.param(features, marks=[] if len(features) >= LARGE else [pytest.mark.slow], id=named(features))
+    quick = len(features) >= LARGE and not {"fp16", "pure-bf16"} & {feature.name for feature in features}
+    return pytest.param(features, marks=[] if quick else [pytest.mark.slow], id=named(features))
 
 
 @pytest.mark.parametrize("features", [marked(features) for features in SETS])
