@@ -172,6 +172,30 @@ def test_no_torch_function() -> None:
     assert type(part + 1) is torch.Tensor, "torch._C._disabled_torch_function_impl no longer gives plain tensors"
 
 
+def test_fresh_parameter(pool) -> None:
+    """What `nn.Parameter` makes of a `DTensor`, but that `DTensor` itself."""
+    pool.run(1, _make_a_fresh_parameter)
+
+
+def _make_a_fresh_parameter() -> None:
+    from threefold.torch_private.distributed import fresh_parameter
+
+    stored = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (1,)), [Shard(0)], run_check=False)
+    made = fresh_parameter(stored)
+    message = "torch no longer marks parameters of other classes by _is_param"
+    assert made is stored, message
+    assert isinstance(made, nn.Parameter), message
+    assert (made.requires_grad, made.is_leaf) == (True, True), message
+    module = nn.Module()
+    module.weight = made
+    assert list(module.parameters()) == [made], message
+    plain = torch.ones(2)
+    assert type(fresh_parameter(plain)) is nn.Parameter
+    assert vars(
+        nn.Parameter(DTensor.from_local(torch.ones(3), stored.device_mesh, [Shard(0)], run_check=False))
+    ).keys() <= (vars(made).keys()), "torch marks parameters of other classes by something more"
+
+
 def test_piecewise_tensor(tmp_path: Path) -> None:
     from threefold.torch_private.distributed import PiecewiseTensor
 

@@ -115,25 +115,30 @@ def _serve(connection: socket.socket) -> None:
         data, streams, _, _ = socket.recv_fds(connection, _LARGEST, 3)
         if not data:
             os._exit(0)
-        ready, tell = os.pipe()
+        here, there = socket.socketpair()
         between = os.fork()
         if not between:
             if not os.fork():
-                _become(pickle.loads(data), streams, tell)
+                _become(pickle.loads(data), streams, there)
             os._exit(0)
         os.waitpid(between, 0)
-        connection.send(os.read(ready, 20))
-        for each in (*streams, ready, tell):
-            os.close(each)
+        pid = here.recv(20)
+        here.send(b"go")
+        connection.send(pid)
+        for end in (here, there):
+            end.close()
+        for stream in streams:
+            os.close(stream)
 
 
-def _become(request: _Request, streams: Sequence[int], tell: int) -> NoReturn:
+def _become(request: _Request, streams: Sequence[int], server: socket.socket) -> NoReturn:
     """Run a command as a new interpreter would, and end."""
     status = 1
     try:
         if request.new_session:
             os.setsid()
-        os.write(tell, str(os.getpid()).encode())
+        server.send(str(os.getpid()).encode())
+        server.recv(2)  # when it has its parent
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update(request.environment)

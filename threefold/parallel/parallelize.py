@@ -30,6 +30,7 @@ from threefold.parallel.settings import TrainingSettings
 from threefold.parallel.shard_modules import shard_modules
 from threefold.parallel.weights import Weight, initialise_, make_weights
 from threefold.random.rng import RandomStreams, give_streams
+from threefold.torch_private.distributed import fresh_parameter
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _allocate_on(
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         shard = torch.empty_like(local(parameter), device=device, dtype=dtype, requires_grad=False)
         if deferred is None:
-            return nn.Parameter(like(parameter, shard))
+            return fresh_parameter(like(parameter, shard))
         return stored_as(like(parameter, shard), DeferrableWeight(shard, deferred))
 
     model = nn.ModuleList(stages)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from threefold.comm.collectives import local_part
 from threefold.comm.mesh import Axis
 from threefold.comm.shards import shard_bounds
+from threefold.torch_private.distributed import fresh_parameter
 
 
 def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
@@ -57,7 +58,7 @@ def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dims: Sequence[i
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
     placements = [Shard(dim) for dim in dims]
     stride = torch.empty(shape, device="meta").stride()
-    return nn.Parameter(
+    return fresh_parameter(
         DTensor.from_local(local, axis.device_mesh, placements, run_check=False, shape=shape, stride=stride)
     )
 
@@ -81,7 +82,7 @@ def stored_as(stored: Tensor, leaf: nn.Parameter) -> nn.Parameter:
     """A parameter stored as `stored` and computed with as `leaf`, which shares its memory; `local` gives the latter."""
     if not isinstance(stored, DTensor):
         return leaf
-    parameter = nn.Parameter(stored)
+    parameter = fresh_parameter(stored)
     parameter._leaf = leaf  # type: ignore[attr-defined]
     return parameter
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api
-from torch.distributed.tensor import debug, placement_types
+from torch.distributed.tensor import DTensor, debug, placement_types
 
 from threefold.torch_private.tensors import NO_TORCH_FUNCTION
 
@@ -190,6 +190,18 @@ def finish_backward(root: FSDPModule) -> None:
 
 
 # ---- Distributed checkpoints ----------------------------------------------------------------------------------------
+
+
+def fresh_parameter(tensor: Tensor) -> nn.Parameter:
+    """`nn.Parameter(tensor)` of a tensor that nothing else refers to; a `DTensor` becomes the parameter itself.
+
+    Why: `nn.Parameter` detaches a tensor of another class, which goes through the sharding rules of `DTensor`.
+    `_is_param` is how it marks the copy. A `DTensor.from_local` that makes parameters would replace it.
+    """
+    if not isinstance(tensor, DTensor):
+        return nn.Parameter(tensor)
+    tensor.requires_grad_()._is_param = True  # type: ignore[attr-defined]
+    return tensor  # type: ignore[return-value]
 
 
 class PiecewiseTensor(Tensor):

@@ -47,6 +47,7 @@ from threefold.torch_private.distributed import (
     StridedPlacement,
     concatenate_meshes,
     finish_backward,
+    fresh_parameter,
 )
 from threefold.torch_private.tensors import foreach_mul_
 
@@ -219,7 +220,7 @@ def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = Non
 
 def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     assert isinstance(parameter, DTensor)  # what `fully_shard` made it
-    return nn.Parameter(like(parameter, torch.empty_like(parameter.to_local(), device=device, requires_grad=False)))
+    return fresh_parameter(like(parameter, torch.empty_like(parameter.to_local(), device=device, requires_grad=False)))
 
 
 def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
