@@ -25,8 +25,8 @@ demo: .venv/ready
 # Tests start many processes; they read what the first ones have compiled, also where Python is told to write none.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two workers share the files, in the order of tests/conftest.py.
-SHARED := -n 2 --dist loadfile --no-loadscope-reorder --durations=40
+# Three workers share the files, in the order of tests/conftest.py: on two cores, as one of them often waits.
+SHARED := -n 3 --dist loadfile --no-loadscope-reorder --durations=40
 
 test: .venv/ready
 	$(BIN)/pytest $(SHARED) -m "not slow and not sweep"

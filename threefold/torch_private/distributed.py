@@ -169,6 +169,18 @@ def clear_dtensor_cache() -> None:
     debug._clear_sharding_prop_cache()
 
 
+def fresh_parameter(tensor: Tensor) -> nn.Parameter:
+    """`nn.Parameter(tensor)` of a tensor that nothing else refers to; a `DTensor` becomes the parameter itself.
+
+    Why: `nn.Parameter` detaches a tensor of another class, which goes through the sharding rules of `DTensor`.
+    `_is_param` is how it marks the copy. A `DTensor.from_local` that makes parameters would replace it.
+    """
+    if not isinstance(tensor, DTensor):
+        return nn.Parameter(tensor)
+    tensor.requires_grad_()._is_param = True  # type: ignore[attr-defined]
+    return tensor  # type: ignore[return-value]
+
+
 # ---- FSDP -----------------------------------------------------------------------------------------------------------
 
 AllGather = _fsdp_api.AllGather
@@ -190,18 +202,6 @@ def finish_backward(root: FSDPModule) -> None:
 
 
 # ---- Distributed checkpoints ----------------------------------------------------------------------------------------
-
-
-def fresh_parameter(tensor: Tensor) -> nn.Parameter:
-    """`nn.Parameter(tensor)` of a tensor that nothing else refers to; a `DTensor` becomes the parameter itself.
-
-    Why: `nn.Parameter` detaches a tensor of another class, which goes through the sharding rules of `DTensor`.
-    `_is_param` is how it marks the copy. A `DTensor.from_local` that makes parameters would replace it.
-    """
-    if not isinstance(tensor, DTensor):
-        return nn.Parameter(tensor)
-    tensor.requires_grad_()._is_param = True  # type: ignore[attr-defined]
-    return tensor  # type: ignore[return-value]
 
 
 class PiecewiseTensor(Tensor):
