@@ -177,7 +177,7 @@ def fresh_parameter(tensor: Tensor) -> nn.Parameter:
     """
     if not isinstance(tensor, DTensor):
         return nn.Parameter(tensor)
-    tensor.requires_grad_()._is_param = True  # type: ignore[attr-defined]
+    tensor.requires_grad_()._is_param = True
     return tensor  # type: ignore[return-value]
 
 
