@@ -15,7 +15,7 @@ from threefold.plan.doctor.findings import findings_of
 from threefold.plan.doctor.host_work import tiny_config
 from threefold.plan.doctor.machine import Gpu, Machine, gpu_of, this_machine
 from threefold.plan.doctor.measured_entry import half_depth, measured_entry, measured_link
-from threefold.plan.doctor.measuring import NCCL, Collective, RankRates
+from threefold.plan.doctor.measuring import NCCL, AttentionRate, Collective, RankRates
 from threefold.plan.doctor.network import Interface, axis_routes, interfaces
 from threefold.plan.hardware.reading import as_yaml, build, read_entries
 
@@ -39,16 +39,20 @@ DISK = DiskSpeed("/runs", 1e9, 10**12)
 
 
 def rates_of(ranks: int, fp32: float = 1e9, depth: float = 100.0, transport: str = "shared memory") -> RankRates:
-    """Ranks whose products reach half of `fp32` at `depth`, and whose ring has 4 GB/s and 5 µs."""
+    """Ranks whose products reach half of `fp32` at `depth`, whose attention reaches a half and a quarter of it, half of
+    these at 200 positions and at heads of 16, and whose ring has 4 GB/s and 5 µs."""
     matrix = {size: fp32 * size / (size + depth) for size in (64, 128, 256, 512, 1024)}
     collectives = {}
     for name, group in (("all_reduce", ranks), ("pairs", 2)):
         latency = 2 * 5e-6 * ({2: 1, 4: 2, 8: 3}.get(group, 1) if transport == NCCL else 1)
         seconds = latency + 2 * (group - 1) / group * (1 << 20) / 4e9
         collectives[name] = Collective(latency, seconds, 1 << 20, transport)
-    halves = {"fp32": fp32 / 2}
+    attention = []
+    for positions, width in ((128, 32), (128, 128), (1024, 128)):
+        share = fp32 * positions / (positions + 200) * width / (width + 16)
+        attention.append(AttentionRate(positions, width, share / 2, share / 4))
     found = collectives if ranks > 1 else {}
-    return RankRates(ranks, 1, {"fp32": matrix, "bf16": {64: 1.0}}, halves, halves, 2e9, 1e-5, collectives=found)
+    return RankRates(ranks, 1, {"fp32": matrix, "bf16": {64: 1.0}}, {"fp32": attention}, 2e9, 1e-5, collectives=found)
 
 
 def said(machine: Machine = MACHINE, device: str = "cpu", disk: DiskSpeed = DISK, ranks: int = 4) -> str:
@@ -101,7 +105,9 @@ def test_the_entry_of_measured_rates(tmp_path: Path) -> None:
     assert (entry.name, entry.title, entry.gpus_per_node) == ("this-machine", "A processor, 4 cores", 8)
     assert entry.matrix_rates["fp32"] == pytest.approx(1e9)
     assert entry.achievable.matrix_depth == pytest.approx(100.0)
-    assert entry.achievable.attention == pytest.approx(0.5)
+    reached = entry.achievable
+    assert (reached.attention, reached.attention_backward) == pytest.approx((0.5, 0.25))
+    assert (reached.attention_length, reached.attention_depth) == pytest.approx((200.0, 16.0))
     assert entry.inside.bandwidth == pytest.approx(4e9)
     assert entry.inside.latency == pytest.approx(5e-6)
     assert entry.memory_bytes == 2 * 10**9
@@ -152,18 +158,20 @@ def test_this_machine_and_its_disk(tmp_path: Path) -> None:
 
 def test_host_work_is_what_kernels_do_not_explain() -> None:
     without, with_block = (
-        Examination(MACHINE, "cpu", (), (), (replace(rates_of(8), block=block),), DISK, ()) for block in (0.0, 5e-3)
+        Examination(MACHINE, "cpu", (), (), (replace(rates_of(8), block=block),), DISK, ()) for block in (0.0, 5e-2)
     )
     before, entry = measured_entry(without), measured_entry(with_block)
     assert before is not None
     assert entry is not None
     kernels = block_seconds(block_of(tiny_config(), 0, 1, SYSTEMS["own-cpu"]), before, SYSTEMS["own-cpu"]).total
-    assert before.achievable.block == 0.0 < kernels < 5e-3
-    assert entry.achievable.block == pytest.approx(5e-3 - kernels)
-    sharded = Examination(MACHINE, "cpu", (), (), (replace(rates_of(8), block=5e-3, sharded_block=8e-3),), DISK, ())
-    found = measured_entry(sharded)
+    assert before.achievable.block == 0.0 < kernels < 5e-2
+    assert entry.achievable.block == pytest.approx(5e-2 - kernels)
+    rates = replace(rates_of(8), block=5e-2, sharded_block=8e-2, tensor_block=7e-2, context_block=4e-2)
+    found = measured_entry(Examination(MACHINE, "cpu", (), (), (rates,), DISK, ()))
     assert found is not None
-    assert found.achievable.sharded_block == pytest.approx(3e-3)
+    reached = found.achievable
+    longer = reached.sharded_block, reached.tensor_block, reached.context_block
+    assert longer == pytest.approx((3e-2, 2e-2, 0.0)), "which is never less than nothing"
     on_gpu = measured_entry(replace(with_block, device="cuda"))
     assert on_gpu is not None
-    assert on_gpu.achievable.block == 5e-3, "which runs beside the kernels"
+    assert on_gpu.achievable.block == 5e-2, "which runs beside the kernels"

@@ -3,6 +3,7 @@
 The causes are added up: a GPU runs one kernel after the other. Collectives count what no computation hides.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -87,9 +88,11 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
         hardware, system: that compute it.
         recompute: as `train.recompute`, for a block that it treats.
     """
-    linear, core, tensor = _linear(block, hardware), _core(block, hardware, system), _tensor(block, hardware)
+    linear, core = _linear(block, hardware), _core(block, hardware, system)
+    tensor = _tensor(block, _without_latency(hardware, hardware.achievable.tensor_block))
     memory = _memory(block, hardware, system, recompute == "full")
-    context, experts = _context(block, hardware), _dispatch(block, hardware)
+    context = _context(block, _without_latency(hardware, hardware.achievable.context_block))
+    experts = _dispatch(block, hardware)
     weight_passes = _accumulation(block, hardware, system)
     hidden_by_core = system.overlap_context
     forward = Seconds(
@@ -100,7 +103,7 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
         context=positive(context - core[0] * (1 - 1 / block.cp.ranks)) if hidden_by_core else context,
         experts=experts,
     )
-    forward = forward._replace(host=_host(hardware, _HOST_FORWARD, forward.total))
+    forward = forward._replace(host=_host(block, hardware, _HOST_FORWARD, forward.total))
     weight = Seconds(matrix=linear, memory=weight_passes)
     backward_tensor = _exposed(tensor, linear / 2, system.overlap_tensor)
     if system.overlap_tensor_backward and not system.overlap_tensor:
@@ -117,7 +120,7 @@ def block_passes(block: BlockShape, hardware: Hardware, system: System, recomput
         experts=experts,
     )
     backward = backward.plus(_replayed(forward, recompute, system))
-    host = _host(hardware, 1 - _HOST_FORWARD, backward.total - backward.host + weight.total)
+    host = _host(block, hardware, 1 - _HOST_FORWARD, backward.total - backward.host + weight.total)
     return Passes(forward, backward._replace(host=backward.host + host), weight)
 
 
@@ -125,10 +128,20 @@ block_seconds = lru_cache(1 << 14)(block_passes)
 """The same of a block whose sizes are numbers, kept."""
 
 
-def _host(hardware: Hardware, share: float, kernels: float) -> float:
+def _without_latency(hardware: Hardware, in_block: float) -> Hardware:
+    """The same, where what collectives of a block take whatever their size is part of what the block takes longer."""
+    return replace(hardware, inside=replace(hardware.inside, latency=0.0)) if in_block else hardware
+
+
+def _host(block: BlockShape, hardware: Hardware, share: float, kernels: float) -> float:
     """Of the host's work for a block, what lengthens a pass: all of it where the same cores compute, else what takes
     longer than the kernels that it starts."""
-    work = hardware.achievable.block * share
+    reached = hardware.achievable
+    work = reached.block * share
+    if block.tp.ranks > 1:
+        work += reached.tensor_block * share
+    if block.cp.ranks > 1:
+        work += reached.context_block * share
     return work if hardware.device == "cpu" else positive(work - kernels)
 
 
@@ -224,12 +237,24 @@ def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: b
         forward += copied * 2 * item
         backward += copied * 2 * item
         kernels += 4
+    if not system.fused and block.cp.ranks > 1 and not block.ring:
+        # Keys and values are stacked, gathered and put in order; those before the end of a chunk of queries are a part
+        # of them, whose gradient is zeros elsewhere; these of both chunks are added, put in order, and shared out.
+        keys = 2 * block.samples * block.length * block.own_key_heads * block.head_dim
+        queries = block.tokens * block.own_heads * block.head_dim
+        forward += (2 * keys // block.cp.ranks + 2 * keys + 2 * queries) * item
+        backward += (12 * keys + 4 * queries) * item
     if block.rotary:
         turned = block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
         passes = 2 if system.fused else 8
         forward += turned * passes * item
         backward += turned * passes * item
         kernels += 1 if system.fused else 6
+    if block.biased and hardware.device == "cpu":  # where no product has an epilogue
+        columns = (block.own_heads + 2 * block.own_key_heads) * block.head_dim + block.ffn // block.tp.ranks
+        added = block.tokens * columns + 2 * outer
+        forward += added * 2 * item
+        backward += added * item
     if block.experts is not None:  # sorted by rank, and by expert among all tokens that arrived, and back
         rows = (block.own_tokens + block.tokens) * block.experts.per_token * block.hidden
         forward += 2 * 2 * rows * item

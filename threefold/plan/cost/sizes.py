@@ -40,6 +40,7 @@ class BlockShape:
         hidden, heads, key_heads, head_dim, ffn: sizes of the whole model.
         gated: whether the feed-forward network is.
         rms: whether norms are of the root mean square.
+        biased: whether products add a bias to each of their outputs.
         rotary: whether positions are.
         qk_norm: whether queries and keys are normalised.
         hidden_dropout, attention_dropout: whether there is any.
@@ -61,6 +62,7 @@ class BlockShape:
     ffn: int
     gated: bool = False
     rms: bool = False
+    biased: bool = False
     rotary: bool = False
     qk_norm: bool = False
     hidden_dropout: bool = False
@@ -165,6 +167,7 @@ def block_of(config: Config, layer: int, per_node: int, system: System) -> Block
         ffn=model.ffn_hidden_size,
         gated=llama,
         rms=llama,
+        biased=not llama,
         rotary=model.position_embedding == "rope",
         qk_norm=model.qk_norm,
         hidden_dropout=model.hidden_dropout > 0,

@@ -116,5 +116,10 @@ def _budget(device: str, quick: bool, whole: bool) -> MeasuringEffort:
         return QUICK
     budget = MeasuringEffort()
     if device == "cuda":
-        return budget._replace(sizes=(512, 1024, 2048, 4096, 8192), nbytes=256 << 20, positions=2048, copied=1 << 30)
+        return budget._replace(
+            sizes=(512, 1024, 2048, 4096, 8192),
+            nbytes=256 << 20,
+            attention=((2048, 64), (2048, 128), (8192, 128)),
+            copied=1 << 30,
+        )
     return budget if whole else budget._replace(sizes=(256,), seconds=0.2)

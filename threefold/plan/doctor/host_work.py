@@ -14,30 +14,38 @@ from threefold.data.loader import Batch
 from threefold.models.registry import make_model, model_plan
 from threefold.train.engine import Engine
 
-_LAYERS, _HIDDEN, _VOCAB, _LENGTH = 4, 32, 32, 16
+_LAYERS, _HIDDEN, _HEADS, _VOCAB, _LENGTH = 4, 32, 8, 32, 16
 _FEW, _MANY = 1, 4
 """Micro-batches of the two steps whose difference counts, so that what a step does once does not."""
 
 
 @cache
-def tiny_config(micro_batches: int = _FEW, ranks: int = 1, device: str = "cpu", zero: int = 0) -> Config:
-    """A GPT of the least sizes, resolved, with so many micro-batches on each of so many data-parallel ranks."""
+def tiny_config(
+    micro_batches: int = _FEW, dp: int = 1, tp: int = 1, cp: int = 1, zero: int = 0, device: str = "cpu"
+) -> Config:
+    """A GPT of the least sizes, resolved, with so many micro-batches on each data-parallel rank of a layout."""
     given: dict[str, Any] = {
         "model": {
             "num_layers": _LAYERS,
             "hidden_size": _HIDDEN,
-            "num_attention_heads": 2,
+            "num_attention_heads": _HEADS,
             "vocab_size": _VOCAB,
         },
         "data": {"path": "none", "sequence_length": _LENGTH},
-        "parallel": {"dp": ranks, "zero": zero},
-        "train": {"global_batch_size": ranks * micro_batches, "micro_batch_size": 1, "device": device},
+        "parallel": {"dp": dp, "tp": tp, "cp": cp, "zero": zero},
+        "train": {"global_batch_size": dp * micro_batches, "micro_batch_size": 1, "device": device},
     }
     return resolve(Config.model_validate(given), _VOCAB)
 
 
 def measure_block(
-    seconds_of: Callable[[Callable[[], object]], float], ranks: int, device: torch.device, zero: int = 0
+    seconds_of: Callable[[Callable[[], object]], float],
+    ranks: int,
+    device: torch.device,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    zero: int = 0,
 ) -> float:
     """Seconds of one tiny block's forward and backward pass of a micro-batch. Collective over the world.
 
@@ -45,10 +53,11 @@ def measure_block(
         seconds_of: times an operation on all ranks at once.
         ranks: of the world.
         device: of this rank.
-        zero: as `parallel.zero`.
+        tp, cp, zero: as in `parallel`; tp and cp divide `ranks`.
     """
-    mesh = Mesh(Layout(dp=ranks), device)
-    configs = (tiny_config(micro_batches, ranks, device.type, zero) for micro_batches in (_FEW, _MANY))
+    dp = ranks // (tp * cp)
+    mesh = Mesh(Layout(dp=dp, tp=tp, cp=cp), device)
+    configs = (tiny_config(micro_batches, dp, tp, cp, zero, device.type) for micro_batches in (_FEW, _MANY))
     few, many = (seconds_of(_step(config, mesh)) for config in configs)
     return max(0.0, many - few) / ((_MANY - _FEW) * _LAYERS)
 

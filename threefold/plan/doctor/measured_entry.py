@@ -10,7 +10,7 @@ from threefold.plan.cost.sizes import block_of
 from threefold.plan.cost.system import SYSTEMS
 from threefold.plan.doctor.examination import Examination
 from threefold.plan.doctor.host_work import tiny_config
-from threefold.plan.doctor.measuring import NCCL, RankRates
+from threefold.plan.doctor.measuring import NCCL, AttentionRate, RankRates
 from threefold.plan.hardware.catalogue import THIS_MACHINE
 from threefold.plan.hardware.entry import Achievable, Hardware, Link
 from threefold.plan.hardware.of_machine import entry_of_gpu
@@ -32,7 +32,7 @@ def measured_entry(found: Examination) -> Hardware | None:
     ranks, machine = most.ranks, found.machine
     rates = {dtype: max(sizes.values()) for dtype, sizes in most.matrix.items() if sizes}
     fp32 = most.matrix.get("fp32") or next(sizes for sizes in most.matrix.values() if sizes)
-    depth = half_depth(fp32)
+    depth = half_depth(fp32, _LEAST_SIZE if max(fp32) >= _LEAST_SIZE else 0)
     largest = max(fp32)
     peaks = {dtype: rate * (1 + depth / largest) for dtype, rate in rates.items()}
     if found.device == "cuda":
@@ -44,16 +44,13 @@ def measured_entry(found: Examination) -> Hardware | None:
     reached = Achievable(
         matrix=1.0,
         matrix_depth=depth,
-        attention=_share(most.attention, peaks),
-        attention_backward=_share(most.attention_backward, peaks),
-        attention_length=1e-6,
-        attention_depth=1e-6,
         memory=1.0,
         link=1.0,
         network=1.0,
         kernel=most.kernel,
         step=0.0,
     )
+    reached = _with_attention(reached, most, peaks)
     entry = Hardware(
         name=THIS_MACHINE,
         title=title,
@@ -71,26 +68,61 @@ def measured_entry(found: Examination) -> Hardware | None:
             f"threefold doctor on {machine.host}: {ranks} local ranks of {most.threads} threads at the same time",
         ),
     )
-    sharded = max(0.0, most.sharded_block - most.block) if found.device == "cpu" else 0.0
-    return replace(entry, achievable=replace(reached, block=_host_work(most, entry), sharded_block=sharded))
+    if found.device == "cuda":  # whose kernels run beside what the host does
+        return replace(entry, achievable=replace(reached, block=most.block))
+    longer = {
+        name: max(0.0, measured - most.block)
+        for name, measured in (
+            ("sharded_block", most.sharded_block),
+            ("tensor_block", most.tensor_block),
+            ("context_block", most.context_block),
+        )
+    }
+    return replace(entry, achievable=replace(reached, block=_host_work(most, entry), **longer))
 
 
 def _host_work(rates: RankRates, entry: Hardware) -> float:
-    """Of the measured block, what its kernels do not explain; on a GPU, whose kernels run beside it, all of it."""
-    if entry.device == "cuda":
-        return rates.block
+    """Of the measured block, what its kernels do not explain."""
     config, system = tiny_config(), SYSTEMS["own-cpu"]
     kernels = block_seconds(block_of(config, 0, 1, system), entry, system).total if rates.block else 0.0
     return max(0.0, rates.block - kernels)
 
 
-def half_depth(rates: Mapping[int, float]) -> float:
+def _with_attention(reached: Achievable, rates: RankRates, peaks: Mapping[str, float]) -> Achievable:
+    """With attention as shares of the rate of products, in the first dtype, and the sizes that have half of them."""
+    dtype = next((dtype for dtype in peaks if rates.attention.get(dtype)), None)
+    if dtype is None:
+        return replace(reached, attention=0.5, attention_backward=0.5, attention_length=0.0, attention_depth=0.0)
+    narrow, wide, long = rates.attention[dtype]
+    depth = half_depth({each.head_dim: _of_both_passes(each) for each in (narrow, wide)})
+    length = half_depth({each.positions: _of_both_passes(each) for each in (wide, long)})
+    shares = [
+        (1 + depth / each.head_dim) * (1 + length / each.positions) * rate / peaks[dtype]
+        for each in (narrow, wide, long)
+        for rate in each[-2:]
+    ]
+    return replace(
+        reached,
+        attention=geometric_mean(shares[::2]),
+        attention_backward=geometric_mean(shares[1::2]),
+        attention_length=length,
+        attention_depth=depth,
+    )
+
+
+def _of_both_passes(rate: AttentionRate) -> float:
+    """FLOP/s, where the backward pass has 2.5 times the operations of the forward pass."""
+    return 3.5 / (1 / rate.forward + 2.5 / rate.backward)
+
+
+def half_depth(rates: Mapping[int, float], least: int = 0) -> float:
     """The size d at which a product reaches half of a rate, where its rate at size n is that times n / (n + d).
 
     Args:
         rates: FLOP/s by size.
+        least: size that counts.
     """
-    sizes = sorted(size for size in rates if size >= _LEAST_SIZE) or sorted(rates)
+    sizes = sorted(size for size in rates if size >= least)
     largest = sizes[-1]
     found = []
     for size in sizes[:-1]:
@@ -111,11 +143,6 @@ def measured_link(rates: RankRates) -> Link:
         bandwidths.append(2 * (ranks - 1) / ranks * measured.bandwidth)
         latencies.append(measured.latency / (2 * (log2(ranks) if measured.transport == NCCL else 1)))
     return Link(geometric_mean(bandwidths), geometric_mean(latencies))
-
-
-def _share(rates: Mapping[str, float], peaks: Mapping[str, float]) -> float:
-    """Of the rate of products, what attention reaches, in the first dtype."""
-    return next((rates[dtype] / peaks[dtype] for dtype in peaks if rates.get(dtype)), 0.5)
 
 
 def _gpu_memory(name: str) -> int:

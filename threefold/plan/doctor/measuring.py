@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import mean
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ _TINY: Final = 64
 _LEAST_REPEATS: Final = 2
 _LONGEST_PRODUCT: Final = 0.5
 """Seconds of one."""
-_HEADS, _HEAD_DIM = 4, 64
+_ATTENTION_WIDTH: Final = 256
+"""Features of all heads."""
 NCCL: Final = "NCCL"
 _SHARDED_WEIGHTS: Final = 3  # value of parallel.zero
 _LEAST_SECONDS: Final = 1e-7
@@ -46,18 +48,35 @@ class MeasuringEffort(NamedTuple):
         seconds: of each measurement.
         sizes: of square matrices.
         nbytes: of large messages.
-        positions: of attention.
+        attention: positions, and the width of a head; the first two differ in width, the last two in positions.
         copied: bytes of a tensor that is copied.
     """
 
     seconds: float = 0.35
     sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)
-    nbytes: int = 1 << 20
-    positions: int = 256
+    nbytes: int = 4 << 20
+    attention: tuple[tuple[int, int], ...] = ((128, 32), (128, 128), (1024, 128))
     copied: int = _COPIED
 
 
-QUICK: Final = MeasuringEffort(seconds=0.03, sizes=(64, 256), nbytes=1 << 20, positions=128, copied=8 << 20)
+QUICK: Final = MeasuringEffort(
+    seconds=0.03, sizes=(64, 256), nbytes=1 << 20, attention=((64, 32), (64, 64), (256, 64)), copied=8 << 20
+)
+
+
+class AttentionRate(NamedTuple):
+    """What the fused kernel reaches with causal attention.
+
+    Attributes:
+        positions: of a sequence.
+        head_dim: width of a head.
+        forward, backward: FLOP/s of a pass, without the masked part.
+    """
+
+    positions: int
+    head_dim: int
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -90,11 +109,13 @@ class RankRates:
         ranks: how many.
         threads: of each.
         matrix: FLOP/s of products of square matrices, by dtype and size.
-        attention, attention_backward: FLOP/s of the fused kernel, without the masked part, by dtype.
+        attention: of the fused kernel, by dtype.
         memory_bandwidth: bytes read and written per second by a copy.
         kernel: seconds of a kernel on a few elements, with what autograd does about it.
         block: seconds of the forward and backward pass of a block of the least sizes.
         sharded_block: the same with weights sharded over the ranks.
+        tensor_block: the same with tensor parallelism, the mean of pairs and of all ranks.
+        context_block: the same in pairs of context-parallel ranks.
         collectives: by name: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; of groups of two ranks at
             the same time `pairs`, an all-reduce, and `send`; none with one rank.
     """
@@ -102,12 +123,13 @@ class RankRates:
     ranks: int
     threads: int
     matrix: dict[str, dict[int, float]]
-    attention: dict[str, float]
-    attention_backward: dict[str, float]
+    attention: dict[str, list[AttentionRate]]
     memory_bandwidth: float
     kernel: float
     block: float = 0.0
     sharded_block: float = 0.0
+    tensor_block: float = 0.0
+    context_block: float = 0.0
     collectives: dict[str, Collective] = field(default_factory=dict)
 
 
@@ -127,17 +149,17 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
     mesh = Mesh(Layout(dp=world // 2, tp=2) if world > 1 else Layout(), on)
     timer = _Timer(mesh, budget.seconds)
     matrix = {dtype: _products(timer, DTYPES[dtype], budget.sizes) for dtype in dtypes}
-    attention = {dtype: _attention(timer, DTYPES[dtype], budget.positions) for dtype in dtypes}
     return RankRates(
         ranks=world,
         threads=torch.get_num_threads(),
         matrix=matrix,
-        attention={dtype: rates[0] for dtype, rates in attention.items()},
-        attention_backward={dtype: rates[1] for dtype, rates in attention.items()},
+        attention={dtype: [_attention(timer, DTYPES[dtype], *shape) for shape in budget.attention] for dtype in dtypes},
         memory_bandwidth=_copy(timer, budget.copied),
         kernel=_kernel(timer),
         block=measure_block(timer.of, world, on),
-        sharded_block=measure_block(timer.of, world, on, _SHARDED_WEIGHTS) if world > 1 else 0.0,
+        sharded_block=measure_block(timer.of, world, on, zero=_SHARDED_WEIGHTS) if world > 1 else 0.0,
+        tensor_block=mean(measure_block(timer.of, world, on, tp=tp) for tp in (2, world)) if world > 1 else 0.0,
+        context_block=measure_block(timer.of, world, on, cp=2) if world > 1 else 0.0,
         collectives=_collectives(timer, mesh, budget.nbytes) if world > 1 else {},
     )
 
@@ -195,11 +217,10 @@ def _products(timer: _Timer, dtype: torch.dtype, sizes: Sequence[int]) -> dict[i
     return found
 
 
-def _attention(timer: _Timer, dtype: torch.dtype, positions: int) -> tuple[float, float]:
-    """FLOP/s of the forward and the backward pass."""
-    shape = (2, _HEADS, positions, _HEAD_DIM)
+def _attention(timer: _Timer, dtype: torch.dtype, positions: int, head_dim: int) -> AttentionRate:
+    shape = (2, _ATTENTION_WIDTH // head_dim, positions, head_dim)
     query, key, value = (torch.randn(shape, device=timer.device).to(dtype).requires_grad_() for _ in range(3))
-    flops = 2 * 2 * 2 * _HEADS * positions**2 * _HEAD_DIM / 2  # two products; half of them is masked
+    flops = 2 * 2 * 2 * _ATTENTION_WIDTH * positions**2 / 2  # two products; half of them is masked
     grad = torch.randn(shape, device=timer.device).to(dtype)
 
     def forward() -> Tensor:
@@ -209,7 +230,7 @@ def _attention(timer: _Timer, dtype: torch.dtype, positions: int) -> tuple[float
         torch.autograd.grad(forward(), (query, key, value), grad)
 
     seconds = timer.of(forward)
-    return flops / seconds, 2.5 * flops / max(timer.of(both) - seconds, 1e-9)
+    return AttentionRate(positions, head_dim, flops / seconds, 2.5 * flops / max(timer.of(both) - seconds, 1e-9))
 
 
 def _copy(timer: _Timer, nbytes: int) -> float:

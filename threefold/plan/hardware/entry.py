@@ -41,7 +41,8 @@ class Achievable:
         kernel: seconds between the end of one kernel and the start of the next.
         block: seconds that a block's forward and backward pass of a micro-batch take beside its kernels: Python and
             autograd, where nothing hides them.
-        sharded_block: seconds by which they take longer on a CPU with `parallel.zero` 3, beside what its bytes take.
+        sharded_block, tensor_block, context_block: seconds by which they take longer on a CPU with `parallel.zero` 3,
+            tensor or context parallelism, with the latency of their collectives but without what their bytes take.
         step: seconds of a step that no other cause accounts for.
     """
 
@@ -58,6 +59,8 @@ class Achievable:
     kernel: float = 4e-6
     block: float = 0.0
     sharded_block: float = 0.0
+    tensor_block: float = 0.0
+    context_block: float = 0.0
     step: float = 0.02
 
 
@@ -142,6 +145,8 @@ class Hardware:
                 kernel=reached.kernel / faster,
                 block=reached.block / faster,
                 sharded_block=reached.sharded_block / faster,
+                tensor_block=reached.tensor_block / faster,
+                context_block=reached.context_block / faster,
             ),
         )
 

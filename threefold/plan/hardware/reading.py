@@ -32,6 +32,8 @@ _ZERO_ALLOWED: Final = (
     "kernel",
     "block",
     "sharded_block",
+    "tensor_block",
+    "context_block",
     "step",
     "cores",
     "dollars_per_hour",
