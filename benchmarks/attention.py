@@ -5,8 +5,8 @@
 One forward and backward pass, fp32 and bf16, in processes of their own, in turns: this package's attention in a window
 of 256 and inside documents of 512 tokens on average (exponentially distributed); torch's fused causal attention of the
 whole sequence, which hides nothing else; with `--before` another checkout of this package; with `--flex` torch's flex
-attention with a block mask, compiled, where it can be. Memory is the most that the process had beyond what it began
-with.
+attention with a block mask, compiled: then forward passes alone, as it has no backward pass on a CPU. Memory is the
+most that the process had beyond what it began with.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def document_numbers(length: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(length), lengths)[:length].unsqueeze(0)
 
 
-def attention_pass(way: str, hides: str, dtype: str, length: int, report: str) -> Callable[[int], None]:
+def attention_pass(way: str, hides: str, dtype: str, length: int, report: str, forward: bool) -> Callable[[int], None]:
     """What does one pass one way, and writes the process's largest memory into `report`.
 
     Args:
@@ -50,11 +50,14 @@ def attention_pass(way: str, hides: str, dtype: str, length: int, report: str) -
         dtype: of the inputs.
         length: S.
         report: a file.
+        forward: whether the backward pass is left out.
     """
     keep_freed_memory()  # as `threefold.train.entry_point` does
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     draw = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(1, length, HEADS, WIDTH, generator=draw).to(kind).requires_grad_() for _ in range(3)]
+    inputs = [
+        torch.randn(1, length, HEADS, WIDTH, generator=draw).to(kind).requires_grad_(not forward) for _ in range(3)
+    ]
     grad = torch.randn(1, length, HEADS * WIDTH, generator=draw).to(kind)
     documents = document_numbers(length)
     if way == "package":
@@ -67,7 +70,9 @@ def attention_pass(way: str, hides: str, dtype: str, length: int, report: str) -
     def step(_: int) -> None:
         for each in inputs:
             each.grad = None
-        compute(*inputs).backward(grad)
+        out = compute(*inputs)
+        if not forward:
+            out.backward(grad)
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         Path(report).write_text(str(most - before))
 
@@ -107,9 +112,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--dtype", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--before", default="", help="another checkout of this package")
-    parser.add_argument("--flex", action="store_true", help="torch's flex attention too, which is compiled")
+    parser.add_argument("--flex", action="store_true", help="torch's flex attention too, forward passes alone")
     arguments = parser.parse_args()
-    table = Table(title="One forward and backward pass", title_justify="left")
+    table = Table(title="One forward pass" + " and backward pass" * (not arguments.flex), title_justify="left")
     for heading in ("S", "dtype", "hides", "way", "ms", "of causal", "MiB"):
         table.add_column(heading, justify="right")
     for length in arguments.length:
@@ -132,7 +137,7 @@ def _measure(table: Table, length: int, dtype: str, arguments: argparse.Namespac
         contestants = []
         for hides, way, tree, shown in ways:
             report = os.path.join(folder, hides + shown)
-            given = (way, hides, dtype, length, report)
+            given = (way, hides, dtype, length, report, arguments.flex)
             contestants.append(Contestant(hides + shown, attention_pass, given, launched=False, tree=tree))
         seconds = contest(contestants, arguments.rounds, 1)
         for hides, _, _, shown in ways:
