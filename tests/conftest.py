@@ -29,30 +29,49 @@ settings.load_profile("house")
 _POOL = pytest.StashKey["WorkerPool"]()
 
 LONGEST = (
-    "cli/test_demo.py",
     "test_guides.py",
+    "parallel/test_compiled.py",
+    "cli/test_demo.py",
+    "parallel/test_parity.py",
+    "parallel/pipeline/test_schedules.py",
     "config/rules/test_compatibility.py",
+    "parallel/data/test_zero.py",
+    "ops/test_attention.py",
     "cli/test_stop.py",
     "cli/test_streams.py",
+    "checkpoint/test_resume.py",
     "parallel/test_sockets.py",
-    "parallel/test_parity.py",
     "train/optimizers/test_layouts.py",
     "train/optimizers/test_own.py",
     "cli/test_resume_auto.py",
-    "checkpoint/test_resume.py",
+    "cli/test_elastic.py",
+    "parallel/pipeline/test_schedule_files.py",
+    "parallel/context/test_attention.py",
+    "checkpoint/test_damage.py",
+    "train/callbacks/test_stopping.py",
+    "cli/test_data_commands.py",
+    "parallel/context/test_sequence.py",
+    "train/anomalies/test_skipping.py",
+    "test_api_page.py",
+    "parallel/tensor/test_chunked_loss.py",
     "train/corruption/test_watch.py",
+    "api/test_example_scripts.py",
     "cli/test_launchers.py",
+    "launch/test_worker_pool.py",
+    "gpu/test_benchmark.py",
+    "gpu/test_runs.py",
     "cli/test_train.py",
     "cli/test_own_model.py",
-    "cli/test_elastic.py",
     "cli/test_restarts.py",
-    "test_api_page.py",
     "fuzz/test_damaged_files.py",
     "huggingface/test_models.py",
-    "api/test_example_scripts.py",
     "plan/test_golden_collectives.py",
     "parallel/expert/test_experts.py",
-    "parallel/data/test_zero.py",
+    "parallel/test_recompute.py",
+    "ops/test_tiles.py",
+    "verify/test_own_plan.py",
+    "data/prepare/test_preparation.py",
+    "launch/test_torchrun.py",
 )
 """Files that take longest, each for one worker: they begin first, so that none is left alone at the end."""
 
@@ -102,6 +121,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from threefold.launch.worker_pool import WorkerPool
 
         session.config.stash[_POOL] = WorkerPool(8)
+    if hasattr(session.config, "workerinput"):
+        import torch
+
+        torch.set_num_threads(1)  # others would wait for a core that another worker of the tests has
 
 
 def _import_for_workers() -> None:
