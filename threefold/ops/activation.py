@@ -1,12 +1,13 @@
 """Activation functions of feed-forward networks, by name."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from threefold.ops.gelu import gelu_tanh
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "gelu": F.gelu,
     "quick_gelu": quick_gelu,
     "relu": F.relu,

@@ -1,0 +1,77 @@
+"""GELU by its tanh approximation on a CPU, twice as fast as torch's kernel, which computes a tanh in both passes.
+
+As 1 + tanh(u) is 2 · σ(2u), the function is x · σ(z), z = x · (a + b · x²), and σ takes one exponential. The forward pass
+computes the derivative too, σ(z) + x · σ(z) · (1 − σ(z)) · (a + 3 b · x²), while all that it needs is in the processor's
+caches. The derivative is kept for the backward pass in the place of x, of the same size.
+"""
+
+from math import pi, sqrt
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from threefold.torch_private.operators import operator
+
+_LINEAR: Final = 2 * sqrt(2 / pi)
+_CUBIC: Final = 0.044715 * _LINEAR
+_AT_ONCE: Final = 1 << 17  # elements that are gone over at once: what the second-level caches of two cores hold
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """`F.gelu(x, approximate="tanh")`."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return GELU(x, False)[0]
+    out: Tensor = _GELU.apply(x)
+    return out
+
+
+class _GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out, derivative = GELU(x, True)
+        ctx.save_for_backward(derivative)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (derivative,) = ctx.saved_tensors
+        return grad * derivative
+
+
+def _shapes(x: Tensor, derives: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape if derives else 0)
+
+
+def _gelu(x: Tensor, derives: bool) -> tuple[Tensor, Tensor]:
+    """The function, and its derivative where `derives` asks for it; each rounded once to the dtype of `x`."""
+    out, derivative = _shapes(x, derives)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    narrow = x.dtype != wide
+    linear = torch.full((), _LINEAR, dtype=wide)
+    buffers = x.new_empty(5 if narrow else 3, min(_AT_ONCE, x.numel()), dtype=wide)
+    runs = (each.reshape(-1).split(_AT_ONCE) for each in (x, out, derivative if derives else out))
+    for at, of_out, of_derivative in zip(*runs, strict=True):
+        factor, z, share, *copies = buffers[:, : len(at)]
+        values, result = (copies[0].copy_(at), copies[1]) if narrow else (at, of_out)
+        torch.addcmul(linear, values, values, value=_CUBIC, out=factor)
+        torch.mul(values, factor, out=z)
+        torch.sigmoid(z, out=share)
+        torch.mul(values, share, out=result)
+        if derives:  # σ + y · (1 − σ) · (3 · factor − 2a), y being the result
+            rest = torch.addcmul(result, result, share, value=-1, out=z)
+            slope = torch.addcmul(share, rest, factor, value=3, out=share if narrow else of_derivative)
+            slope.add_(rest, alpha=-2 * _LINEAR)
+            if narrow:
+                of_derivative.copy_(slope)
+        if narrow:
+            of_out.copy_(result)
+    return out, derivative
+
+
+GELU: Final[Any] = operator("gelu_tanh", _shapes)(_gelu)
