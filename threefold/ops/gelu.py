@@ -25,7 +25,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return GELU(x, False)[0]
+        return _both(x, False)[0]
     out: Tensor = _GELU.apply(x)
     return out
 
@@ -33,7 +33,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 class _GELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        out, derivative = GELU(x, True)
+        out, derivative = _both(x, True)
         ctx.save_for_backward(derivative)
         return out
 
@@ -44,34 +44,44 @@ class _GELU(torch.autograd.Function):
         return grad * derivative
 
 
-def _shapes(x: Tensor, derives: bool) -> tuple[Tensor, Tensor]:
+def _both(x: Tensor, derives: bool) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    buffers = x.new_empty(2 if x.dtype == wide else 4, min(_AT_ONCE, x.numel()), dtype=wide)
+    found: tuple[Tensor, Tensor] = GELU(x, buffers, derives)
+    return found
+
+
+def _shapes(x: Tensor, buffers: Tensor, derives: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape if derives else 0)
 
 
-def _gelu(x: Tensor, derives: bool) -> tuple[Tensor, Tensor]:
-    """The function, and its derivative where `derives` asks for it; each rounded once to the dtype of `x`."""
-    out, derivative = _shapes(x, derives)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    narrow = x.dtype != wide
-    linear = torch.full((), _LINEAR, dtype=wide)
-    buffers = x.new_empty(5 if narrow else 3, min(_AT_ONCE, x.numel()), dtype=wide)
+def _gelu(x: Tensor, buffers: Tensor, derives: bool) -> tuple[Tensor, Tensor]:
+    """The function, and its derivative where `derives` asks for it; each rounded once to the dtype of `x`.
+
+    Args:
+        x: the values.
+        buffers: written into; [2, n] in the dtype of `x`, or [4, n] in fp32 for a narrower one.
+        derives: whether the derivative is asked for.
+    """
+    out, derivative = _shapes(x, buffers, derives)
+    linear = torch.full((), _LINEAR, dtype=buffers.dtype)
     runs = (each.reshape(-1).split(_AT_ONCE) for each in (x, out, derivative if derives else out))
-    for at, of_out, of_derivative in zip(*runs, strict=True):
-        factor, z, share, *copies = buffers[:, : len(at)]
-        values, result = (copies[0].copy_(at), copies[1]) if narrow else (at, of_out)
+    for at, to_out, to_derivative in zip(*runs, strict=True):
+        factor, share, *copies = buffers[:, : len(at)]
+        values, result, z = (copies[0].copy_(at), *copies) if copies else (at, to_out, to_derivative)
         torch.addcmul(linear, values, values, value=_CUBIC, out=factor)
         torch.mul(values, factor, out=z)
         torch.sigmoid(z, out=share)
         torch.mul(values, share, out=result)
+        if copies:
+            to_out.copy_(result)
         if derives:  # σ + y · (1 − σ) · (3 · factor − 2a), y being the result
             rest = torch.addcmul(result, result, share, value=-1, out=z)
-            slope = torch.addcmul(share, rest, factor, value=3, out=share if narrow else of_derivative)
-            slope.add_(rest, alpha=-2 * _LINEAR)
-            if narrow:
-                of_derivative.copy_(slope)
-        if narrow:
-            of_out.copy_(result)
+            share.addcmul_(rest, factor, value=3)
+            torch.add(share, rest, alpha=-2 * _LINEAR, out=rest)
+            if copies:
+                to_derivative.copy_(rest)
     return out, derivative
 
 
-GELU: Final[Any] = operator("gelu_tanh", _shapes)(_gelu)
+GELU: Final[Any] = operator("gelu_tanh", _shapes, changes=("buffers",))(_gelu)
