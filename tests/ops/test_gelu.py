@@ -14,7 +14,8 @@ def both(x: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, expected = gelu_tanh(ours), F.gelu(exact, approximate="tanh")
     out.backward(upper)
     expected.backward(upper.double())
-    assert ours.grad is not None and exact.grad is not None
+    assert ours.grad is not None
+    assert exact.grad is not None
     return out.detach(), expected.detach(), ours.grad, exact.grad
 
 

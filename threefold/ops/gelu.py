@@ -1,8 +1,8 @@
 """GELU by its tanh approximation on a CPU, twice as fast as torch's kernel, which computes a tanh in both passes.
 
-As 1 + tanh(u) is 2 · σ(2u), the function is x · σ(z), z = x · (a + b · x²), and σ takes one exponential. The forward pass
-computes the derivative too, σ(z) + x · σ(z) · (1 − σ(z)) · (a + 3 b · x²), while all that it needs is in the processor's
-caches. The derivative is kept for the backward pass in the place of x, of the same size.
+As 1 + tanh(u) is 2 · σ(2u), the function is x · σ(z), z = x · (a + b · x²), and σ takes one exponential. The forward
+pass computes the derivative too, σ(z) + x · σ(z) · (1 − σ(z)) · (a + 3 b · x²), while caches hold all that it needs.
+The derivative is kept for the backward pass in the place of x, of the same size.
 """
 
 from math import pi, sqrt
