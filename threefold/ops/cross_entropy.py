@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from threefold.labels import IGNORE_INDEX
 from threefold.ops.kernels import product
 from threefold.ops.sizes import LOGITS_AT_ONCE
-from threefold.torch_private.operators import operator
 from threefold.torch_private.tensors import assert_async
 
 
@@ -46,6 +45,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return losses
 
 
+def row_tops(logits: Tensor) -> Tensor:
+    """The largest logit of each row [T] of `logits` [T, V], in fp32 at least; V > 0."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    # Compiled code widens as it reads, and goes over a row once for its maximum and what is made of that.
+    return logits.to(wide).amax(1) if torch.compiler.is_compiling() else logits.amax(1).to(wide)
+
+
 def row_sums(logits: Tensor, top: Tensor) -> Tensor:
     """Σ exp(logit − top) of each row.
 
@@ -53,8 +59,8 @@ def row_sums(logits: Tensor, top: Tensor) -> Tensor:
         logits: [T, V].
         top: [T], in the dtype to compute in.
     """
-    if torch.compiler.is_compiling() and logits.device.type == "cpu":
-        return _row_sums(logits, top)
+    if torch.compiler.is_compiling():
+        return (logits.to(top.dtype) - top.unsqueeze(1)).exp().sum(1)
     sums = [run.exp_().sum(1) for run, _ in _shifted(logits, top)]
     return torch.cat(sums) if sums else torch.zeros_like(top)
 
@@ -70,10 +76,13 @@ def scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Ten
     Returns:
         [T, V], in the dtype of `logits`.
     """
-    if torch.compiler.is_compiling() and logits.device.type == "cpu":
-        return _scaled_exponentials(logits, top, factor, column, added)
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     factor, column, added = (each.unsqueeze(1) for each in (factor, column, added))
+    if torch.compiler.is_compiling():
+        shift = top.unsqueeze(1)
+        others = (logits.to(top.dtype) - shift).exp() * factor
+        there = (logits.gather(1, column) - shift).exp() * factor + added
+        return others.to(logits.dtype).scatter(1, column, there.to(logits.dtype))
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for run, rows in _shifted(logits, top, out):
         run.exp_().mul_(factor[rows]).scatter_add_(1, column[rows], added[rows])
         if run.dtype != out.dtype:
@@ -104,24 +113,10 @@ def _shifted(logits: Tensor, top: Tensor, into: Tensor | None = None) -> Iterato
         yield run, rows
 
 
-@operator("row_sums", lambda logits, top: torch.empty_like(top))
-def _row_sums(logits: Tensor, top: Tensor) -> Tensor:
-    return row_sums(logits, top)
-
-
-def _like(logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@operator("scaled_exponentials", _like)
-def _scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor) -> Tensor:
-    return scaled_exponentials(logits, top, factor, column, added)
-
-
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        top = logits.amax(1).to(torch.promote_types(logits.dtype, torch.float32))
+        top = row_tops(logits)
         total = row_sums(logits, top)
         ignored = labels == IGNORE_INDEX
         target = logits.gather(1, labels.masked_fill(ignored, 0).unsqueeze(1)).squeeze(1)

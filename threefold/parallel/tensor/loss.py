@@ -13,7 +13,7 @@ from threefold.comm.compiled import all_reduce, all_reduce_max
 from threefold.comm.mesh import Axis
 from threefold.comm.shards import shard_bounds
 from threefold.labels import IGNORE_INDEX
-from threefold.ops.cross_entropy import check_labels, row_sums, scaled_exponentials
+from threefold.ops.cross_entropy import check_labels, row_sums, row_tops, scaled_exponentials
 from threefold.parallel.tensor.chunked_loss import parallel_chunked_cross_entropy
 
 
@@ -72,7 +72,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis) -> Tensor:
         columns = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        top = logits.amax(-1).to(wide) if columns else logits.new_full(labels.shape, -torch.inf, dtype=wide)
+        top = row_tops(logits) if columns else logits.new_full(labels.shape, -torch.inf, dtype=wide)
         top = all_reduce_max(top, axis)
         column = labels - start
         mine = (column >= 0) & (column < columns)
