@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support.compiled import traced
 from threefold.labels import IGNORE_INDEX
 from threefold.ops.cross_entropy import cross_entropy
 from threefold.ops.sizes import LOGITS_AT_ONCE
@@ -44,6 +45,20 @@ def test_equals_torch_in_fp64(tokens: int, vocab: int, dtype: torch.dtype) -> No
     limit = TOLERANCE[dtype] * theirs.grad.abs() + (1e-7 if dtype != torch.float64 else 1e-15)
     assert bool(((own.grad.double() - theirs.grad).abs() <= limit).all())
     assert torch.equal(own, logits)  # which the backward pass leaves as they were
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_compiled_it_is_the_same(dtype: torch.dtype) -> None:
+    logits, labels, weights = problem(7, 11, dtype)
+    own, alone = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    got, expected = traced(torch.compile(cross_entropy, fullgraph=True), own, labels), cross_entropy(alone, labels)
+    torch.testing.assert_close(got, expected)
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert own.grad is not None
+    assert alone.grad is not None
+    wide = TOLERANCE[dtype]
+    torch.testing.assert_close(own.grad, alone.grad, rtol=wide, atol=wide / 1000)
 
 
 def test_of_a_strided_view() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support.compiled import traced
 from threefold.ops.gelu import gelu_tanh
 
 
@@ -59,3 +60,15 @@ def test_without_gradients_it_has_the_same_bits_and_keeps_nothing() -> None:
 def test_a_transposed_view_is_taken_as_it_is_meant() -> None:
     x = samples(6, 4)
     assert torch.equal(gelu_tanh(x.t()), gelu_tanh(x).t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_compiled_it_is_the_same_function(dtype) -> None:
+    x = samples(5, 7).to(dtype).requires_grad_()
+    compiled = torch.compile(gelu_tanh, fullgraph=True)
+    out, alone = traced(compiled, x), gelu_tanh(x)
+    assert out.dtype == dtype
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, alone, rtol=4 * step, atol=step)
+    (grad,), (expected,) = (torch.autograd.grad(each, x, torch.ones_like(x)) for each in (out, alone))
+    torch.testing.assert_close(grad, expected, rtol=4 * step, atol=4 * step)

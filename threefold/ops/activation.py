@@ -1,6 +1,5 @@
 """Activation functions of feed-forward networks, by name."""
 
-import math
 from collections.abc import Callable
 from typing import Final
 
@@ -9,16 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from threefold.ops.gelu import gelu_tanh
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its approximation with tanh (Hendrycks and Gimpel, arXiv 1606.08415), computed in fp32 at least."""
-    if not torch.compiler.is_compiling():
-        return F.gelu(x, approximate="tanh")
-    # (1 + tanh u) / 2 = σ(2u), of which compiled code for a CPU takes less than half the time of tanh.
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    twice = wide * (1 + 0.044715 * wide * wide) * (2 * math.sqrt(2 / math.pi))
-    return (wide * torch.sigmoid(twice)).to(x.dtype)
 
 
 def squared_relu(x: Tensor) -> Tensor:

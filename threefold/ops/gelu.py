@@ -22,7 +22,11 @@ _AT_ONCE: Final = 1 << 17  # elements that are gone over at once: what the secon
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """`F.gelu(x, approximate="tanh")`."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        # Compiled code goes over x once, and for a CPU takes less than half the time for σ of what it takes for a tanh.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.sigmoid(wide * (_LINEAR + _CUBIC * wide * wide))).to(x.dtype)
+    if x.device.type != "cpu":
         return F.gelu(x, approximate="tanh")
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _both(x, False)[0]
