@@ -1,6 +1,6 @@
 """Private parts of torch that concern operators: functions that compiled code calls as they are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
@@ -28,15 +28,14 @@ class Handle(OpaqueBase):
 register_opaque_type(Handle, typ="reference")
 
 
-def operator(name: str, result: Callable[..., Any], changes: Sequence[str] = ()) -> Callable[[_F], _F]:
+def operator(name: str, result: Callable[..., Any]) -> Callable[[_F], _F]:
     """Make a function the operator `torch.ops.threefold.<name>`, which compiled code and dry runs call as a whole.
 
     Args:
         name: of the operator.
         result: called with the same arguments, gives tensors like the function's results, not computed.
-        changes: names of the arguments that the function writes into.
 
-    It changes no other argument, and its results share no memory with them. It is not differentiable: an
+    The function changes no argument, and its results share no memory with them. It is not differentiable: an
     `autograd.Function` calls it in both passes.
 
     Not `torch.library.custom_op`, whose operators take three times as long to call. All of this is public but
@@ -44,7 +43,7 @@ def operator(name: str, result: Callable[..., Any], changes: Sequence[str] = ())
     """
 
     def make(function: _F) -> _F:
-        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=tuple(changes)))
+        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"threefold::{name}", result, lib=_LIBRARY)
         made: _F = getattr(torch.ops.threefold, name).default
