@@ -29,7 +29,8 @@ from tests.cli.runs import (
 from tests.support.hosts import Host, NotAllowed, two_hosts
 from tests.support.kills import assert_gone, beacon, moments, pids
 
-RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+RENDEZVOUS = "last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=4"
+"""Seconds: short enough for a test, long enough for two agents that other processes keep from running."""
 STEPS = ("train.max_steps=24", "train.eval_every=0", "checkpoint.every=2", "log.every=1", "parallel.dp=2")
 TIMEOUT = 8
 """`train.timeout` of a run whose host cannot say that it is gone."""
