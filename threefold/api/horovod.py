@@ -230,8 +230,6 @@ class DistributedOptimizer(WrappedOptimizer):
         """Clear the gradients of all parameters."""
         self._gradients.begin(self.backward_passes_per_step)
         for parameter in self._parameters:
-            held = self._gradients[parameter]
-            parameter.grad = held if held.dtype == parameter.dtype else None
             self._passes[parameter] = 0
         self._is_synchronized = False
 

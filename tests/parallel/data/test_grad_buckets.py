@@ -1,5 +1,6 @@
 """Gradients in buckets, one all-reduce per step, started while the backward pass is running."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -7,7 +8,7 @@ from tests.support.parity import Case, make_engine, shard_of
 from tests.support.precision import narrow_sum
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.parallel.data.grad_buckets import GradientBuckets
+from threefold.parallel.data.grad_buckets import GradientBuckets, JoinedGradients
 
 
 def ordered_events() -> list[str]:
@@ -87,3 +88,70 @@ def test_buckets_are_summed_in_one_order_whatever_each_replica_used(pool) -> Non
 
 def test_narrow_gradients_are_added_up_wide(pool) -> None:
     assert pool.run(1, narrow_sum)[0].item() == 1000.0
+
+
+def gradients_of_steps(dtype: torch.dtype) -> list[list[list[float]]]:
+    """Gradients after steps in which autograd gives each weight two, the first alone one, and some are added by hand.
+
+    Each step ends with gradients that are not numbers, and so does one that stops in its middle.
+    """
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    first, second, third = weights = [nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(3)]
+    # Of each 5 elements 3 are beside the shard, where there are three replicas or more.
+    buckets = GradientBuckets(weights, mesh.dp, torch.float32, longest=dict.fromkeys(weights, 5))
+    joined = JoinedGradients([(weights, buckets)])
+    summed: list[Tensor] = []
+    found = []
+
+    def finish() -> None:
+        joined.finish()
+        assert [each.grad is joined[each] for each in weights] == [dtype == torch.float32] * 3
+        found.append([joined[each].tolist() for each in weights])
+        joined.scale_(float("nan"))
+
+    joined.observe(lambda flat: summed.append(flat.clone()))
+    joined.begin(2)
+    for _ in range(2):
+        torch.cat([first, 2 * second, 3 * third]).sum().backward()
+    finish()
+    joined.begin(None)
+    (5 * first).sum().backward()
+    finish()
+    joined.begin(2)
+    torch.cat([first, second]).sum().backward()
+    joined.scale_(float("nan"))
+    joined.begin(None)
+    joined.add_(second, torch.tensor([7.0, 8.0]))
+    joined.add_(second, torch.tensor([1.0, 1.0]))
+    third.sum().backward()
+    joined.add_(third, torch.tensor([1.0, 1.0]))
+    finish()
+    assert len(summed) == 3
+    assert torch.stack(summed).isfinite().all()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_gradient_of_a_step_is_left_in_the_next(pool, dtype) -> None:
+    for steps in pool.run(3, gradients_of_steps, dtype):
+        assert steps == [
+            [[6, 6], [12, 12], [18, 18]],
+            [[15, 15], [0, 0], [0, 0]],
+            [[0, 0], [24, 27], [6, 6]],
+        ]
+
+
+def sparse_gradients() -> list[float]:
+    mesh = Mesh(Layout())
+    table = nn.Parameter(torch.ones(3, 1))
+    buckets = GradientBuckets([table], mesh.dp, torch.float32)
+    for _ in range(2):
+        buckets.begin(2)
+        for row in (1, 2):
+            nn.functional.embedding(torch.tensor([row, 2]), table, sparse=True).sum().backward()
+        buckets.finish()
+    return buckets[table].flatten().tolist()
+
+
+def test_sparse_gradients_are_added_up_dense(pool) -> None:
+    assert pool.run(1, sparse_gradients)[0] == [0, 1, 3]

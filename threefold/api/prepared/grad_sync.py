@@ -199,9 +199,6 @@ class GradSync:
             total = float(self.mesh.dp.all_reduce(weight)) * self.accumulate
             self._nominal = _power_of_two(total)
         self.gradients.begin(self.accumulate)
-        for leaf in self.leaves.values():
-            held = self._bucket(leaf)
-            leaf.grad = held if held is not None and held.dtype == leaf.dtype else None
         self._used = dict.fromkeys(self.leaves, False)
         return self._scale()
 
@@ -212,9 +209,6 @@ class GradSync:
             return False
         found = torch.stack([each.any() for each in left]).any()  # shards of one rank may be zeros by chance
         return bool(self.mesh.world.all_reduce(found.double()))
-
-    def _bucket(self, leaf: Tensor) -> Tensor | None:
-        return None if self._sharded else self.gradients[leaf]
 
     def _scale(self) -> float:
         assert self._nominal is not None  # set by `_begin`

@@ -4,7 +4,8 @@ Processes that share memory sum them after it, since there the sum is work for t
 
 The buckets hold the gradients for the whole step: every micro-batch adds into them in their own (wide) dtype, and each
 bucket is summed once, as soon as the last micro-batch has passed its parameters. (The bucketing of Li et al., "PyTorch
-Distributed", VLDB 2020.)
+Distributed", VLDB 2020.) The first gradient of a step is copied over that of the step before: one pass over the memory
+in place of zeros, and a sum with them.
 """
 
 import weakref
@@ -32,7 +33,12 @@ class _Bucket:
         self.leaves = leaves
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=leaves[0].device)
         places = zip(self.flat.split(list(sizes)), leaves, strict=True)
-        self.views = [place[: leaf.numel()].view(leaf.shape) for place, leaf in places]
+        self.views: list[Tensor] = []
+        self.gaps: list[Tensor] = []  # beside shards that are longer on other tensor ranks
+        for place, leaf in places:
+            self.views.append(place[: leaf.numel()].view(leaf.shape))
+            if len(place) > leaf.numel():
+                self.gaps.append(place[leaf.numel() :])
         self.waiting = 0
         self.work: Work | None = None
         self.narrow: NarrowSum | None = None
@@ -43,11 +49,11 @@ class Gradients(ABC):
 
     @abstractmethod
     def __getitem__(self, leaf: Tensor) -> Tensor:
-        """The gradient of `leaf`, in the dtype that gradients are added up in; complete after `finish`."""
+        """The gradient of `leaf`, in the dtype that gradients are added up in; that of the step from `finish` on."""
 
     @abstractmethod
     def begin(self, arrivals: int | None) -> None:
-        """Clear the gradients.
+        """Begin a step: forget the gradients of the step before, `.grad` of the leaves too.
 
         Args:
             arrivals: gradients that autograd accumulates into each parameter in the step, so that sums can start early;
@@ -94,7 +100,8 @@ class GradientBuckets(Gradients):
     Args:
         leaves: the tensors whose gradients autograd computes.
         axis: the replicas to sum over.
-        dtype: what gradients are added up in; parameters of that very dtype get their `.grad` inside the bucket.
+        dtype: what gradients are added up in; parameters of that very dtype have their `.grad` inside the bucket from
+            the first gradient of a step on.
         bucket_bytes: size from which a bucket is closed and the next started. A bucket is one collective: large ones
             cost less, small ones start earlier.
         wire: a narrower dtype to sum buckets in (gradient compression); None for their own.
@@ -124,6 +131,7 @@ class GradientBuckets(Gradients):
         self._started = 0
         self._observer: Observer | None = None
         self._views: dict[Tensor, Tensor] = {}
+        self._unset: set[Tensor] = set()  # leaves whose views hold no gradient of this step yet, but what was there
         for bucket in self._buckets:
             for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
                 self._views[leaf] = view
@@ -142,9 +150,22 @@ class GradientBuckets(Gradients):
     def begin(self, arrivals: int | None) -> None:
         self._started = 0
         for bucket in self._buckets:
-            bucket.flat.zero_()
+            for leaf in bucket.leaves:
+                leaf.grad = None
+            self._unset.update(bucket.leaves)
+            for gap in bucket.gaps:
+                gap.zero_()  # of which `scale_` by what is not finite would have made NaN
             bucket.waiting = -1 if arrivals is None else arrivals * len(bucket.leaves)  # from -1 it never gets to 0
             bucket.work = bucket.narrow = None
+
+    def add_(self, leaf: Tensor, gradient: Tensor) -> None:
+        view = self._views[leaf]
+        if leaf not in self._unset:
+            view.add_(gradient)
+        elif gradient.is_sparse:  # of an embedding; torch has no copy of it
+            self._hold(leaf, view.zero_().add_(gradient))
+        else:
+            self._hold(leaf, view.copy_(gradient))
 
     def finish(self) -> None:
         for bucket in self._buckets[self._started :]:  # what got no gradient on this rank may have got one elsewhere
@@ -170,16 +191,23 @@ class GradientBuckets(Gradients):
         self._observer = observer
 
     def _arrived(self, bucket: _Bucket, leaf: Tensor) -> None:
-        view = self._views[leaf]
-        if leaf.grad is not None and leaf.grad is not view:  # narrower: add it up in the wide buffer and drop it
-            view.add_(leaf.grad)
-            leaf.grad = None
+        if leaf.grad is not None and leaf.grad is not self._views[leaf]:  # the first of a step, or narrower
+            gradient, leaf.grad = leaf.grad, None
+            self.add_(leaf, gradient)
         bucket.waiting -= 1
         while self._started < len(self._buckets) and self._buckets[self._started].waiting == 0:
             self._start(self._buckets[self._started])
 
+    def _hold(self, leaf: Tensor, view: Tensor) -> None:
+        """The view holds a gradient of this step; to it autograd adds the next, where they are of one dtype."""
+        self._unset.discard(leaf)
+        if leaf.dtype == view.dtype:
+            leaf.grad = view
+
     def _start(self, bucket: _Bucket) -> None:
         self._started += 1
+        for leaf in self._unset.intersection(bucket.leaves):  # this rank did not use them
+            self._hold(leaf, self._views[leaf].zero_())
         if self._observer is not None:
             self._observer(bucket.flat)
         if self._wire is None:
@@ -205,6 +233,9 @@ class JoinedGradients(Gradients):
     def begin(self, arrivals: int | None) -> None:
         for part in self._parts:
             part.begin(arrivals)
+
+    def add_(self, leaf: Tensor, gradient: Tensor) -> None:
+        self._of[leaf].add_(leaf, gradient)
 
     def finish(self) -> None:
         for part in self._parts:
