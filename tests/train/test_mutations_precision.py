@@ -66,12 +66,13 @@ def logged_loss_still_scaled() -> list[Patch]:
 
 
 def gradients_added_up_narrow() -> list[Patch]:
-    def arrived(self: data.GradientBuckets, bucket: Any, leaf: Tensor) -> None:
-        view = self._views[leaf]
-        view.copy_(view.to(leaf.dtype) + leaf.grad)
-        leaf.grad = None
+    def narrow(self: Any, leaf: Tensor, gradient: Tensor) -> None:
+        if not self.is_set:
+            return add(self, leaf, gradient)
+        self.view.copy_(self.view.to(leaf.dtype) + gradient)
 
-    return [(data.GradientBuckets, "_arrived", arrived)]
+    add = data._Place.add_
+    return [(data._Place, "add_", narrow)]
 
 
 def overflow_seen_by_one_rank_alone() -> list[Patch]:

@@ -26,19 +26,60 @@ Observer = Callable[[Tensor], None]
 BUCKET_BYTES = 25 << 20
 
 
+class _Place:
+    """The part of a bucket that is a leaf's.
+
+    Args:
+        flat: that part, of which a shard that is longer on another tensor rank leaves some over.
+        leaf: whose gradient it is for.
+
+    Attributes:
+        view: the gradient, of the leaf's shape.
+        gap: what is left over.
+        is_set: whether `view` holds a gradient of this step; else what was there before it.
+    """
+
+    def __init__(self, flat: Tensor, leaf: Tensor) -> None:
+        self.view, self.gap = flat[: leaf.numel()].view(leaf.shape), flat[leaf.numel() :]
+        self.is_set = True
+        self._is_grad = flat.dtype == leaf.dtype
+
+    def begin(self, leaf: Tensor) -> None:
+        """Forget the gradient."""
+        leaf.grad, self.is_set = None, False
+        if len(self.gap):
+            self.gap.zero_()  # `scale_` with a factor that is not finite would have left NaN
+
+    def add_(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Add a gradient; autograd adds those that follow to it, where they have its dtype."""
+        if self.is_set:
+            self.view.add_(gradient)
+            return
+        if gradient.is_sparse:  # which torch cannot copy
+            self.view.zero_().add_(gradient)
+        else:
+            self.view.copy_(gradient)
+        self._hold(leaf)
+
+    def finish(self, leaf: Tensor) -> None:
+        """Set it to zeros where this rank did not use the leaf."""
+        if not self.is_set:
+            self.view.zero_()
+            self._hold(leaf)
+
+    def _hold(self, leaf: Tensor) -> None:
+        self.is_set = True
+        if self._is_grad:
+            leaf.grad = self.view
+
+
 class _Bucket:
     """A flat buffer, and how many gradients it still waits for in this step."""
 
     def __init__(self, leaves: Sequence[Tensor], dtype: torch.dtype, sizes: Sequence[int]) -> None:
-        self.leaves = leaves
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=leaves[0].device)
-        places = zip(self.flat.split(list(sizes)), leaves, strict=True)
-        self.views: list[Tensor] = []
-        self.gaps: list[Tensor] = []  # beside shards that are longer on other tensor ranks
-        for place, leaf in places:
-            self.views.append(place[: leaf.numel()].view(leaf.shape))
-            if len(place) > leaf.numel():
-                self.gaps.append(place[leaf.numel() :])
+        parts = zip(leaves, self.flat.split(list(sizes)), strict=True)
+        self.places = [(leaf, _Place(part, leaf)) for leaf, part in parts]
         self.waiting = 0
         self.work: Work | None = None
         self.narrow: NarrowSum | None = None
@@ -130,18 +171,17 @@ class GradientBuckets(Gradients):
         self._buckets = [_Bucket(part, dtype, [size(leaf) for leaf in part]) for part in parts]
         self._started = 0
         self._observer: Observer | None = None
-        self._views: dict[Tensor, Tensor] = {}
-        self._unset: set[Tensor] = set()  # leaves whose views hold no gradient of this step yet, but what was there
+        self._places: dict[Tensor, _Place] = {}
         for bucket in self._buckets:
-            for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
-                self._views[leaf] = view
+            for leaf, place in bucket.places:
+                self._places[leaf] = place
                 if leaf.dtype == dtype:
-                    leaf.grad = view
+                    leaf.grad = place.view
                 # Weak, since garbage collection does not find the cycle from a leaf through its hook back to the leaf.
                 leaf.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(bucket)))
 
     def __getitem__(self, leaf: Tensor) -> Tensor:
-        return self._views[leaf]
+        return self._places[leaf].view
 
     def __len__(self) -> int:
         """Number of buckets, which is the number of collectives in a step."""
@@ -150,22 +190,13 @@ class GradientBuckets(Gradients):
     def begin(self, arrivals: int | None) -> None:
         self._started = 0
         for bucket in self._buckets:
-            for leaf in bucket.leaves:
-                leaf.grad = None
-            self._unset.update(bucket.leaves)
-            for gap in bucket.gaps:
-                gap.zero_()  # of which `scale_` by what is not finite would have made NaN
-            bucket.waiting = -1 if arrivals is None else arrivals * len(bucket.leaves)  # from -1 it never gets to 0
+            for leaf, place in bucket.places:
+                place.begin(leaf)
+            bucket.waiting = -1 if arrivals is None else arrivals * len(bucket.places)  # from -1 it never gets to 0
             bucket.work = bucket.narrow = None
 
     def add_(self, leaf: Tensor, gradient: Tensor) -> None:
-        view = self._views[leaf]
-        if leaf not in self._unset:
-            view.add_(gradient)
-        elif gradient.is_sparse:  # of an embedding; torch has no copy of it
-            self._hold(leaf, view.zero_().add_(gradient))
-        else:
-            self._hold(leaf, view.copy_(gradient))
+        self._places[leaf].add_(leaf, gradient)
 
     def finish(self) -> None:
         for bucket in self._buckets[self._started :]:  # what got no gradient on this rank may have got one elsewhere
@@ -191,23 +222,18 @@ class GradientBuckets(Gradients):
         self._observer = observer
 
     def _arrived(self, bucket: _Bucket, leaf: Tensor) -> None:
-        if leaf.grad is not None and leaf.grad is not self._views[leaf]:  # the first of a step, or narrower
-            gradient, leaf.grad = leaf.grad, None
-            self.add_(leaf, gradient)
+        gradient, place = leaf.grad, self._places[leaf]
+        if gradient is not None and gradient is not place.view:  # the first of a step, or narrower
+            leaf.grad = None
+            place.add_(leaf, gradient)
         bucket.waiting -= 1
         while self._started < len(self._buckets) and self._buckets[self._started].waiting == 0:
             self._start(self._buckets[self._started])
 
-    def _hold(self, leaf: Tensor, view: Tensor) -> None:
-        """The view holds a gradient of this step; to it autograd adds the next, where they are of one dtype."""
-        self._unset.discard(leaf)
-        if leaf.dtype == view.dtype:
-            leaf.grad = view
-
     def _start(self, bucket: _Bucket) -> None:
         self._started += 1
-        for leaf in self._unset.intersection(bucket.leaves):  # this rank did not use them
-            self._hold(leaf, self._views[leaf].zero_())
+        for leaf, place in bucket.places:
+            place.finish(leaf)
         if self._observer is not None:
             self._observer(bucket.flat)
         if self._wire is None:
