@@ -22,6 +22,7 @@ parallel: {tp: 8, fallbacks: [tp4]}
 train: {global_batch_size: 64, max_steps: 1000, micro_batch_size: 1}
 precision: {dtype: bf16}
 """
+FEW = ("--fix", "parallel.tp=8", "--fix", "train.micro_batch_size=4")
 Run = Callable[..., Result]
 
 
@@ -78,6 +79,26 @@ def test_cost_may_use_fewer_gpus(run: Run) -> None:
     assert best["gpus"] * best["step_seconds"] <= 16 * whole["step_seconds"]
 
 
+def test_a_file_of_the_users_is_not_written_over(run: Run) -> None:
+    asked = ("--gpus", "8", "--hardware", "h100", *FEW)
+    Path("best.yaml").write_text("mine")
+    for name, free in (("gpt.yaml", "gpt-planned.yaml"), ("best.yaml", "best-planned.yaml")):
+        told = str(run(*asked, "--write", name).exception)
+        assert told == (
+            f"{name} is there already and threefold plan has not written it; name another file, such as {free}."
+        )
+    assert (Path("gpt.yaml").read_text(), Path("best.yaml").read_text()) == (CONFIG, "mine")
+    for _ in range(2):
+        assert run(*asked, "--write", "new.yaml").exit_code == 0
+
+
+def test_why_a_layout_is_dropped_is_not_said_of_a_line_of_the_config(run: Run) -> None:
+    Path("gpt.yaml").write_text(CONFIG.replace("{tp: 8", "{zero: 1, stage_chunks: 2, schedule: interleaved, tp: 8"))
+    told = json.loads(run("--gpus", "8", "--hardware", "h100", "--json", "--fix", "parallel.pp=2").stdout)
+    assert told["refused"]
+    assert not [each for each in told["refused"] if "gpt.yaml" in each["reason"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -102,6 +123,10 @@ def test_cost_may_use_fewer_gpus(run: Run) -> None:
         (
             ["--gpus", "8", "--hardware", "h100", "--fix", "parallel.tp=3"],
             "no layout of so many GPUs with parallel.tp 3 is sound; leave out --fix parallel.tp=3.",
+        ),
+        (
+            ["--gpus", "8", "--hardware", "h100", "--set", "parallel.tp=3"],
+            "--set parallel.tp=3: threefold plan chooses this setting itself; use --fix parallel.tp=3 for layouts that",
         ),
         (["--gpus", "8", "--hardware", "h100", "--png", "layouts.txt"], "must end in .png or .svg"),
         (["--gpus", "8", "--hardware", "h100", "--write", "no/best.yaml"], "no is no folder; make it first."),

@@ -54,7 +54,7 @@ def plan(
     from threefold.config.section import MOST_RANKS
     from threefold.plan.hardware.catalogue import find_hardware, hardware_names
     from threefold.plan.search.planning import plan_layouts
-    from threefold.plan.search.request import read_request
+    from threefold.plan.search.request import read_request, require_no_layout
     from threefold.plan.search.written_config import config_text, require_writable, write_config
 
     if gpus is None:
@@ -68,14 +68,15 @@ def plan(
         from threefold.plan.pictures.style import check_picture
 
         check_picture(png)
+    require_no_layout(overrides or ())
     given = load_config(config, overrides or ())
     request = read_request(given, count, entry, objective, fix or (), tokens, system)
     planned = plan_layouts(request, lambda: perf_counter() - began)
     from threefold.cli.planning.plan_view import json_document, predictions, print_plan
 
     if write is not None:
-        lines = [f"Written by threefold plan {config} --gpus {gpus} --hardware {hardware}.", *predictions(planned)]
-        write_config(write, config_text(given, planned.best.choice, lines))
+        asked = f"{config} --gpus {gpus} --hardware {hardware}"
+        write_config(write, config_text(given, planned.best.choice, asked, predictions(planned)))
     if png is not None:
         from threefold.plan.pictures.layouts import draw_layouts
 

@@ -32,7 +32,8 @@ def alone(config: Config) -> Config:
         config: as loaded.
     """
     changed = config_of(without_layout(config))
-    changed._origins = config._origins
+    chosen = (*KEYS.values(), *FOLLOWING)  # a sentence about another layout is not about the config's line
+    changed._origins = {key: origin for key, origin in config._origins.items() if key not in chosen}
     return changed
 
 

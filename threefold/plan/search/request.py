@@ -107,6 +107,23 @@ def _require_nodes(gpus: int, hardware: Hardware) -> None:
         )
 
 
+def require_no_layout(overrides: Sequence[str]) -> None:
+    """Check that no override is of a setting that the search chooses, which would have no effect.
+
+    Args:
+        overrides: `section.key=value` each.
+
+    Raises:
+        UserError: one is.
+    """
+    for override in overrides:
+        if override.partition("=")[0].strip() in KEYS.values():
+            raise UserError(
+                f"--set {shown(override)}: threefold plan chooses this setting itself; use --fix {shown(override)} "
+                "for layouts that have it."
+            )
+
+
 def parse_fixed(texts: Sequence[str]) -> dict[str, Any]:
     """The settings that layouts must have, from `section.key=value` each.
 
