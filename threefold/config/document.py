@@ -72,13 +72,17 @@ def parse_value(text: str, where: str) -> Any:
     return _parse(text, where)[0]
 
 
-def read_document(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
+def read_document(path: Path, called: str = "the config ") -> tuple[Any, dict[tuple[str, ...], int]]:
     """Values of a YAML file, and the line (from 1) of each key by its path of names.
+
+    Args:
+        path: of the file.
+        called: what it is, before its path in sentences.
 
     Raises:
         UserError: the file cannot be read, is not YAML or more than plain values, or sets a key twice.
     """
-    value, keys = _parse(read_text(path, "the config ", LARGEST_DOCUMENT), shown(path))
+    value, keys = _parse(read_text(path, called, LARGEST_DOCUMENT), shown(path))
     lines: dict[tuple[str, ...], int] = {}
     for name, line in keys:
         if name in lines:

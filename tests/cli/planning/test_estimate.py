@@ -59,13 +59,14 @@ def test_the_json_document(threefold, config: Path) -> None:
     [
         ((), "--hardware is missing; give the path of a YAML file or one of v100, "),
         (("--hardware", "h1000"), "The hardware h1000 is unknown; .* the nearest is h100"),
-        (("--hardware", "lab.yaml"), "Cannot read the config lab.yaml: No such file"),
+        (("--hardware", "lab.yaml"), "Cannot read the hardware entry lab.yaml: No such file"),
         (("--hardware", "h100", "--system", "nemmo"), "training system nemmo is unknown; .* the nearest is nemo"),
         (("--hardware", "h100", "--set", "parallel.dp=4", "--set", "parallel.tp=3"), "tp is 3"),
         (
             ("--hardware", "h100", "--set", "parallel.dp=3", "--set", "train.global_batch_size=33"),
             "nodes of h100 have 8",
         ),
+        (("--hardware", ""), "The hardware '' is unknown; give the path"),
         (("--hardware", "v100"), "has no matrix rate for bf16"),
     ],
 )

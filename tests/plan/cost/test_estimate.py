@@ -130,3 +130,10 @@ def test_dtype_without_rate() -> None:
 def test_unknown_system() -> None:
     with pytest.raises(UserError, match=r"training system nemmo is unknown; .*nearest is nemo"):
         estimate(config(), find_hardware("h100"), "nemmo")
+
+
+def test_an_entry_with_an_unknown_system_or_too_little_memory_is_named() -> None:
+    with pytest.raises(UserError, match=r"^The hardware entry ideal has an unknown system: .*nearest is nemo"):
+        estimate(config(LLAMA), ideal(system="nemmo"))
+    with pytest.raises(UserError, match=r"^The hardware ideal has memory_bytes 1000000000 but a GPU needs more"):
+        estimate(config(LLAMA), ideal(memory_bytes=10**9))

@@ -49,6 +49,13 @@ def test_unknown_name_has_the_nearest() -> None:
         find_hardware("a100-8")
 
 
+def test_a_file_of_that_name_is_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab.yaml").write_text(OWN)
+    with pytest.raises(UserError, match=r"The hardware lab is no entry, but there is a file lab\.yaml here; use that"):
+        find_hardware("lab")
+
+
 def test_missing_rate() -> None:
     with pytest.raises(UserError, match=r"v100 has no matrix rate for bf16; use one of fp16"):
         find_hardware("v100").matrix_rate("bf16")
@@ -76,6 +83,9 @@ def test_saved_entry_is_found_by_name(own_folder: Path) -> None:
     ("before", "after", "sentence"),
     [
         ("like: a100-80", "like: a100", r"like is 'a100' but must be one of .*nearest is a100-40"),
+        ("like: a100-80", "like: lab", r"like is 'lab' but must be one of v100, .*mi300x; the nearest"),
+        ("gpus_per_node: 4", "achievable: {matrix: 3}", "matrix is 3 but must be a share of at most 1; use 1"),
+        ("gpus_per_node: 4", "uncertainty: 30", "uncertainty is 30 but must be a share of at most 1"),
         ("like: a100-80", "device: cuda", "matrix_rates is missing"),
         ("gpus_per_node: 4", "gpus_per_nodes: 4", "gpus_per_nodes is no figure of it.*nearest is gpus_per_node"),
         ("gpus_per_node: 4", "gpus_per_node: 0", "gpus_per_node is 0 but must be a whole number above 0"),

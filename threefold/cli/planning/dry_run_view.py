@@ -83,9 +83,9 @@ def _verdict(reports: "Sequence[DryRunReport]", hardware: "Hardware | None") -> 
 
 
 def _usable(hardware: "Hardware") -> int:
-    from threefold.plan.memory.stages import usable_bytes
+    from threefold.plan.cost.estimate import usable_memory
 
-    return usable_bytes(hardware.memory_bytes) if hardware.device == "cuda" else hardware.memory_bytes
+    return usable_memory(hardware)
 
 
 def _layers(names: Sequence[str]) -> str:

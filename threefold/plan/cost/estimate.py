@@ -151,7 +151,10 @@ def default_system(config: Config, hardware: Hardware) -> System:
         return own_system(config, hardware)
     sharded = hardware.sharded_system if config.parallel.zero >= _SHARDED_GRADIENTS else ""
     gpt = hardware.gpt_system if config.model.architecture == "gpt" else ""
-    found = find_system(sharded or gpt or hardware.system)
+    try:
+        found = find_system(sharded or gpt or hardware.system)
+    except UserError as error:
+        raise UserError(f"The hardware entry {hardware.name} has an unknown system: {error}") from None
     return own_system(config, hardware) if found.name == "own" else found
 
 
@@ -188,8 +191,20 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
 
 
 def usable_memory(hardware: Hardware) -> int:
-    """Bytes of a device that a rank may use."""
-    return usable_bytes(hardware.memory_bytes) if hardware.device == "cuda" else hardware.memory_bytes
+    """Bytes of a device that a rank may use.
+
+    Raises:
+        UserError: it has no more than the libraries take.
+    """
+    if hardware.device != "cuda":
+        return hardware.memory_bytes
+    usable = usable_bytes(hardware.memory_bytes)
+    if usable <= 0:
+        raise UserError(
+            f"The hardware {hardware.name} has memory_bytes {hardware.memory_bytes} but a GPU needs more than the "
+            f"{hardware.memory_bytes - usable} that CUDA and NCCL take; give it at least 8e9."
+        )
+    return usable
 
 
 def recomputed_flops_per_token(config: Config) -> float:

@@ -55,7 +55,10 @@ def find_hardware(name_or_path: str) -> Hardware:
     if name == THIS_MACHINE:
         raise UserError(f"The hardware {THIS_MACHINE} is not measured yet; run threefold doctor, which saves it.")
     choice = one_entry(name, hardware_names())
-    raise UserError(f"The hardware {shown(name_or_path)} is unknown; give the path of a YAML file or {choice}.")
+    called = shown(name_or_path) or repr(name_or_path)
+    if Path(f"{name_or_path}.yaml").is_file():
+        raise UserError(f"The hardware {called} is no entry, but there is a file {called}.yaml here; use that.")
+    raise UserError(f"The hardware {called} is unknown; give the path of a YAML file or {choice}.")
 
 
 def _of_file(path: Path, wanted: str) -> Hardware:

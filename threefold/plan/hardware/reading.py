@@ -24,6 +24,8 @@ _UNLESS_GIVEN: Final = {
     "uncertainty": 0.3,
     "cores": 0,
 }
+_FRACTIONS: Final = ("matrix", "memory", "link", "network", "uncertainty")
+"""Shares of which none is above 1; that of attention, which doctor measures beside small products, may be."""
 _ZERO_ALLOWED: Final = (
     "latency",
     "matrix_depth",
@@ -48,7 +50,7 @@ def read_entries(path: Path) -> Entries:
     Raises:
         UserError: the file cannot be read, or is no mapping of names to mappings.
     """
-    value, _ = read_document(path)
+    value, _ = read_document(path, "the hardware entry ")
     if not isinstance(value, dict) or not value or not all(isinstance(entry, dict) for entry in value.values()):
         raise UserError(f"{shown(path)} must hold hardware entries, each a name with figures such as memory_bytes.")
     return {str(name): entry for name, entry in value.items()}
@@ -81,7 +83,8 @@ def _expanded(name: str, entries: Entries, where: str, depth: int = 0) -> dict[s
     if base is None:
         return given
     if not isinstance(base, str) or base not in entries or depth > len(entries):
-        raise UserError(f"{where}, {name}: like is {shown(repr(base))} but must be {one_entry(base, list(entries))}.")
+        others = [other for other in entries if other != name]
+        raise UserError(f"{where}, {name}: like is {shown(repr(base))} but must be {one_entry(base, others)}.")
     inherited = _expanded(base, entries, where, depth + 1)
     for key in ("matrix_rates", "inside", "between", "achievable"):
         if isinstance(given.get(key), dict) and isinstance(inherited.get(key), dict):
@@ -152,6 +155,8 @@ def _number(values: Mapping[str, Any], key: str, where: str) -> float:
         raise UserError(f"{where}: {key} is {shown(repr(value))} but must be a number {least}.")
     if (value == 0 and key not in _ZERO_ALLOWED) or (key in _WHOLE and value != int(value)):
         raise UserError(f"{where}: {key} is {value:g} but must be a {'whole ' * (key in _WHOLE)}number {least}.")
+    if value > 1 and key in _FRACTIONS:
+        raise UserError(f"{where}: {key} is {value:g} but must be a share of at most 1; use 1.")
     return float(value)
 
 
