@@ -1,7 +1,7 @@
 """What `threefold data` prints: tables of token files, and progress."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from threefold.data.prepare.audit import Audit
     from threefold.data.prepare.conversion import ConvertedTokens
     from threefold.data.prepare.summary import TokenSummary
+
+
+_WIDTH_OF_A_FILE: Final = 150
+"""Letters of a line where the output is no terminal."""
+_UNBOUNDED: Final = 10**6
 
 
 class Bars:
@@ -151,18 +156,24 @@ def print_sample(corpus: "Corpus", tokens: list[int]) -> None:
 
 
 def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """A plain table; numbers are right-aligned where there are more columns than two."""
+    """A plain table; numbers are right-aligned where there are more columns than two. No letter of it is cut off."""
+    import sys
+
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE)
     for i, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if i and len(header) > 2 else "left")
+        table.add_column(Text(name), justify="right" if i and len(header) > 2 else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+    if Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum > console.width:
+        table.padding = (0, 0)
+    console.print(table)
 
 
 def print_audits(audits: "list[Audit]") -> None:

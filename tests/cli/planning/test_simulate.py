@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from threefold.cli.main import app
 from threefold.config.schedules import find_schedule
 
 PASSES = ("--forward", "18.522", "--backward-input", "18.086", "--backward-weight", "9.337", "--transfer", "0.601")
@@ -76,6 +78,24 @@ def test_files(threefold, tmp_path: Path) -> None:
     assert "is there already and has other actions; remove it first." in error
 
 
+def test_the_title_of_the_picture(threefold, tmp_path: Path) -> None:
+    """With all stages of a rank, and without an exponent in a long time."""
+    picture = tmp_path / "line.svg"
+    options = ("--schedule", "interleaved", "--chunks", "4", "--forward", "1000", "--png", picture)
+    facts(threefold, "--stages", "2", "--microbatches", "4", *options)
+    assert "interleaved: 8 stages on 2 ranks, 4 micro-batches: bubble 5.9%, step 12,750 ms" in picture.read_text()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_no_letter_of_a_table_is_cut_off(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threefold.cli.data_view._WIDTH_OF_A_FILE", columns)
+    given = ("--schedule", "zb-h2", "--stages", "4", "--microbatches", "8", "--forward", "12345.6")
+    told = CliRunner().invoke(app, ["simulate", *given]).stdout
+    assert "…" not in told
+    if columns > 60:
+        assert "333,331.2 296,294.4" in " ".join(told.split())
+
+
 FOUR = ("--stages", "4", "--microbatches", "4")
 
 
@@ -106,7 +126,13 @@ FOUR = ("--stages", "4", "--microbatches", "4")
             "The schedule '1f2b' must be the path of a .csv file of actions, or one of",
         ),
         ((*FOUR, "--schedule", "none.csv"), "Cannot read the pipeline schedule none.csv: No such file or directory."),
-        ((*FOUR, "--chunks", "2"), "The schedule 1f1b has 1 stage on each rank, not 2; use 1."),
+        (
+            (*FOUR, "--chunks", "2"),
+            "--chunks is 2 but the schedule 1f1b has 1 stage on each rank; use 1, or --schedule interleaved.",
+        ),
+        ((*FOUR, "--forward", "1e300"), "--forward 1e300 must be a time of at most 1,000,000,000 ms; use 1000000000."),
+        (("--stages", "7.6", "--microbatches", "4"), "--stages 7.6 must be a whole number; use 8."),
+        (("--stages", "1,024", "--microbatches", "4"), "--stages 1,024 must be a whole number; use 1024."),
         (
             ("--schedule", "interleaved", "--stages", "4", "--microbatches", "9"),
             "The schedule interleaved cannot",

@@ -35,19 +35,21 @@ def dry_run(
     """
     if rank is not None and all_stages:
         raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")
-    number = _whole_number("--rank", rank, 0) if rank is not None else 0
-    resolved = _resolve(
-        config, with_model(overrides, model), None if world is None else _whole_number("--world", world, 1)
-    )
+    from threefold.cli.planning.options import whole_number
+    from threefold.config.section import MOST_RANKS
+
+    number = 0 if rank is None else whole_number(rank, "--rank", least=0)
+    ranks = None if world is None else whole_number(world, "--world", most=MOST_RANKS)
+    resolved = _resolve(config, with_model(overrides, model), ranks)
     from threefold.plan.hardware.catalogue import find_hardware
 
     on = None if hardware is None else find_hardware(hardware)
     from threefold.comm.layout import Layout
 
     last = Layout.of(resolved.parallel).world_size - 1
-    if not 0 <= number <= last:
+    if number > last:
         raise UserError(
-            f"--rank is {number} but the layout has ranks 0 to {last}; use {0 if number < 0 else last}."
+            f"--rank is {number} but the layout has ranks 0 to {last}; use {last}."
             if last
             else f"--rank is {number} but the layout has rank 0 alone; use 0."
         )
@@ -94,13 +96,3 @@ def _replicas(config: "Config", world: int) -> int:
             f"--world {each * parallel.dp}, or --set parallel.dp={replicas}."
         )
     return replicas
-
-
-def _whole_number(option: str, text: str, least: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise UserError(f"{option} is {text!r} but must be a whole number, such as {least}.") from None
-    if number < least:
-        raise UserError(f"{option} is {number} but must be at least {least}; use {least}.")
-    return number

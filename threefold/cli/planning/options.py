@@ -1,9 +1,13 @@
 """Numbers of options, refused in one sentence that names the option."""
 
 from math import isfinite
+from typing import Final
 
 from threefold.errors import UserError
 from threefold.files import shown
+
+_LONGEST: Final = 10**9
+"""Ms of a pass, 11 days."""
 
 
 def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> int:
@@ -15,12 +19,22 @@ def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> i
     try:
         number = int(text.replace("_", ""))
     except ValueError:
-        raise UserError(f"{option} {shown(text)} must be a whole number; use {least}.") from None
+        nearest = _nearest(text, least, most)
+        raise UserError(f"{option} {shown(text) or repr(text)} must be a whole number; use {nearest}.") from None
     if number < least:
         raise UserError(f"{option} {number} must be at least {least}; use {least}.")
     if number > most:
         raise UserError(f"{option} {number} must be at most {most:,}; use {most}.")
     return number
+
+
+def _nearest(text: str, least: int, most: int) -> int:
+    """The whole number from `least` to `most` next to what a text means, such as `1e3`, `1,024` or `7.9`."""
+    try:
+        meant = float(text.replace(",", ""))
+    except ValueError:
+        return least
+    return round(min(max(meant, least), most)) if isfinite(meant) else least
 
 
 def times(text: str, option: str) -> list[float]:
@@ -38,5 +52,7 @@ def times(text: str, option: str) -> list[float]:
             raise UserError(f"{option} {shown(text)} {rule}.") from None
         if not isfinite(time) or time < 0:
             raise UserError(f"{option} {part.strip()} must be a time of 0 ms or more; use 0.")
+        if time > _LONGEST:
+            raise UserError(f"{option} {part.strip()} must be a time of at most {_LONGEST:,} ms; use {_LONGEST}.")
         found.append(time)
     return found

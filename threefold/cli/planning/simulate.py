@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from threefold.config.schedules import Schedule
 
 _TIME = "per stage and micro-batch, in ms; several between commas are those of each stage."
 
@@ -67,7 +70,7 @@ def simulate(
     row = find_planned(schedule)
     pp = _count(stages, "--stages", row.ranks)
     count = _count(micro_batches, "--microbatches", row.micro_batches)
-    per_rank = row.default_stages_per_rank if chunks is None else whole_number(chunks, "--chunks")
+    per_rank = row.default_stages_per_rank if chunks is None else _chunks(whole_number(chunks, "--chunks"), row)
     passes = [
         times(text, option)
         for text, option in (
@@ -78,11 +81,11 @@ def simulate(
     ]
     found = simulated(row, pp, per_rank, count, passes, times(transfer, "--transfer"))
     if picture is not None:
+        from threefold.cli.planning.simulate_view import timeline_title
         from threefold.plan.pictures.timeline import draw_timeline, spans_of
 
         rows = "stage" if len(row.stage_ranks(pp, per_rank)) == pp else "rank"
-        title = f"{row.name}, {pp} stages, {count} micro-batches: bubble {found.timeline.bubble:.1%}"
-        draw_timeline(picture, spans_of(found.timeline), f"{title}, step {found.timeline.length:,.4g} ms", called=rows)
+        draw_timeline(picture, spans_of(found.timeline), timeline_title(found), called=rows)
     if csv is not None:
         write_schedule_file(csv, found.timeline.program.orders)
     if as_json:
@@ -91,6 +94,18 @@ def simulate(
         from threefold.cli.planning.simulate_view import print_simulation
 
         print_simulation(found)
+
+
+def _chunks(number: int, schedule: "Schedule") -> int:
+    """Stages of a rank, which most schedules have of themselves."""
+    fixed = schedule.stages_per_rank
+    if fixed not in (None, number):
+        stages = "1 stage" if fixed == 1 else f"{fixed} stages"
+        raise UserError(
+            f"--chunks is {number} but the schedule {schedule.name} has {stages} on each rank; use {fixed}, or "
+            "--schedule interleaved."
+        )
+    return number
 
 
 def _count(text: str | None, option: str, of_file: int | None) -> int:

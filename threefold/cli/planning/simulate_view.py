@@ -15,9 +15,8 @@ _MOST_ROWS: Final = 24
 def print_simulation(found: "Simulation") -> None:
     """Print what each rank does and holds, and the bubble in one line."""
     timeline, several = found.timeline, found.timeline.program.stages > found.pp
-    of_ranks = f" on {_number(found.pp, 'rank')}" if several else ""
     micro_batches = _number(found.micro_batches, "micro-batch", "es")
-    typer.echo(f"{found.schedule.name}: {_number(timeline.program.stages, 'stage')}{of_ranks}, {micro_batches}.")
+    typer.echo(f"{_named(found)}.")
     held = ("held for B", "for W", "held") if found.schedule.defers_weight_gradients else ("held",)
     header = ("rank" if several else "stage", "start, ms", "end, ms", "works, ms", "waits, ms", "bubble", *held)
     rows = _rows(found)
@@ -30,6 +29,23 @@ def print_simulation(found: "Simulation") -> None:
         f"Bubble {timeline.bubble:.1%} of the {timeline.longest:,.1f} ms of the longest {header[0]}; the step takes "
         f"{timeline.length:,.1f} ms, and {header[0]} {found.peaks.index(most)} holds the most: {most:.4g} of "
         f"{micro_batches}."
+    )
+
+
+def timeline_title(found: "Simulation") -> str:
+    """The title of the picture: what is simulated, its bubble and the time of a step."""
+    length = found.timeline.length
+    time = f"{length:,.0f}" if length >= 1000 else f"{length:.4g}"
+    return f"{_named(found)}: bubble {found.timeline.bubble:.1%}, step {time} ms"
+
+
+def _named(found: "Simulation") -> str:
+    """The schedule with its numbers of stages, ranks and micro-batches."""
+    stages = found.timeline.program.stages
+    of_ranks = f" on {_number(found.pp, 'rank')}" if stages > found.pp else ""
+    return (
+        f"{found.schedule.name}: {_number(stages, 'stage')}{of_ranks}, "
+        f"{_number(found.micro_batches, 'micro-batch', 'es')}"
     )
 
 

@@ -20,6 +20,8 @@ CAUSES: Final = {
 _GB: Final = 10**9
 _LABELLED: Final = 32
 """Bars up to which each has its sum above it."""
+_MARKED: Final = 24
+"""Ranks that have their numbers below them, at most."""
 
 
 def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, title: str) -> None:
@@ -35,7 +37,7 @@ def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, ti
         UserError: the picture cannot be written there.
     """
     style.check_picture(path)
-    figure, axes = style.new_figure(min(16.0, max(5.5, 2.8 + 0.55 * len(stages))), 4.6, title)
+    figure, axes = style.new_figure(min(16.0, max(7.0, 2.8 + 0.55 * len(stages))), 4.6, title)
     places = range(len(stages))
     heights = [0.0] * len(stages)
     for cause, color in CAUSES.items():
@@ -68,9 +70,9 @@ def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, ti
                 color=style.INK,
             )
     axes.set(xlabel="pp rank", ylabel="peak memory (GB)", ylim=(0, 1.08 * top), xlim=(-0.6, len(stages) - 0.4))
-    axes.locator_params(axis="x", integer=True)
+    axes.set_xticks(list(places)[:: max(1, -(-len(stages) // _MARKED))])
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
-        handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=style.TEXT_SIZE, reverse=False
+        handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=style.TEXT_SIZE, reverse=False
     )
     style.save(figure, path)

@@ -25,6 +25,10 @@ INK, FAINT, LINE = "#262626", "#e9e9e9", "#b5b5b5"
 """Of text; of what is empty, such as waiting; of axes and grids."""
 
 TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 9.5, 7.0
+_LETTER: Final = 0.1
+"""Inches that a letter of a title takes, about."""
+_MARGIN: Final = 1.0
+"""Inches of a figure's width without a title."""
 
 
 def lighter(color: str, share: float) -> tuple[float, float, float]:
@@ -44,14 +48,19 @@ def new_figure(width: float, height: float, title: str) -> "tuple[Figure, Axes]"
 
     Args:
         width, height: inches.
-        title: one or two lines; the first says what is shown, with the number that matters most.
+        title: one or two lines; the first says what is shown, with the number that matters most. Lines that are
+            longer than the figure is wide are broken.
     """
+    from textwrap import fill
+
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white", dpi=DPI)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    letters = int((width - _MARGIN) / _LETTER)
+    title = "\n".join(fill(line, letters) for line in title.split("\n"))
     axes.set_title(title, fontsize=TITLE_SIZE, color=INK, loc="left", pad=8)
     axes.tick_params(labelsize=TEXT_SIZE, colors=INK, length=3)
     axes.xaxis.label.set(fontsize=TEXT_SIZE, color=INK)
