@@ -100,6 +100,34 @@ def test_why_a_layout_is_dropped_is_not_said_of_a_line_of_the_config(run: Run) -
 
 
 @pytest.mark.parametrize(
+    ("columns", "without"), [(60, ["limited by", "MFU", "tokens/s"]), (80, ["limited by"]), (200, [])]
+)
+def test_no_number_of_the_table_is_cut_off(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int, without: list[str]
+) -> None:
+    """A narrow console has fewer columns in place of narrow ones."""
+    monkeypatch.setattr("threefold.cli.planning.plan_view._WIDTH_OF_A_FILE", columns)
+    asked = ("--gpus", "8", "--hardware", "h100", *FEW)
+    told, best = run(*asked).stdout, json.loads(run(*asked, "--json").stdout)["best"]
+    assert "…" not in told
+    assert max(map(len, told.splitlines())) <= columns
+    table = told[told.index("micro-batch   ") :]
+    for name in ("limited by", "MFU", "tokens/s"):
+        assert (name in table.splitlines()[0]) is (name not in without)
+    for each in best:
+        assert f"{each['step_seconds']:,.3f} s" in table
+    assert "limited by" in table
+
+
+def test_the_example_of_what_does_not_fit_has_its_own_memory(run: Run) -> None:
+    asked = ("--gpus", "16", "--hardware", "a100-40", "--fix", "parallel.pp=4", "--fix", "parallel.tp=4")
+    unfit = json.loads(run(*asked, "--json").stdout)["too_large"]
+    name, size = unfit["largest_part"].split(" ", 1)
+    assert unfit["bytes"] > float(size.split()[0]) * 1e9
+    assert f"the example needs {unfit['bytes'] / 1e9:.1f} GB, of which {name} {size}" in run(*asked).stdout
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--hardware", "h100"], "--gpus is missing; say how many there are, such as --gpus 8."),
@@ -122,7 +150,17 @@ def test_why_a_layout_is_dropped_is_not_said_of_a_line_of_the_config(run: Run) -
         (["--gpus", "8", "--hardware", "h100", "--fix", "parallel.tq=2"], "the nearest is parallel.tp."),
         (
             ["--gpus", "8", "--hardware", "h100", "--fix", "parallel.tp=3"],
-            "no layout of so many GPUs with parallel.tp 3 is sound; leave out --fix parallel.tp=3.",
+            "with parallel.tp 3 is sound; use --fix parallel.tp=4, or leave out --fix parallel.tp=3.",
+        ),
+        (
+            ["--gpus", "8", "--hardware", "h100", "--fix", "parallel.zero=9"],
+            "--fix parallel.zero=9: parallel.zero is 9 but must be at most 3.",
+        ),
+        (["--gpus", "1e3", "--hardware", "h100"], "--gpus 1e3 must be a whole number; use 1000."),
+        (["--gpus", "100000", "--hardware", "h100"], "; use 65536."),
+        (
+            ["--gpus", "8", "--hardware", "h100", "--fix", "parallel.schedule=2f2b"],
+            "parallel.schedule is '2f2b' but must be the path of a .csv file of actions, or one of 1f1b",
         ),
         (
             ["--gpus", "8", "--hardware", "h100", "--set", "parallel.tp=3"],

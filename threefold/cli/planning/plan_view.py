@@ -14,9 +14,11 @@ from threefold.byte_sizes import format_bytes
 from threefold.plan.search.budget import Budget
 from threefold.plan.search.costs import Evaluated
 from threefold.plan.search.planning import SearchAnswer
-from threefold.plan.search.search import Found
 
-_WIDTH_OF_A_FILE: Final = 150
+_WIDTH_OF_A_FILE: Final = 180
+_IF_ROOM: Final = {"limited by": 100, "MFU": 20, "tokens/s": 20}
+"""Columns that a narrow table is without, the first first, and letters that the layout has to have beside each."""
+_BETWEEN: Final = 3
 _WIDEST_REASON: Final = 80
 _TIMES: Final = (("days", 86400), ("hours", 3600), ("minutes", 60))
 
@@ -35,7 +37,7 @@ def print_plan(planned: SearchAnswer, written: Path | None, drawn: Path | None) 
         f"{found.considered:,} layouts: {found.sound:,} are sound, of which {found.fitting:,} fit into "
         f"{format_bytes(planned.usable_bytes)}; {planned.seconds:.1f} s."
     )
-    _print_dropped(console, found)
+    _print_dropped(console, planned)
     _print_best(console, found.ranked)
     budget = planned.budget(planned.best)
     if budget is not None:
@@ -83,8 +85,8 @@ def json_document(planned: SearchAnswer) -> str:
         and {
             "count": misfit.count,
             "nearest": str(misfit.nearest),
-            "bytes": misfit.peak,
-            "short_bytes": misfit.peak - planned.usable_bytes,
+            "bytes": planned.unfit_bytes,
+            "short_bytes": planned.unfit_bytes - planned.usable_bytes,
             "largest_part": misfit.part,
         },
         "best": [_as_values(planned, each) for each in found.ranked],
@@ -116,13 +118,13 @@ def _as_values(planned: SearchAnswer, layout: Evaluated) -> dict[str, Any]:
     return values
 
 
-def _print_dropped(console: Console, found: Found) -> None:
+def _print_dropped(console: Console, planned: SearchAnswer) -> None:
     """Why layouts were dropped, the most frequent reason first, with an example each."""
     table = _table(("dropped", "right"), ("why", "left"), ("such as", "left"))
     table.columns[1].max_width = _WIDEST_REASON
-    misfit = found.misfit
+    found, misfit = planned.found, planned.found.misfit
     if misfit is not None:
-        reason = f"memory: at least {format_bytes(misfit.peak)}, {misfit.part}"
+        reason = f"memory: the example needs {format_bytes(planned.unfit_bytes)}, of which {misfit.part}"
         table.add_row(f"{misfit.count:,}", Text(reason), Text(str(misfit.nearest)))
     for each in found.refusals:
         table.add_row(f"{each.count:,}", Text(each.sentence), Text(each.example))
@@ -131,29 +133,39 @@ def _print_dropped(console: Console, found: Found) -> None:
 
 
 def _print_best(console: Console, ranked: list[Evaluated]) -> None:
-    counts = len({each.choice.gpus for each in ranked}) > 1
-    names = ["", "layout", *(["GPUs"] if counts else []), "micro-batch", "step", "tokens/s", "MFU", "memory"]
-    table = _table(*((name, "left" if name == "layout" else "right") for name in names), ("limited by", "left"))
-    table.columns[1].no_wrap = True
-    for place, each in enumerate(ranked, 1):
-        table.add_row(
-            str(place),
-            Text(str(each.choice.spec)),
-            *([f"{each.choice.gpus:,}"] if counts else []),
-            f"{each.choice.micro_batch_size} × {each.choice.accumulation}",
-            f"{each.seconds:,.3f} s",
-            f"{each.tokens_per_second:,.0f}",
-            f"{each.mfu:.1%}",
-            format_bytes(each.peak),
-            Text(_limit(each)),
-        )
+    """The best layouts; on a narrow console without the columns of `_IF_ROOM`, so that no number is cut off."""
+    columns: dict[str, list[str]] = {
+        "": [str(place) for place in range(1, len(ranked) + 1)],
+        "layout": [str(each.choice.spec) for each in ranked],
+        "GPUs": [f"{each.choice.gpus:,}" for each in ranked],
+        "micro-batch": [f"{each.choice.micro_batch_size} × {each.choice.accumulation}" for each in ranked],
+        "step": [f"{each.seconds:,.3f} s" for each in ranked],
+        "tokens/s": [f"{each.tokens_per_second:,.0f}" for each in ranked],
+        "MFU": [f"{each.mfu:.1%}" for each in ranked],
+        "memory": [format_bytes(each.peak) for each in ranked],
+        "limited by": [_limit(each) for each in ranked],
+    }
+    if len(set(columns["GPUs"])) == 1:
+        del columns["GPUs"]
+    for name, room in _IF_ROOM.items():
+        widths = [_BETWEEN + max(map(len, [each, *cells])) for each, cells in columns.items() if each != "layout"]
+        longest = max(map(len, columns["layout"]))
+        if sum(widths) + _BETWEEN + min(room, longest) > console.width:
+            del columns[name]
+    table = _table(*((name, "left" if name in ("layout", "limited by") else "right") for name in columns))
+    for column in table.columns:
+        column.no_wrap = column.header != "layout"
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, cells))
     console.print(table)
+    if "limited by" not in columns:
+        console.print(f"The first is limited by {_limit(ranked[0])}.")
 
 
 def _table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for name, justify in columns:
-        table.add_column(name, justify=justify)
+        table.add_column(name, justify=justify, overflow="fold")
     return table
 
 

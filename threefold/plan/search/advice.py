@@ -13,7 +13,9 @@ Run = Callable[[int, Mapping[str, Any]], Found]
 """Searches so many GPUs with so many fixed settings."""
 _NEAR: Final = 64
 """Numbers of GPUs above and below that are tried for one with a sound layout."""
-_LARGER: Final = (2, 4, 8, 16, 32, 64)
+_LARGER: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_MOST: Final = 16384
+"""GPUs, above which no larger number is tried: a search of so many takes seconds."""
 _BETWEEN: Final = (0.625, 0.75, 0.875)
 """Of the smallest of the larger numbers with a layout that fits, which parts are tried too."""
 
@@ -30,12 +32,18 @@ def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> Us
     having = f" with {_words(fixed)}" if fixed else ""
     head = f"--gpus is {gpus} but no layout of so many GPUs{having} is sound"
     why = f" ({found.refusals[0].example}: {found.refusals[0].sentence.rstrip('.')})" if found.refusals else ""
-    for key in fixed:
-        if run(gpus, {other: value for other, value in fixed.items() if other != key}).sound:
-            return UserError(f"{head}{why}; leave out --fix {key}={_word(fixed[key])}.")
+    for key, value in fixed.items():
+        if run(gpus, {other: given for other, given in fixed.items() if other != key}).sound:
+            near = _around(value) if isinstance(value, int) and not isinstance(value, bool) else ()
+            better = next((count for count in near if run(gpus, {**fixed, key: count}).sound), None)
+            use = f"use --fix {key}={better}, or " if better is not None else ""
+            return UserError(f"{head}{why}; {use}leave out --fix {key}={_word(value)}.")
     for count in _around(gpus):
         if run(count, fixed).sound:
             return UserError(f"{head}{why}; use {count}.")
+    below = next((count for count in _powers_below(gpus) if run(count, fixed).sound), None)
+    if below is not None:
+        return UserError(f"{head}{why}; use {below}.")
     return UserError(f"{head}{why}; use a number that divides the global batch and the model's heads and layers.")
 
 
@@ -76,6 +84,8 @@ def none_fits(
 def _enough(gpus: int, fixed: Mapping[str, Any], run: Run) -> int | None:
     """The smallest of some larger numbers of GPUs with a layout that fits; None where none has one."""
     for times in _LARGER:
+        if times > _LARGER[0] and gpus * times > _MOST:
+            return None
         if run(gpus * times, fixed).ranked:
             between = [int(gpus * times * part) for part in _BETWEEN if gpus * times * part % 1 == 0]
             return next((count for count in between if run(count, fixed).fitting), gpus * times)
@@ -88,6 +98,12 @@ def _around(gpus: int) -> Iterator[int]:
         yield gpus + distance
         if gpus > distance:
             yield gpus - distance
+
+
+def _powers_below(gpus: int) -> Iterator[int]:
+    """Powers of two below a number, the largest first."""
+    for power in range(gpus.bit_length() - 1, -1, -1):
+        yield 1 << power
 
 
 def _words(fixed: Mapping[str, Any]) -> str:

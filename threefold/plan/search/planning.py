@@ -38,6 +38,12 @@ class SearchAnswer:
     def best(self) -> Evaluated:
         return self.found.ranked[0]
 
+    @property
+    def unfit_bytes(self) -> int:
+        """What the example of the layouts that do not fit needs; 0 where all fit. The search itself has a bound."""
+        misfit = self.found.misfit
+        return self.costs.evaluate(misfit.nearest).peak if misfit is not None else 0
+
     def budget(self, layout: Evaluated) -> Budget | None:
         """What the tokens take in a layout; None where it is not known how many there are."""
         request = self.request

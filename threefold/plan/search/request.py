@@ -6,6 +6,7 @@ from typing import Any
 
 from threefold.config.divisors import nearest_multiple
 from threefold.config.document import parse_value
+from threefold.config.loading import config_of
 from threefold.config.model import OWN
 from threefold.config.schedules import SCHEDULES, is_schedule_file
 from threefold.config.schema import Config
@@ -128,7 +129,7 @@ def parse_fixed(texts: Sequence[str]) -> dict[str, Any]:
     """The settings that layouts must have, from `section.key=value` each.
 
     Raises:
-        UserError: one is no setting of a layout, or its value is not YAML.
+        UserError: one is no setting of a layout, or its value is not YAML or no value of the setting.
     """
     fixed: dict[str, Any] = {}
     for text in texts:
@@ -139,4 +140,9 @@ def parse_fixed(texts: Sequence[str]) -> dict[str, Any]:
         if key not in KEYS.values():
             raise UserError(f"{where}: the setting must be {one_of(key, list(KEYS.values()))}.")
         fixed[key] = parse_value(value, where)
+        section, name = key.split(".")
+        try:
+            config_of({"data": {"path": "any"}, section: {name: fixed[key]}})
+        except UserError as error:
+            raise UserError(f"{where}: {str(error).removeprefix('config: ')}") from None
     return fixed
