@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from threefold.errors import UserError
 from threefold.plan.hardware.catalogue import find_hardware
 
 
@@ -28,6 +29,29 @@ def test_a_quick_examination(tmp_path: Path) -> None:
     hardware = find_hardware(str(entry))
     assert (hardware.name, hardware.device, hardware.gpus_per_node) == ("this-machine", "cpu", 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here.yaml"]
+
+
+def test_what_is_checked_before_it_measures(threefold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is not there, and a file of the user's; a file of its own is written again."""
+    examined: list[object] = []
+
+    def examine(*arguments: object) -> None:
+        examined.append(arguments)
+        raise UserError("examined")
+
+    monkeypatch.setattr("threefold.plan.doctor.examination.examine", examine)
+    mine = tmp_path / "lab.yaml"
+    mine.write_text("lab: {like: h100}\n")
+    for options, sentence in (
+        (("--folder", "absent"), "--folder is absent but there is no such folder; name one that exists"),
+        (("--save", mine), f"--save is {mine} but doctor has not written that file; name one that is not there"),
+    ):
+        status, output, error = threefold("doctor", *options)
+        assert (status, output, error.count("\n"), examined) == (2, "", 1, [])
+        assert error.startswith(f"Error: {sentence}")
+    mine.write_text("this-machine:\n  like: h100\n")
+    assert "examined" in threefold("doctor", "--save", mine).error
+    assert examined
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,15 @@ def test_json(run: Run) -> None:
     assert seconds == sorted(seconds)
 
 
+def test_bytes_are_those_of_an_estimate(run: Run) -> None:
+    """Of a system whose allocator gives some back where memory runs out, too."""
+    asked = ("--gpus", "8", "--hardware", "h100", *FEW, "--fix", "parallel.zero=0", "--system", "fsdp")
+    best = json.loads(run(*asked, "--json", "--write", "best.yaml").stdout)["best"][0]
+    found = estimate(resolve_without_data(load_config("best.yaml")), find_hardware("h100"), "fsdp").as_json()
+    assert [best[key] for key in ("peak_bytes", "needed_bytes")] == [found["peak_bytes"], found["needed_bytes"]]
+    assert found["peak_bytes"] > found["needed_bytes"]
+
+
 def test_cost_may_use_fewer_gpus(run: Run) -> None:
     best = json.loads(run("--gpus", "16", "--hardware", "h100", "--json", "--objective", "cost").stdout)["best"][0]
     whole = json.loads(run("--gpus", "16", "--hardware", "h100", "--json").stdout)["best"][0]

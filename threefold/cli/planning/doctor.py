@@ -37,6 +37,7 @@ def doctor(
     from threefold.plan.doctor.measured_entry import measured_entry
 
     _check_save(save)
+    _check_folder(folder)
     with Steps(shown=not as_json) as steps:
         found = examine(_run_ranks, folder, quick, steps.tell)
     entry = measured_entry(found)
@@ -66,6 +67,29 @@ def _check_save(path: Path | None) -> None:
         raise UserError(f"--save is {shown(path)} but must end in .yaml; use {shown(path.with_suffix('.yaml'))}.")
     if not path.parent.is_dir() or path.is_dir():
         raise UserError(f"--save is {shown(path)} but no file can be written there; name one in a folder that exists.")
+    if path.is_file() and not _is_ours(path):
+        raise UserError(
+            f"--save is {shown(path)} but doctor has not written that file; name one that is not there yet."
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file begins as an entry that `_save` has written."""
+    from threefold.plan.hardware.catalogue import THIS_MACHINE
+
+    try:
+        with path.open("rb") as file:
+            return file.readline().strip() == f"{THIS_MACHINE}:".encode()
+    except OSError:
+        return False
+
+
+def _check_folder(folder: Path) -> None:
+    from threefold.errors import UserError
+    from threefold.files import shown
+
+    if not folder.is_dir():
+        raise UserError(f"--folder is {shown(folder)} but there is no such folder; name one that exists, such as `.`.")
 
 
 def _save(entry: "Hardware", path: Path | None) -> Path:

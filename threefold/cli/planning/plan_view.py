@@ -103,7 +103,7 @@ def _as_values(planned: SearchAnswer, layout: Evaluated) -> dict[str, Any]:
         "step_seconds": layout.seconds,
         "tokens_per_second": layout.tokens_per_second,
         "mfu": layout.mfu,
-        "peak_bytes": list(layout.peak_bytes),
+        "peak_bytes": list(layout.peak_bytes),  # or, where the two differ, as `details` and `threefold estimate` say it
         "limited_by": [{"cause": cause, "share": share} for cause, share in layout.limits],
         **layout.details,
     }

@@ -134,6 +134,7 @@ class Estimate:
             "model_flops": self.model_flops,
             "hardware_flops": self.hardware_flops,
             "peak_bytes": self.peak_bytes,
+            "needed_bytes": self.needed_bytes,
             "usable_bytes": self.usable_bytes,
             "fits": self.fits,
             "hardware": self.hardware.name,

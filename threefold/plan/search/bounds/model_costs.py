@@ -68,7 +68,11 @@ class ModelCosts:
             found.mfu,
             tuple(found.needed_bytes),
             tuple((name, causes[name] / found.step_seconds) for name in largest),
-            {"seconds": {name: seconds for name, seconds in causes.items() if seconds}},
+            {
+                "peak_bytes": found.peak_bytes,
+                "needed_bytes": found.needed_bytes,
+                "seconds": {name: seconds for name, seconds in causes.items() if seconds},
+            },
         )
 
     def largest_part(self, choice: LayoutChoice) -> str:
