@@ -22,8 +22,9 @@ class GradientNorm:
     """
 
     def __init__(self, model: TrainableModel, entries: Sequence[Entry]) -> None:
-        self._counted = [entry for entry in entries if _is_counted(model, entry)]
-        self._others = [entry for entry in entries if not _is_counted(model, entry)]
+        self._gradients = model.gradients
+        self._counted = [entry.leaf for entry in entries if _is_counted(model, entry)]
+        self._others = [entry.leaf for entry in entries if not _is_counted(model, entry)]
         self._device = model.parallelism.mesh.device
 
     def squared(self) -> Tensor:
@@ -44,10 +45,10 @@ class GradientNorm:
         squared = self.squared()
         return squared + 0 * squared + self.uncounted_overflow()
 
-    def _of(self, entries: Sequence[Entry]) -> Tensor:
-        if not entries:
+    def _of(self, leaves: Sequence[Tensor]) -> Tensor:
+        if not leaves:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return squared_norm([entry.gradient for entry in entries])
+        return squared_norm(self._gradients.joined(leaves))
 
 
 def _is_counted(model: TrainableModel, entry: Entry) -> bool:

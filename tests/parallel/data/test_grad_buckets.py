@@ -1,5 +1,7 @@
 """Gradients in buckets, one all-reduce per step, started while the backward pass is running."""
 
+from itertools import groupby, product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -139,6 +141,39 @@ def test_no_gradient_of_a_step_is_left_in_the_next(pool, dtype) -> None:
             [[15, 15], [0, 0], [0, 0]],
             [[0, 0], [24, 27], [6, 6]],
         ]
+
+
+SIZES = (1, 2, 1, 2, 1)
+
+
+def joined_gradients() -> list[tuple[list[int], list[float]]]:
+    """Of each choice of leaves, in two buckets with room for longer shards: the flat tensors' sizes and values."""
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    leaves = [nn.Parameter(torch.ones(size)) for size in SIZES]
+    longest = {leaf: leaf.numel() + 1 for leaf in leaves}
+    buckets = GradientBuckets(leaves, mesh.dp, torch.float32, bucket_bytes=32, longest=longest)
+    joined = JoinedGradients([(leaves, buckets)])
+    assert [len(bucket.places) for bucket in buckets._buckets] == [4, 1]
+    joined.begin(None)
+    for place, leaf in enumerate(leaves):
+        joined.add_(leaf, torch.full_like(leaf, 10.0**place))
+    joined.finish()
+    found = []
+    for choice in product([False, True], repeat=len(leaves)):
+        parts = joined.joined([leaf for leaf, chosen in zip(leaves, choice, strict=True) if chosen])
+        found.append(([len(part) for part in parts], sorted(torch.cat([torch.zeros(0), *parts]).tolist())))
+    return found
+
+
+def test_gradients_of_some_leaves_are_joined_without_others(pool) -> None:
+    found = pool.run(3, joined_gradients)[0]
+    for choice, (lengths, values) in zip(product([False, True], repeat=len(SIZES)), found, strict=True):
+        chosen = [place for place, is_chosen in enumerate(choice) if is_chosen]
+        assert [value for value in values if value] == [
+            3 * 10.0**place for place in chosen for _ in range(SIZES[place])
+        ]
+        assert len(values) == sum(SIZES[place] + 1 for place in chosen)
+        assert len(lengths) == choice[0] + sum(is_chosen for is_chosen, _ in groupby(choice[1:]))
 
 
 def sparse_gradients() -> list[float]:

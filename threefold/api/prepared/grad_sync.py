@@ -151,11 +151,15 @@ class GradSync:
         """Of the complete gradients of the whole model: each element counted once. fp64 scalar, on every rank."""
         mesh = self.mesh
         counted = [
-            self.gradients[leaf]
+            leaf
             for name, leaf in self.leaves.items()
             if self.gradients.is_in_norm(leaf) and (is_split(stored(self.parameters[name])) or mesh.tp.is_first)
         ]
-        own = squared_norm(counted) if counted else torch.zeros((), dtype=torch.float64, device=mesh.device)
+        own = (
+            squared_norm(self.gradients.joined(counted))
+            if counted
+            else torch.zeros((), dtype=torch.float64, device=mesh.device)
+        )
         return mesh.world.all_reduce_(own)
 
     def clip_(self, max_norm: float) -> Tensor | None:

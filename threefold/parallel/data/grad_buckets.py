@@ -10,7 +10,7 @@ in place of zeros, and a sum with them.
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -80,9 +80,22 @@ class _Bucket:
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=leaves[0].device)
         parts = zip(leaves, self.flat.split(list(sizes)), strict=True)
         self.places = [(leaf, _Place(part, leaf)) for leaf, part in parts]
+        self._sizes = sizes
         self.waiting = 0
         self.work: Work | None = None
         self.narrow: NarrowSum | None = None
+
+    def runs(self, leaves: Collection[Tensor]) -> Iterator[Tensor]:
+        """The parts of the buffer that are of `leaves`, neighbours together."""
+        start = end = 0
+        for (leaf, _), size in zip(self.places, self._sizes, strict=True):
+            if leaf not in leaves:
+                if start < end:
+                    yield self.flat[start:end]
+                start = end + size
+            end += size
+        if start < end:
+            yield self.flat[start:end]
 
 
 class Gradients(ABC):
@@ -108,6 +121,10 @@ class Gradients(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait until every gradient is the sum over the replicas."""
+
+    def joined(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of `leaves` in as few flat tensors as they are in, with no others but for zeros."""
+        return [self[leaf].flatten() for leaf in leaves]
 
     @abstractmethod
     def is_in_norm(self, leaf: Tensor) -> bool:
@@ -208,6 +225,10 @@ class GradientBuckets(Gradients):
                 bucket.narrow.finish()
                 bucket.narrow = None
 
+    def joined(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        wanted = set(leaves)
+        return [run for bucket in self._buckets for run in bucket.runs(wanted)]
+
     def is_in_norm(self, leaf: Tensor) -> bool:
         return self._axis.is_first
 
@@ -266,6 +287,12 @@ class JoinedGradients(Gradients):
     def finish(self) -> None:
         for part in self._parts:
             part.finish()
+
+    def joined(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        of_part: dict[Gradients, list[Tensor]] = {}
+        for leaf in leaves:
+            of_part.setdefault(self._of[leaf], []).append(leaf)
+        return [run for part, some in of_part.items() for run in part.joined(some)]
 
     def is_in_norm(self, leaf: Tensor) -> bool:
         return self._of[leaf].is_in_norm(leaf)

@@ -1,26 +1,29 @@
 """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import BUILT_IN
+from threefold.torch_private.tensors import fused_adam_
 from threefold.train.optimizers.base import Entry, TorchRule, zeros
 
 
 class _Group:
     """Weights of one weight decay, with their tensors in the order of the weights."""
 
-    def __init__(self, decay: float, entries: Sequence[Entry], states: Sequence[Mapping[str, Tensor]]) -> None:
+    def __init__(self, decay: float, entries: Sequence[Entry], states: Sequence[dict[str, Tensor]]) -> None:
         self.decay, self.entries = decay, entries
         self.masters = [entry.master for entry in entries]
         self.means = [state["exp_avg"] for state in states]
         self.squares = [state["exp_avg_sq"] for state in states]
-        self.steps = [state["step"] for state in states]
+        self.counts = torch.stack([state["step"] for state in states])
+        self.steps = self.counts.unbind()
+        for state, step in zip(states, self.steps, strict=True):
+            state["step"] = step  # of one tensor, so that all are counted in one operation
 
 
 class AdamW(TorchRule):
@@ -35,7 +38,8 @@ class AdamW(TorchRule):
         for entry in self.entries:
             by_decay.setdefault(self.weight_decay(entry), []).append(entry)
         self._groups = [
-            _Group(decay, group, [self.state(entry) for entry in group]) for decay, group in by_decay.items()
+            _Group(decay, group, [self._torch.state[entry.master] for entry in group])
+            for decay, group in by_decay.items()
         ]
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -51,26 +55,21 @@ class AdamW(TorchRule):
         }
 
     def step(self, lr: float) -> None:
-        """One update by torch's function, whose arguments are looked up once: a small model's step shows the time that
+        """One update by torch's kernel, whose arguments are looked up once: a small model's step shows the time that
         torch's optimizer takes for that."""
-        (beta1, beta2), eps = self.config.betas, self.config.eps
         for group in self._groups:
-            adam(
+            group.counts.add_(1)
+            fused_adam_(
                 group.masters,
                 [entry.gradient for entry in group.entries],
                 group.means,
                 group.squares,
-                [],
                 group.steps,
-                fused=True,
-                decoupled_weight_decay=self.decoupled,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
+                self.decoupled,
                 lr=lr,
+                betas=self.config.betas,
                 weight_decay=group.decay,
-                eps=eps,
-                maximize=False,
+                eps=self.config.eps,
             )
 
     @classmethod
