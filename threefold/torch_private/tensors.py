@@ -66,9 +66,21 @@ def fused_adam_(
     each time: of a small model's step that is a hundredth. A documented function of the fused kernel would replace it.
     """
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    constants = {"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
-    options = {"amsgrad": False, "maximize": False}
-    update(list(weights), list(gradients), list(means), list(squares), [], list(steps), lr=lr, **constants, **options)
+    update(
+        list(weights),
+        list(gradients),
+        list(means),
+        list(squares),
+        [],
+        list(steps),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
