@@ -8,7 +8,8 @@ The rate is measured in the same run, in turns with all else: square products of
 faster counts, in one process with all cores. Model FLOPs count nothing that is computed twice.
 
 Beside Threefold: `transformers`, where it is installed, set up as in `single_process.py`; nanoGPT's way of writing the
-same model (`plain_gpt.py`); another checkout of Threefold; and eight ranks, one thread each, beside one process.
+same model (`plain_gpt.py`); the kernels of that one alone in fp32, which is what no way of calling them can be faster
+than (`plain_kernels.py`); another checkout of Threefold; and eight ranks, one thread each, beside one process.
 `--table` shows where the time of a step goes, from torch's profiler; the profiler itself takes some of it.
 """
 
@@ -55,7 +56,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps in a turn, for the smallest shape 50 times as many")
     parser.add_argument("--before", default="", metavar="CHECKOUT", help="another checkout to measure beside this one")
     parser.add_argument("--ranks", action="store_true", help="eight ranks too")
-    parser.add_argument("--no-peers", action="store_true", help="neither `transformers` nor nanoGPT's way")
+    parser.add_argument(
+        "--no-peers", action="store_true", help="neither `transformers` nor nanoGPT's way, nor its kernels"
+    )
     parser.add_argument("--table", action="store_true", help="where the time goes, instead")
     arguments = parser.parse_args()
     console = Console()
@@ -82,6 +85,8 @@ def _contestants(of: Shape, dtype: str, steps: int, arguments: argparse.Namespac
         if importlib.util.find_spec("transformers"):
             found.append(Contestant("transformers", shape.transformers_step, (dtype, of), launched=False))
         found.append(Contestant("plain module", shape.plain_gpt_step, (dtype, of), launched=False))
+        if dtype == "fp32":
+            found.append(Contestant("its kernels alone", shape.plain_kernels_step, (of,), launched=False))
     if arguments.ranks:
         dp, tp, pp = EIGHT
         micro_batch = min(of.micro_batch, max(1, of.global_batch // dp // (2 * pp)))

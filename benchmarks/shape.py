@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from plain_gpt import PlainGPT
+from plain_kernels import PlainKernels
 from torch import Tensor
 
 from threefold.comm.layout import Layout
@@ -16,6 +17,7 @@ from threefold.host import keep_freed_memory
 from threefold.models.flops import model_flops_per_token
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
+from threefold.torch_private.tensors import foreach_norm, fused_adam_
 from threefold.train.engine import Engine
 
 
@@ -164,6 +166,30 @@ def plain_gpt_step(dtype: str, shape: Shape) -> Callable[[int], None]:
     """The same model as one writes it by hand."""
     model = PlainGPT(shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab, shape.sequence).train()
     return plain_step(model, lambda tokens: model(tokens, tokens.roll(-1, 1)), dtype, shape)
+
+
+def plain_kernels_step(shape: Shape) -> Callable[[int], None]:
+    """Its kernels alone, in fp32: what its step would take if autograd, modules and Python took nothing."""
+    model = PlainGPT(shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab, shape.sequence)
+    kernels = PlainKernels(model)
+    weights = kernels.weights
+    means, squares = ([torch.zeros_like(each) for each in weights.values()] for _ in range(2))
+    counts = torch.zeros(len(weights))
+
+    @torch.no_grad()
+    def step(number: int) -> None:
+        added: dict[str, Tensor] = {}
+        for tokens in shape.batch(number).split(shape.micro_batch):
+            _, found = kernels.loss_and_gradients(tokens, tokens.roll(-1, 1))
+            for name, gradient in found.items():
+                added[name] = added[name].add_(gradient) if name in added else gradient
+        gradients = [added[name] for name in weights]
+        float(torch.stack(foreach_norm(gradients)).norm())
+        counts.add_(1)
+        constants = {"lr": LEARNING_RATE, "betas": BETAS, "weight_decay": WEIGHT_DECAY, "eps": 1e-8}
+        fused_adam_(list(weights.values()), gradients, means, squares, counts.unbind(), True, **constants)
+
+    return step
 
 
 def plain_step(
