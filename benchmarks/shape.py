@@ -17,7 +17,6 @@ from threefold.host import keep_freed_memory
 from threefold.models.flops import model_flops_per_token
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.torch_private.tensors import foreach_norm, fused_adam_
 from threefold.train.engine import Engine
 
 
@@ -170,6 +169,8 @@ def plain_gpt_step(dtype: str, shape: Shape) -> Callable[[int], None]:
 
 def plain_kernels_step(shape: Shape) -> Callable[[int], None]:
     """Its kernels alone, in fp32: what its step would take if autograd, modules and Python took nothing."""
+    from threefold.torch_private.tensors import foreach_norm, fused_adam_  # which an older checkout lacks
+
     model = PlainGPT(shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab, shape.sequence)
     kernels = PlainKernels(model)
     weights = kernels.weights
