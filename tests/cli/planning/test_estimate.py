@@ -37,6 +37,22 @@ def test_tables(threefold, config: Path, tmp_path: Path) -> None:
     ):
         assert text in output
     assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
+    peak = json.loads(threefold("estimate", config, "--hardware", "h100", "--json").output)["peak_bytes"][0]
+    unit, scale = ("GB", 1e9) if peak >= 2e9 else ("MB", 1e6)
+    assert f"{unit} of each pp rank" in output
+    assert f" {peak / scale:.1f} " in output
+
+
+def test_the_memory_of_a_small_model_is_not_rounded_to_nothing(threefold, tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        "{data: {path: x, sequence_length: 64}, model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, "
+        "vocab_size: 1024}, train: {global_batch_size: 4}}"
+    )
+    output = threefold("estimate", path, "--hardware", "h100").output
+    assert "MB of each pp rank" in output
+    row = next(line for line in output.splitlines() if line.split()[:1] == ["0"])
+    assert all(float(size) > 0 for size in row.split()[1:])
 
 
 def test_the_json_document(threefold, config: Path) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _SHORT = {"activations": "kept", "fragmentation": "lost"}
 _SMALLEST = 0.005
 """Share of a step below which a cause is not shown by itself."""
+_LARGE = 2 * 10**9
+"""Bytes of a rank from which memory is told in GB."""
 
 
 def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
@@ -50,13 +52,14 @@ def _print_causes(found: "Estimate") -> None:
 
 def _print_memory(found: "Estimate") -> None:
     names = [name for name in found.stages[0].causes if any(stage.causes.get(name) for stage in found.stages)]
+    unit, scale = ("GB", 1e9) if max(found.peak_bytes) >= _LARGE else ("MB", 1e6)
     rows = [
-        (str(rank), *(f"{size / 1e9:.1f}" for size in (*map(stage.causes.__getitem__, names), stage.peak)))
+        (str(rank), *(f"{size / scale:.1f}" for size in (*map(stage.causes.__getitem__, names), stage.peak)))
         for rank, stage in enumerate(found.stages)
         if rank in _extremes(found.peak_bytes)
     ]
     print_table(("rank", *(_SHORT.get(name, name) for name in names), "peak"), rows)
-    typer.echo("GB of each pp rank; kept: activations, working: what comes and goes, lost: by the allocator.")
+    typer.echo(f"{unit} of each pp rank; kept: activations, working: what comes and goes, lost: by the allocator.")
     typer.echo(f"{_fit(found)}.")
 
 
