@@ -1,10 +1,10 @@
-"""A canary for the private part of torch that computes attention of tiles on a CPU."""
+"""Canaries for the private parts of torch that compute attention of tiles."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from threefold.torch_private.attention import cpu_attention, cpu_attention_backward
+from threefold.torch_private.attention import cpu_attention, cpu_attention_backward, softmax_gradient
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -26,3 +26,19 @@ def test_cpu_attention(dtype: torch.dtype, causal: bool) -> None:
         torch.testing.assert_close(ours, theirs, **close, msg="its gradients have changed")
     assert sums.shape == (2, 4, 10)
     assert sums.dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_softmax_gradient(dtype: torch.dtype) -> None:
+    """As autograd has it; 0 where a key is hidden."""
+    draw = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 3, 5, 37, generator=draw).to(dtype).masked_fill(torch.arange(37) > 20, -torch.inf)
+    scores.requires_grad_()
+    weights = scores.softmax(-1)
+    grad = torch.randn(weights.shape, generator=draw).to(dtype)
+    weights.backward(grad)
+    found = softmax_gradient(grad, weights.detach())
+    assert scores.grad is not None
+    assert found.dtype == dtype
+    assert torch.equal(found, scores.grad), "torch's gradient of softmax has changed"
+    assert bool(found[..., 21:].eq(0).all())

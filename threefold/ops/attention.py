@@ -88,12 +88,12 @@ def _backward(
     """The gradients of `q`, `k` and `v`."""
     gradients = TileGradients(q, k, v)
     for part in _inputs(q, k, v, Sight(window, documents)):
-        upper, below = part.of_queries(grad), part.of_queries(out)
+        upper = part.of_queries(grad)
         if _is_fused(part):
-            total, causal = part.of_queries(sums), part.tile.is_causal
+            below, total, causal = part.of_queries(out), part.of_queries(sums), part.tile.is_causal
             found = cpu_attention_backward(upper, part.q, part.k, part.v, below, total, part.bias, causal)
         else:
-            found = plain_tile_gradients(upper, part.q, part.k, part.v, below, part.bias)
+            found = plain_tile_gradients(upper, part.q, part.k, part.v, part.bias)
         gradients.add(part, found)
     return gradients.whole()
 

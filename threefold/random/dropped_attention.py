@@ -37,7 +37,7 @@ class _DroppedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
     ) -> Tensor:
         out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer)
-        ctx.save_for_backward(q, k, v, out, documents, keys)
+        ctx.save_for_backward(q, k, v, documents, keys)
         ctx.window, ctx.layer = window, layer
         flat: Tensor = out.flatten(2)
         return flat
@@ -45,9 +45,9 @@ class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, documents, keys = ctx.saved_tensors
+        q, k, v, documents, keys = ctx.saved_tensors
         grad = grad.reshape(q.shape)
-        found = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, out, documents, ctx.window, keys, ctx.layer)
+        found = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, documents, ctx.window, keys, ctx.layer)
         return *found, None, None, None, None
 
 
@@ -70,7 +70,6 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     documents: Tensor | None,
     window: int,
     keys: Tensor,
@@ -79,8 +78,8 @@ def _backward(
     """The gradients of `q`, `k` and `v`."""
     gradients, drop_of = TileGradients(q, k, v), _drops(q, keys, layer.value)
     for part in tile_inputs(q, k, v, Sight(window, documents), None):
-        upper, below = part.of_queries(grad), part.of_queries(out)
-        gradients.add(part, plain_tile_gradients(upper, part.q, part.k, part.v, below, part.bias, drop_of(part)))
+        upper = part.of_queries(grad)
+        gradients.add(part, plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, drop_of(part)))
     return gradients.whole()
 
 

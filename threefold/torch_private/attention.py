@@ -41,3 +41,13 @@ def cpu_attention_backward(
         grad, q, k, v, out, sums, 0.0, causal, attn_mask=mask
     )
     return found
+
+
+def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of what `softmax(-1)` made `weights` of, `grad` being theirs: weights · (grad − Σ weights · grad).
+
+    Why: it is one pass over both, where public operations take two and a sum that has to be known before; autograd
+    calls it, but not for weights that are computed again. A public name would replace it.
+    """
+    found: Tensor = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
+    return found
