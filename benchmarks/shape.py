@@ -171,6 +171,7 @@ def plain_kernels_step(shape: Shape) -> Callable[[int], None]:
     """Its kernels alone, in fp32: what its step would take if autograd, modules and Python took nothing."""
     from threefold.torch_private.tensors import foreach_norm, fused_adam_  # which an older checkout lacks
 
+    keep_freed_memory()  # as Threefold has it, and the plain module not
     model = PlainGPT(shape.layers, shape.hidden, shape.heads, shape.ffn, shape.vocab, shape.sequence)
     kernels = PlainKernels(model)
     weights = kernels.weights
