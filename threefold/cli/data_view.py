@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from threefold.data.prepare.summary import TokenSummary
 
 
-_WIDTH_OF_A_FILE: Final = 150
-"""Letters of a line where the output is no terminal."""
 _UNBOUNDED: Final = 10**6
 
 
@@ -157,8 +155,6 @@ def print_sample(corpus: "Corpus", tokens: list[int]) -> None:
 
 def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """A plain table; numbers are right-aligned where there are more columns than two. No letter of it is cut off."""
-    import sys
-
     from rich import box
     from rich.console import Console
     from rich.measure import Measurement
@@ -170,7 +166,7 @@ def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         table.add_column(Text(name), justify="right" if i and len(header) > 2 else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+    console = Console()
     if Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum > console.width:
         table.padding = (0, 0)
     console.print(table)

@@ -88,7 +88,7 @@ def test_the_title_of_the_picture(threefold, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
 def test_no_letter_of_a_table_is_cut_off(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("threefold.cli.data_view._WIDTH_OF_A_FILE", columns)
+    monkeypatch.setenv("COLUMNS", str(columns))
     given = ("--schedule", "zb-h2", "--stages", "4", "--microbatches", "8", "--forward", "12345.6")
     told = CliRunner().invoke(app, ["simulate", *given]).stdout
     assert "…" not in told
