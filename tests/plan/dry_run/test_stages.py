@@ -1,5 +1,7 @@
 """The stages of a long pipeline, each as if it had been run."""
 
+from typing import Any
+
 import pytest
 
 from threefold.config import Config, resolve
@@ -23,7 +25,7 @@ def long_pipeline(**parallel: object) -> Config:
 def test_stages_of_a_long_pipeline_are_those_of_whole_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = long_pipeline(), []
 
-    def counted(config: Config, rank: int = 0) -> DryRunReport:
+    def counted(config: Config, rank: int, **_: Any) -> DryRunReport:
         run.append(config.parallel.pp)
         return dry_run(config, rank)
 
@@ -38,7 +40,14 @@ def test_stages_of_a_long_pipeline_are_those_of_whole_runs(monkeypatch: pytest.M
 
 def test_other_pipelines_are_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[int] = []
-    monkeypatch.setattr(stages, "dry_run", lambda config, rank, source=None: run.append(rank))
+    monkeypatch.setattr(stages, "dry_run", lambda config, rank, *_, **__: run.append(rank))
     run_stages(long_pipeline(schedule="gpipe"))
     run_stages(long_pipeline(pp=3, partition=[4, 8]))
     assert run == [0, 2, 4, 6, 8, 10, 12, 14, 16, 0, 2, 4]
+
+
+def test_passes_are_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    config = long_pipeline(tp=1, pp=2, partition=None, schedule="interleaved", stage_chunks=2)
+    run_stages(config, lambda *each: told.append(each))
+    assert told == [(f"rank {rank}", done, 24) for rank in (0, 1) for done in range(24)]

@@ -32,13 +32,14 @@ def doctor(
     Measures products of matrices, memory, collectives of 2, 4 and 8 local ranks, and the disk, for about half a minute;
     saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs; and says what is wrong.
     """
-    from threefold.cli.planning.doctor_view import Steps, print_examination
+    from threefold.cli.planning.doctor_view import print_examination
+    from threefold.cli.planning.steps import Steps
     from threefold.plan.doctor.examination import examine
     from threefold.plan.doctor.measured_entry import measured_entry
 
     _check_save(save)
     _check_folder(folder)
-    with Steps(shown=not as_json) as steps:
+    with Steps("Measuring", shown=not as_json) as steps:
         found = examine(_run_ranks, folder, quick, steps.tell)
     entry = measured_entry(found)
     saved = None if entry is None or (quick and save is None) else _save(entry, save)

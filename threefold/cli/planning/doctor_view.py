@@ -15,36 +15,6 @@ if TYPE_CHECKING:
 _MARKS = {"error": "Error", "warning": "Warning", "note": "Note"}
 
 
-class Steps:
-    """The parts of an examination as a bar on standard error.
-
-    Args:
-        shown: whether there is one.
-    """
-
-    def __init__(self, shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn())
-        # Without a thread of its own, beside which no process should be forked.
-        self._bars = Progress(
-            *columns, console=Console(stderr=True), auto_refresh=False, transient=True, disable=not shown
-        )
-        self._task = self._bars.add_task("")
-
-    def __enter__(self) -> "Steps":
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def tell(self, part: str, number: int, parts: int) -> None:
-        """A part begins."""
-        self._bars.update(self._task, description=f"Measuring {part}", completed=number, total=parts, refresh=True)
-
-
 def print_examination(found: "Examination", entry: "Hardware | None", saved: Path | None) -> None:
     """Tables of what was found, and what is wrong in words."""
     machine = found.machine

@@ -54,9 +54,11 @@ def dry_run(
             else f"--rank is {number} but the layout has rank 0 alone; use 0."
         )
     from threefold.cli.planning.dry_run_view import print_reports, reports_as_json
+    from threefold.cli.planning.steps import Steps
     from threefold.plan.dry_run.stages import run_ranks, run_stages
 
-    reports = run_stages(resolved) if all_stages else run_ranks(resolved, [number])
+    with Steps("Running", shown=not json) as steps:
+        reports = run_stages(resolved, steps.tell) if all_stages else run_ranks(resolved, [number], tell=steps.tell)
     if json:
         typer.echo(reports_as_json(resolved, reports, on))
     else:

@@ -1,9 +1,11 @@
 """One rank's training step, by the code that trains, on tensors without memory."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,23 +25,31 @@ from threefold.plan.dry_run.step import batch_of, measure_step, totals
 from threefold.torch_private.fake import fake_process_group, fake_tensors
 from threefold.train.engine import Engine
 
+TellPass = Callable[[int, int], object]
+"""Called with how many passes of a rank are done, and how many there are."""
 
-def dry_run(config: Config, rank: int = 0, source: ModelSource | None = None) -> DryRunReport:
+
+def dry_run(
+    config: Config, rank: int = 0, source: ModelSource | None = None, tell: TellPass | None = None
+) -> DryRunReport:
     """Run one training step of one rank on tensors without memory.
 
     Args:
         config: resolved; its data need not exist.
         rank: of the layout.
         source: of the model; None for the one that the config names.
+        tell: called before each forward pass; None for nothing.
 
     Raises:
         UserError: the layout has no such rank, or does not suit the model.
         RuntimeError: this process has a process group.
     """
-    return run_step(config, rank, source)[0]
+    return run_step(config, rank, source, tell)[0]
 
 
-def run_step(config: Config, rank: int, source: ModelSource | None = None) -> tuple[DryRunReport, list[Event]]:
+def run_step(
+    config: Config, rank: int, source: ModelSource | None = None, tell: TellPass | None = None
+) -> tuple[DryRunReport, list[Event]]:
     """As `dry_run`; also returns the collectives in order."""
     layout, flops = Layout.of(config.parallel), FlopCount()
     own = config.model.architecture == OWN
@@ -56,6 +66,8 @@ def run_step(config: Config, rank: int, source: ModelSource | None = None) -> tu
         with _explaining(own, rank), fake_tensors(), FakeNumbers():
             engine = _make_engine(config, mesh, source or ConfigSource())
             _pad_shards(engine)
+            if tell is not None:
+                _tell_passes(engine, config.train.gradient_accumulation_steps, tell)
             measured = measure_step(engine, batch, flops)
             layers = tuple(name for stage in engine.stages for name in stage.layer_names)
             parameters = sum(weight.master.numel() for weight in engine.model.weights)
@@ -108,6 +120,17 @@ def _pad_shards(engine: Engine) -> None:
             if isinstance(module, FSDPModule):
                 module.unshard()
                 module.reshard()
+
+
+def _tell_passes(engine: Engine, micro_batches: int, tell: TellPass) -> None:
+    """Have `tell` called before each forward pass of a stage, of which each micro-batch takes one."""
+    passes, numbers = micro_batches * len(engine.stages), count()
+
+    def begins(*_: Any) -> None:
+        tell(min(next(numbers), passes), passes)  # shapes may be found by a pass more
+
+    for stage in engine.stages:
+        stage.register_forward_pre_hook(begins)
 
 
 def _make_engine(config: Config, mesh: FakeMesh, source: ModelSource) -> Engine:

@@ -8,6 +8,7 @@ does too. Where they do not, or the pipeline is short, each stage is run as it i
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +19,9 @@ from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.pipeline.stage_map import stage_map
 from threefold.plan.dry_run.rank_run import dry_run
 from threefold.plan.dry_run.report import CollectiveTotal, DryRunReport
+
+Tell = Callable[[str, int, int], object]
+"""Called with what is run, how many of its passes are done, and how many there are."""
 
 _KEPT = (2, 3, 4)
 """Micro-batches that a stage of the short pipelines keeps."""
@@ -31,23 +35,30 @@ def stage_ranks(config: Config) -> list[int]:
     return [layout.rank_of(pp=pp) for pp in range(layout.pp)]
 
 
-def run_ranks(config: Config, ranks: Iterable[int], source: ModelSource | None = None) -> list[DryRunReport]:
+def _tell_nothing(what: str, number: int, passes: int) -> None:
+    pass
+
+
+def run_ranks(
+    config: Config, ranks: Iterable[int], source: ModelSource | None = None, tell: Tell = _tell_nothing
+) -> list[DryRunReport]:
     """`dry_run` of each rank."""
-    return [dry_run(config, rank, source) for rank in ranks]
+    return [dry_run(config, rank, source, partial(tell, f"rank {rank}")) for rank in ranks]
 
 
-def run_stages(config: Config) -> list[DryRunReport]:
+def run_stages(config: Config, tell: Tell = _tell_nothing) -> list[DryRunReport]:
     """`dry_run` of the first rank of each stage, without a whole run of each where that is not needed.
 
     Args:
         config: resolved.
+        tell: called before each forward pass.
 
     Raises:
         UserError: as `dry_run`.
     """
     if not _is_regular(config):
-        return run_ranks(config, stage_ranks(config))
-    return _Line(config).reports()
+        return run_ranks(config, stage_ranks(config), tell=tell)
+    return _Line(config, tell).reports()
 
 
 def _is_regular(config: Config) -> bool:
@@ -66,10 +77,12 @@ class _Line:
 
     Args:
         config: resolved, and regular.
+        tell: called before each forward pass.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tell: Tell) -> None:
         self.config, self.ranks = config, stage_ranks(config)
+        self.tell = tell
         _, plan = ConfigSource().load(config)
         self.plan_layers = plan.layers
         stages = stage_map(plan, config)
@@ -90,7 +103,7 @@ class _Line:
                 self._known[kind] = self._along_both(stage)
             found = self._known[kind]
         if found is None:
-            return dry_run(self.config, self.ranks[stage])
+            return dry_run(self.config, self.ranks[stage], tell=self._of(stage))
         first, end = self.bounds[stage]
         layout = Layout.of(self.config.parallel)
         return replace(
@@ -142,7 +155,10 @@ class _Line:
             ),
         }
         shorter = config.model_copy(update=sections)
-        return dry_run(shorter, Layout.of(shorter.parallel).rank_of(pp=len(before)))
+        return dry_run(shorter, Layout.of(shorter.parallel).rank_of(pp=len(before)), tell=self._of(stage))
+
+    def _of(self, stage: int) -> Callable[[int, int], object]:
+        return partial(self.tell, f"rank {self.ranks[stage]}")
 
 
 _Numbers = dict[tuple[str, ...], int]
