@@ -1,8 +1,10 @@
+import gc
 import os
 import pickle
 import signal
 from datetime import timedelta
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +47,18 @@ def _spins(rank: int) -> None:
         pass
 
 
+def _leaves_groups_in_a_cycle() -> None:
+    gc.disable()  # no collection by chance
+    groups: list[object] = [dist.new_group() for _ in range(3)]
+    groups.append(groups)
+
+
+def _threads_of_gloo() -> int:
+    gc.enable()
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    return sum("gloo" in name for name in names)
+
+
 def _unpicklable() -> object:
     return lambda: None
 
@@ -60,6 +74,14 @@ def test_each_run_has_its_own_group(pool: WorkerPool) -> None:
         expected = torch.full((3,), sum(range(world_size)) * 0.5)
         for result in pool.run(world_size, _sum_of_ranks, torch.full((3,), 0.5)):
             assert torch.equal(result, expected)
+
+
+def test_no_group_outlives_its_run(pool: WorkerPool) -> None:
+    """Each has threads of gloo, one of which wakes a hundred times a second."""
+    before = pool.run(2, _threads_of_gloo)
+    pool.run(2, _leaves_groups_in_a_cycle)
+    assert pool.run(2, _threads_of_gloo) == before
+    assert all(before)
 
 
 def test_first_error_is_named_and_the_hanging_are_replaced(pool: WorkerPool) -> None:
