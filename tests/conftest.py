@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tests.train.support import Run
     from threefold.launch.worker_pool import WorkerPool
 
+gc.disable()  # until all is imported: a collection looks at every object again and finds nothing to free
 settings.register_profile("house", database=None, deadline=None, derandomize=True)
 settings.load_profile("house")
 
@@ -109,6 +110,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Make the pool and the fork server of commands before the first test: afterwards this process has run torch
     operations and cannot be forked."""
+    gc.freeze()
+    gc.enable()
     pooled = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
     starts = "tests.support.ready" in sys.modules
     if pooled or starts:
@@ -129,15 +132,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _import_for_workers() -> None:
     """Import what runs import on their way: every worker is forked with it, as is each that replaces a failed one."""
+    from threefold.launch.process import lasting_imports
     from threefold.train.callbacks.tensorboard import import_writer
 
-    for module in pkgutil.walk_packages(package.__path__, "threefold."):
-        if not module.name.endswith(".__main__"):
-            importlib.import_module(module.name)
-    for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
-        importlib.import_module(name)
-    import_writer()
-    gc.freeze()  # so that no collection of a worker walks all that
+    with lasting_imports():  # so that no collection of a worker walks all that
+        for module in pkgutil.walk_packages(package.__path__, "threefold."):
+            if not module.name.endswith(".__main__"):
+                importlib.import_module(module.name)
+        for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+            importlib.import_module(name)
+        import_writer()
 
 
 @pytest.fixture(scope="session")

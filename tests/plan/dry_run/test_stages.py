@@ -11,12 +11,12 @@ from threefold.plan.dry_run.report import DryRunReport
 from threefold.plan.dry_run.stages import run_stages, stage_ranks
 
 
-def long_pipeline(**parallel: object) -> Config:
+def long_pipeline(layers: int = 16, batch: int = 12, **parallel: object) -> Config:
     given = {
-        "model": {"num_layers": 16, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 256},
+        "model": {"num_layers": layers, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 256},
         "data": {"path": "nowhere", "sequence_length": 8},
         "parallel": {"tp": 2, "pp": 9, "partition": [2, 4, 5, 7, 9, 11, 13, 15], **parallel},
-        "train": {"global_batch_size": 12, "micro_batch_size": 1, "recompute": "full"},
+        "train": {"global_batch_size": batch, "micro_batch_size": 1, "recompute": "full"},
     }
     return resolve(Config.model_validate(given), 1)
 
@@ -48,6 +48,6 @@ def test_other_pipelines_are_run_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_passes_are_told() -> None:
     told: list[tuple[str, int, int]] = []
-    config = long_pipeline(tp=1, pp=2, partition=None, schedule="interleaved", stage_chunks=2)
+    config = long_pipeline(4, 4, tp=1, pp=2, partition=None, schedule="interleaved", stage_chunks=2)
     run_stages(config, lambda *each: told.append(each))
-    assert told == [(f"rank {rank}", done, 24) for rank in (0, 1) for done in range(24)]
+    assert told == [(f"rank {rank}", done, 8) for rank in (0, 1) for done in range(8)]
