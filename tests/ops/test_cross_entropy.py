@@ -10,7 +10,9 @@ from tests.support.compiled import traced
 from threefold.labels import IGNORE_INDEX
 from threefold.ops.cross_entropy import cross_entropy
 from threefold.ops.sizes import LOGITS_AT_ONCE
+from threefold.plan.dry_run.storage_tracker import StorageTracker
 from threefold.plan.saved_tensors import recording_saved
+from threefold.torch_private.fake import fake_tensors
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SIZES = [(1, 1), (5, 7), (300, 1000), (2, LOGITS_AT_ONCE + 1), (LOGITS_AT_ONCE // 65 + 3, 65), (0, 9)]
@@ -97,3 +99,19 @@ def test_keeps_the_logits_and_two_numbers_for_each_token() -> None:
         losses = cross_entropy(logits.requires_grad_(), labels)
     assert saved.nbytes == 20 * (50 * 2 + 2 * 4 + 8)
     assert losses.requires_grad
+
+
+def of_a_dry_run(tokens: int) -> tuple[list[object], int]:
+    """The operations of the loss and its gradient, and the most bytes beside logits and their gradient."""
+    operations: list[object] = []
+    with fake_tensors(), StorageTracker(lambda *told: operations.append(told[0])) as tracker:
+        logits = torch.empty(tokens, LOGITS_AT_ONCE // 4, dtype=torch.bfloat16, requires_grad=True)
+        cross_entropy(logits, torch.zeros(tokens, dtype=torch.int64)).sum().backward()
+    return operations, tracker.most - 2 * logits.nbytes
+
+
+def test_a_dry_run_goes_over_one_run_of_rows() -> None:
+    """It needs the memory of all, in which the other runs have the place of the first."""
+    (few, least), (many, most) = of_a_dry_run(8), of_a_dry_run(80)
+    assert few == many
+    assert 0 < least <= most < least + 72 * 100
