@@ -166,7 +166,8 @@ def in_rank():
     torch.set_num_threads(2)
     return work(), imported
 found = threefold.spawn(in_rank, 2)
-print(all(abs(each / mine - 1) < 1e-4 for each, _ in found), all(imported for _, imported in found), gc.get_freeze_count())
+same = all(abs(each / mine - 1) < 1e-4 for each, _ in found)
+print(same, all(imported for _, imported in found), gc.get_freeze_count())
 """
 
 

@@ -1,12 +1,12 @@
 """Whole runs on a GPU beside those on the CPU: commands, checkpoints that change device, generation."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import ready
 from tests.support.devices import DEVICES
 from tests.train.support import losses_of, same
 
@@ -25,10 +25,10 @@ SETTINGS = (
 ROOT = Path(__file__).parents[2]
 
 
-def command(*arguments: str | Path) -> str:
+def command(device: str, *arguments: str | Path) -> str:
     """`threefold ARGUMENTS…` in a process of its own, which may initialise CUDA; returns what it printed."""
     call = [sys.executable, "-m", "threefold", *map(str, arguments)]
-    ended = subprocess.run(call, capture_output=True, text=True, timeout=300, env=os.environ)
+    ended = ready.run(call) if device == "cpu" else subprocess.run(call, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -37,7 +37,9 @@ def train(tokens: Path, run_dir: Path, device: str, steps: int, *options: str) -
     config = run_dir.parent / f"{run_dir.name}.yaml"
     config.write_text(f"data: {{path: {tokens}}}\n")
     chosen = (*SETTINGS, f"train.device={device}", f"train.max_steps={steps}")
-    command("train", config, "--run-dir", run_dir, *(each for key in chosen for each in ("--set", key)), *options)
+    command(
+        device, "train", config, "--run-dir", run_dir, *(each for key in chosen for each in ("--set", key)), *options
+    )
 
 
 @pytest.mark.slow
@@ -50,7 +52,9 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(tmp_path: Path, t
     train(tokens, tmp_path / "moves", "cpu", 6, "--resume")
     assert same(losses_of(tmp_path / "moves"), losses_of(tmp_path / "stays"), "fp32")
     texts = {
-        command("generate", tmp_path / "moves", "--device", where, "--prompt", "Document 12", "--temperature", "0")
+        command(
+            where, "generate", tmp_path / "moves", "--device", where, "--prompt", "Document 12", "--temperature", "0"
+        )
         for where in ("cpu", device)
     }
     assert len(texts) == 1, f"a greedy continuation on {device} differs from that on the CPU"
@@ -66,7 +70,7 @@ def test_the_config_of_the_demo(tmp_path: Path, tokens: Path, device: str) -> No
         runs.append(tmp_path / f"on-{where}-{len(runs)}")
         chosen = (*few, f"data.path={tokens}", "data.sequence_length=32", f"train.device={where}")
         options = [each for key in chosen for each in ("--set", key)]
-        command("train", ROOT / "examples" / "demo.yaml", "--run-dir", runs[-1], *options)
+        command(where, "train", ROOT / "examples" / "demo.yaml", "--run-dir", runs[-1], *options)
     assert same(losses_of(runs[1]), losses_of(runs[0]), "fp32")
 
 
