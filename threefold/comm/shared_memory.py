@@ -6,13 +6,14 @@ round n + 1, to which a peer comes only after it has read what it needed of roun
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.shared_memory_setup import SIGNAL_BYTES, Shared, share, whole_pages
+from threefold.comm.shared_memory_setup import SIGNAL_BYTES, Shared, room_for_rounds, share, whole_pages
 from threefold.comm.turnstile import PeerLostError, Turnstile
 
 __all__ = ["PeerLostError", "SharedMemoryGroup", "accumulate"]
@@ -108,7 +109,8 @@ class SharedMemoryGroup:
     ) -> "list[SharedMemoryGroup | None]":
         """As `try_create`, for several groups at once, in one order on all their ranks: what their ranks wait for each
         other takes hardly longer than for one group."""
-        return [cls(shared) if shared else None for shared in share(groups, capacity)]
+        made = share(groups, partial(room_for_rounds, capacity=capacity))
+        return [cls(shared) if shared else None for shared in made]
 
     def close(self) -> None:
         """Close the pipes and free the memory. Peers that wait for this rank then raise `PeerLostError`."""

@@ -1,18 +1,19 @@
 """Setting up memory and pipes between the processes of one host, for `shared_memory`."""
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -24,8 +25,24 @@ SIGNAL_BYTES = 16
 """What a rank tells of each round."""
 TURNSTILES = ("turnstile-0", "turnstile-1")
 """Names of the pipes that ranks pass in turn."""
+_PIPE_BYTES: Final = 16 << 10
+"""Of a pipe where the system does not tell, as macOS."""
 _REFUSAL: Final = 1 << 32
 """What a vote against counts, beside the one that every vote counts."""
+
+
+class Room(NamedTuple):
+    """What a group needs, beside a pipe of each rank's that ends with it.
+
+    Attributes:
+        nbytes: of memory.
+        pipes: names of the pipes that every rank may read and write, with what is in them at first.
+        unread: bytes that each of these must take while nobody reads it.
+    """
+
+    nbytes: int
+    pipes: Mapping[str, bytes]
+    unread: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,9 +52,8 @@ class Shared:
     Attributes:
         ranks: their global ranks.
         index: this process's index among them.
-        memory: of `memory_bytes` bytes: a signal of each rank, twice, and from the next page on slots of equal size,
-            twice as many as there are ranks and two more.
-        turnstiles: file descriptors of the two pipes that every rank reads and writes; `tickets` are in the first.
+        memory: as many bytes as the first rank has asked for.
+        pipes: file descriptors of the pipes of its `Room`, in their order.
         alive: by peer index, the end for reading of a pipe that the peer alone can write to.
         own: the end for writing of this rank's, which others have in `alive`.
         timeout: seconds to wait for a peer at most.
@@ -46,7 +62,7 @@ class Shared:
     ranks: list[int]
     index: int
     memory: mmap.mmap
-    turnstiles: tuple[int, int]
+    pipes: tuple[int, ...]
     alive: dict[int, int]
     own: int
     timeout: float
@@ -54,12 +70,18 @@ class Shared:
     @property
     def descriptors(self) -> list[int]:
         """Of all its pipes."""
-        return [*self.turnstiles, *self.alive.values(), self.own]
+        return [*self.pipes, *self.alive.values(), self.own]
 
 
 def memory_bytes(size: int, capacity: int) -> int:
-    """Bytes of a group of `size` ranks with slots of `capacity` bytes, both parts in whole pages."""
+    """Bytes for rounds of `size` ranks: a signal of each, twice, and from the next page on slots of `capacity` bytes in
+    whole pages, twice as many as there are ranks and two more."""
     return whole_pages(2 * size * SIGNAL_BYTES) + 2 * (size + 1) * whole_pages(capacity)
+
+
+def room_for_rounds(size: int, capacity: int) -> Room:
+    """What `size` ranks need for rounds: the two pipes that they pass in turn, with tickets in the first."""
+    return Room(memory_bytes(size, capacity), dict(zip(TURNSTILES, (tickets(size), b""), strict=True)))
 
 
 def whole_pages(length: int) -> int:
@@ -72,18 +94,19 @@ def tickets(size: int) -> bytes:
     return bytes(size - 1) + b"\1"
 
 
-def share(groups: Sequence[dist.ProcessGroup], capacity: int) -> list[Shared | None]:
+def share(groups: Sequence[dist.ProcessGroup], room: Callable[[int], Room | None]) -> list[Shared | None]:
     """Make memory and pipes between the ranks of each of `groups`; a collective call over each of them, with the same
     answer on every rank of a group.
 
     Args:
         groups: gloo process groups, whose store names are exchanged over; in one order on all ranks of two of them.
-        capacity: bytes of one slot, rounded up to whole pages.
+        room: what a group of so many ranks needs; None where this rank wants none.
 
-    Returns None for a group whose ranks are not all on one host, or where the host has no room for the memory.
+    Returns None for a group whose ranks are not all on one host, or where the host has no room for the memory or a rank
+    wants none.
     """
     with contextlib.ExitStack() as stack:
-        sharings = [stack.enter_context(contextlib.closing(_Sharing(group, capacity))) for group in groups]
+        sharings = [stack.enter_context(contextlib.closing(_Sharing(group, room))) for group in groups]
         # Of all groups at once: in each of these, a rank waits at most for what others do in the one before.
         for phase in (_Sharing.offer, _Sharing.open, _Sharing.open_own):
             for sharing in sharings:
@@ -94,26 +117,28 @@ def share(groups: Sequence[dist.ProcessGroup], capacity: int) -> list[Shared | N
 class _Sharing:
     """The set-up of one group, in phases."""
 
-    def __init__(self, group: dist.ProcessGroup, capacity: int) -> None:
-        self._exchange, self._capacity = StoreExchange(group), capacity
+    def __init__(self, group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> None:
+        self._exchange = StoreExchange(group)
         self._ranks, self._index = self._exchange.ranks, self._exchange.index
+        self._room = room(len(self._ranks))
         self._peers = [peer for peer in range(len(self._ranks)) if peer != self._index]
         self._folder: Path | None = None
         self._place = Path()
-        self._begun: tuple[mmap.mmap, tuple[int, int], dict[int, int]] | None = None
+        self._begun: tuple[mmap.mmap, tuple[int, ...], dict[int, int]] | None = None
         self._own: int | None = None
         self._opened = contextlib.ExitStack()  # closes the pipes again unless every rank gets to the end
 
     def offer(self) -> None:
         """The first rank makes the memory and the pipes."""
         if self._index == 0:
-            self._folder = _make_folder(len(self._ranks), self._capacity)
+            self._folder = self._room and _make_folder(self._room, len(self._ranks))
             self._exchange.tell("folder", json.dumps([_host(), str(self._folder or "")]))
 
     def open(self) -> None:
         host, place = json.loads(self._exchange.told("folder"))
         self._place = Path(place)
-        self._begun = self._voted("opened", self._map_and_open if place and host == [*_host()] else _nothing)
+        mine = partial(self._map_and_open, self._room) if self._room and place and host == [*_host()] else _nothing
+        self._begun = self._voted("opened", mine)
 
     def open_own(self) -> None:
         """Open what a rank alone has open for writing, which needs a reader: all are there when all have opened."""
@@ -133,12 +158,15 @@ class _Sharing:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)  # what is open stays; nothing is left if we are killed now
 
-    def _map_and_open(self) -> tuple[mmap.mmap, tuple[int, int], dict[int, int]]:
-        first, second = (self._pipe(name, os.O_RDWR) for name in TURNSTILES)
+    def _map_and_open(self, room: Room) -> tuple[mmap.mmap, tuple[int, ...], dict[int, int]]:
+        pipes = tuple(self._pipe(name, os.O_RDWR) for name in room.pipes)
+        if room.unread > min(map(_pipe_bytes, pipes)):
+            raise OSError("a pipe is too short")
         if self._index == 0:
-            os.write(first, tickets(len(self._ranks)))
+            for pipe, content in zip(pipes, room.pipes.values(), strict=True):
+                os.write(pipe, content)
         readers = {peer: self._pipe(_alive(peer), os.O_RDONLY) for peer in self._peers}
-        return _map_memory(self._place), (first, second), readers
+        return _map_memory(self._place), pipes, readers
 
     def _pipe(self, name: str, mode: int) -> int:
         descriptor = os.open(self._place / name, mode | os.O_NONBLOCK)  # opening must not wait for the other end
@@ -155,6 +183,12 @@ class _Sharing:
         return result
 
 
+def _pipe_bytes(pipe: int) -> int:
+    """What a pipe takes: 64 KiB as a rule on Linux, and a page or two where its user has very many."""
+    ask = getattr(fcntl, "F_GETPIPE_SZ", None)
+    return int(fcntl.fcntl(pipe, ask)) if ask is not None else _PIPE_BYTES
+
+
 def _nothing() -> None:
     """In place of a step that another one has made impossible."""
 
@@ -169,15 +203,15 @@ def _host() -> tuple[str, str]:
     return platform.node(), boot.read_text() if boot.exists() else ""
 
 
-def _make_folder(size: int, capacity: int) -> Path | None:
+def _make_folder(room: Room, size: int) -> Path | None:
     """A new folder with the memory and pipes of `size` ranks, in memory where possible; None if there is no room."""
     for parent in ("/dev/shm", tempfile.gettempdir()):
         folder = None
         try:
             folder = Path(tempfile.mkdtemp(prefix="threefold-", dir=parent))
             with open(folder / "memory", "wb") as file:
-                _reserve(file.fileno(), memory_bytes(size, capacity))
-            for name in (*TURNSTILES, *map(_alive, range(size))):
+                _reserve(file.fileno(), room.nbytes)
+            for name in (*room.pipes, *map(_alive, range(size))):
                 os.mkfifo(folder / name)
             return folder
         except OSError:

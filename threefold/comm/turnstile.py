@@ -15,6 +15,7 @@ import os
 import select
 import struct
 import weakref
+from collections.abc import Mapping
 
 from threefold.comm.shared_memory_setup import SIGNAL_BYTES, Shared, tickets
 
@@ -45,9 +46,9 @@ class Turnstile:
         size = len(shared.ranks)
         signals = memoryview(shared.memory)[: 2 * size * SIGNAL_BYTES]
         self._signals = (signals[: size * SIGNAL_BYTES], signals[size * SIGNAL_BYTES :])
-        self._tickets, self._pipes, self._alive = tickets(size), shared.turnstiles, shared.alive
-        self._pollers = tuple(_poller(turnstile, shared.alive) for turnstile in shared.turnstiles)
-        self._closed = weakref.finalize(self, _close, shared.descriptors)
+        self._tickets, self._pipes, self._alive = tickets(size), shared.pipes, shared.alive
+        self._pollers = tuple(poller(turnstile, shared.alive) for turnstile in shared.pipes)
+        self._closed = weakref.finalize(self, close_all, shared.descriptors)
 
     @property
     def parity(self) -> int:
@@ -94,7 +95,7 @@ class Turnstile:
             missing = self._ranks[self._missing(number)]
             raise TimeoutError(f"{self._me} has waited {self._timeout:g} s in {operation} for rank {missing}")
         # Who has passed may end; what it has passed is seen after its end, if not before.
-        if not _poller(turnstile, {}).poll(0):
+        if not poller(turnstile, {}).poll(0):
             lost = next(peer for peer, descriptor in self._alive.items() if descriptor in events)
             raise PeerLostError(f"rank {self._ranks[lost]} ended while {self._me} was in {operation}")
 
@@ -124,14 +125,16 @@ class Turnstile:
         return f"{name} of {count} elements of {self._dtypes[dtype]}{origin}"
 
 
-def _poller(turnstile: int, alive: dict[int, int]) -> select.poll:
-    poller = select.poll()
+def poller(pipe: int, alive: Mapping[int, int]) -> select.poll:
+    """Sleeps until there is something in a pipe, or one of the ranks of `alive` has ended."""
+    made = select.poll()
     for descriptor in alive.values():
-        poller.register(descriptor, 0)  # hang-ups are told without being asked for
-    poller.register(turnstile, select.POLLIN)
-    return poller
+        made.register(descriptor, 0)  # hang-ups are told without being asked for
+    made.register(pipe, select.POLLIN)
+    return made
 
 
-def _close(descriptors: list[int]) -> None:
+def close_all(descriptors: list[int]) -> None:
+    """Close file descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)

@@ -1,5 +1,6 @@
 """Runs of which one rank stops, hangs or lacks something: the message names it, where it is, and who waits for it."""
 
+import math
 import os
 import signal
 import threading
@@ -61,6 +62,23 @@ def test_a_stopped_rank_is_named(
     assert place in line
     assert f"rank {1 - rank} waits for it in {waits}" in line
     assert seconds <= LATEST
+
+
+@pytest.mark.parametrize("layout", [pytest.param({"pp": 2}, marks=SLOW), pytest.param({"tp": 2, "pp": 2}, marks=SWEEP)])
+def test_a_rank_that_is_killed_is_named(small_run: Run, tmp_path: Path, layout: dict[str, int]) -> None:
+    """The last one, while others wait for what it sends: all end before the timeout, and one sentence says it."""
+    ranks = math.prod(layout.values())
+    rank = ranks - 1
+    here = {"rank": rank, "section": "STEP", "activity": "FORWARD", "step": 2}
+    config = write_config(small_run.but(**layout), tmp_path, "StopAt", **here)
+    with started([train_command(config, tmp_path)]) as processes:
+        since = wait_until_stopped(processes, tmp_path, rank)
+        with CpuWaits(processes[0].pid) as cpu:
+            os.kill(int((tmp_path / "run" / f"pid_{rank}").read_text()), signal.SIGKILL)
+            line = end(processes, tmp_path, ranks)
+            seconds = cpu.seconds_since(since)
+    assert line.startswith(f"Error: rank {rank} failed: its process was killed by SIGKILL, as when memory runs out")
+    assert seconds < TIMEOUT
 
 
 @pytest.mark.sweep

@@ -137,8 +137,8 @@ def test_axes_and_interfaces() -> None:
         route.axis: route for route in axis_routes("cpu", [Interface("lo", "127.0.0.1"), Interface("e", "9.9.9.9")])
     }
     assert list(routes) == ["dp", "pp", "cp", "tp", "ep"]
-    assert routes["tp"].here == "shared memory"
-    assert routes["pp"].here == "gloo over lo (127.0.0.1)"
+    assert routes["tp"].here == routes["pp"].here == "shared memory"
+    assert routes["ep"].here == "gloo over lo (127.0.0.1)"
     assert all("NCCL" in route.here for route in axis_routes("cuda", found))
 
 

@@ -33,12 +33,19 @@ def test_a_dry_run_needs_no_more_with_more_micro_batches(schedule: str) -> None:
     assert grows_by_numbers_alone(*peaks, many - few)
 
 
-@sweep("schedule", ("zbv", "interleaved"), quick=(0,))
-def test_a_real_rank_needs_no_more_with_more_micro_batches(pool: WorkerPool, schedule: str) -> None:
+@sweep(
+    ("schedule", "shared_memory"),
+    [("zbv", False), ("zbv", True), ("1f1b", True), ("interleaved", False), ("interleaved", True)],
+    quick=(0, 1),
+)
+def test_a_real_rank_needs_no_more_with_more_micro_batches(
+    pool: WorkerPool, schedule: str, shared_memory: bool
+) -> None:
     """Of what was sent, only the last few are kept: several times, as gloo's threads free it when they come to it."""
     few, many = 10, 40
     for _ in range(4):
-        runs = [pool.run(2, measure, with_micro_batches(schedule, count)) for count in (few, many)]
+        cases = [replace(with_micro_batches(schedule, count), shared_memory=shared_memory) for count in (few, many)]
+        runs = [pool.run(2, measure, case) for case in cases]
         peaks = [[sum(rank.peak.values()) for rank in ranks] for ranks in runs]
         if all(grows_by_numbers_alone(*each, many - few) for each in zip(*peaks, strict=True)):
             return

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from threefold.plan.hardware.entry import Hardware
 
 _MARKS = {"error": "Error", "warning": "Warning", "note": "Note"}
+_PAIRS = {"pairs": "all_reduce, pairs", "send": "send of cp's ring, pairs", "stages": "send of pp's stages, pairs"}
 
 
 def print_examination(found: "Examination", entry: "Hardware | None", saved: Path | None) -> None:
@@ -71,8 +72,7 @@ def _print_collectives(found: "Examination") -> None:
     for rates in found.rates:
         for name, each in rates.collectives.items():
             speed = _three_digits(each.bandwidth / 1e9)
-            shown = {"pairs": "all_reduce, pairs", "send": "send, pairs"}.get(name, name)
-            rows.append((str(rates.ranks), shown, each.transport, f"{1e6 * each.latency:,.0f}", speed))
+            rows.append((str(rates.ranks), _PAIRS.get(name, name), each.transport, f"{1e6 * each.latency:,.0f}", speed))
     if rows:
         print_table(("ranks", "collective", "over", "latency, µs", "GB/s"), rows)
         nbytes = format_bytes(found.rates[-1].collectives["all_reduce"].nbytes)

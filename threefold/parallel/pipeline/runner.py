@@ -14,6 +14,7 @@ from threefold.config.schedules import Schedule
 from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.found_shapes import find_activations
+from threefold.parallel.pipeline.mailbox import Mailbox
 from threefold.parallel.pipeline.micro_batches import LocalBatch, StepSamples
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, StageShapes, TimedAction
 from threefold.parallel.pipeline.sends import SendQueue
@@ -150,6 +151,7 @@ class PipelineRunner(Runner):
         self._numbers = torch.arange(micro_batches)
         self._micro_batches: list[StepSamples] = []
         self._sends = SendQueue()
+        self._mailbox: Mailbox | None = None
         self._log: list[TimedAction] | None = None
         self._found: dict[Hashable, _Passes] = {}
         self._declared = activation is not None
@@ -173,17 +175,32 @@ class PipelineRunner(Runner):
     def _make_passes(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _Passes:
         """Those for activations that each stage of this rank and each before one of them gives the next."""
         count, placement = len(self._numbers), self._parallelism.stages
-        stages = self._make_stages(activations, self._schedule.sends_apart, self._deferred)
+        self._mailbox = self._mailbox or self._make_mailbox(activations)
+        stages = self._make_stages(activations, self._schedule.sends_apart, self._deferred, self._mailbox)
         train = training_schedule(self._schedule, stages, count, _scaled)
         # Stages of its own: torch's keep buffers and shapes of the last pass, with or without gradients.
         evaluate = evaluation_schedule(self._make_stages(activations, True), placement, count, _scaled)
         return _Passes(stages, train, evaluate)
+
+    def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
+        """For training. An evaluation has no backward passes that keep the first stages from running ahead, which waits
+        of a process group do."""
+        pp = self._parallelism.mesh.pp
+        if pp.group is None or pp.shared is None:
+            return None
+        nbytes = max(each.nbytes for given in activations.values() for each in given)
+        tensors = max(map(len, activations.values()))
+        # An activation and a gradient of each micro-batch for each of a rank's stages.
+        messages = 2 * tensors * len(self._numbers) * len(self._stages)
+        with pp.waiting("gather"):
+            return Mailbox.try_create(pp.group, nbytes, messages)
 
     def _make_stages(
         self,
         activations: Mapping[int, tuple[Tensor, ...]],
         apart: bool,
         deferred: DeferredGradients | None = None,
+        mailbox: Mailbox | None = None,
     ) -> list[ScheduledStage]:
         mesh, placement = self._parallelism.mesh, self._parallelism.stages
         later = None if deferred is None else deferred.take
@@ -193,7 +210,9 @@ class PipelineRunner(Runner):
         for stage, number in zip(self._stages, placement.held_by(mesh.pp.index), strict=True):
             inputs = activations[number - 1] if number else (number_of_one,)
             shapes = StageShapes(inputs, (self._loss_shape,) if stage.gives_loss else activations[number])
-            made.append(ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later, sends))
+            made.append(
+                ScheduledStage(stage, number, placement, mesh, self._micro_batches, shapes, later, sends, mailbox)
+            )
         return made
 
     def actions(self) -> list[Action]:
@@ -221,7 +240,11 @@ class PipelineRunner(Runner):
     def _step(self, *args: Any, **options: Any) -> None:
         for stage in self.scheduled_stages:
             stage.log = self._log
+        if self._mailbox is not None:
+            self._mailbox.begin()
         self._train.step(*args, **options)
+        if self._mailbox is not None:
+            self._mailbox.finish()
 
     def _evaluate(self, *args: Any, **options: Any) -> None:
         self._eval.eval(*args, **options)

@@ -13,6 +13,7 @@ from threefold.comm.heartbeat import Activity, wait_code
 from threefold.comm.mesh import Mesh
 from threefold.config.schedule_actions import Action
 from threefold.errors import UserError
+from threefold.parallel.pipeline.mailbox import Mailbox
 from threefold.parallel.pipeline.micro_batches import StepSamples
 from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.sends import SendQueue
@@ -82,6 +83,7 @@ class ScheduledStage(BufferedPipelineStage):
         shapes: of what the stage receives and gives.
         deferred: called after each backward pass; returns the function that computes its deferred weight gradients.
         sends: starts what the stage sends; None where torch's schedule does, together with receives.
+        mailbox: of the ranks of the stages, which has all they send and receive; None for their process group.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class ScheduledStage(BufferedPipelineStage):
         shapes: StageShapes,
         deferred: DeferredWeights | None = None,
         sends: SendQueue | None = None,
+        mailbox: Mailbox | None = None,
     ) -> None:
         super().__init__(
             _StageOfMicroBatches(stage, micro_batches, number == 0),
@@ -106,10 +109,12 @@ class ScheduledStage(BufferedPipelineStage):
             dw_builder=deferred,
         )
         self.log: list[TimedAction] | None = None
-        self._recorder, self._declared, self._sends = mesh.recorder, shapes, sends
+        self._recorder, self._declared, self._sends, self._mailbox = mesh.recorder, shapes, sends, mailbox
+        self._expected: dict[RecvInfo, int] = {}
         self._heartbeat, self._exchange = mesh.heartbeat, wait_code("send", mesh.pp.number)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        self._take(self.args_recv_info[fwd_chunk_id])
         with self._timed("F", fwd_chunk_id):
             try:
                 out = super().forward_one_chunk(fwd_chunk_id, *args, **options)
@@ -130,6 +135,7 @@ class ScheduledStage(BufferedPipelineStage):
     ) -> None:
         if not self.has_backward:
             return
+        self._take(self.grad_recv_info[bwd_chunk_id])
         with self._timed("B" if full_backward else "I", bwd_chunk_id):
             if self.is_last or any(each.requires_grad for each in self.fwd_cache[bwd_chunk_id][0]):
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -165,13 +171,15 @@ class ScheduledStage(BufferedPipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._make_buffers(self.args_recv_info[fwd_chunk_id])
+        if self._expects(self.args_recv_info[fwd_chunk_id]):
+            return []
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_last:
             return []
-        self._make_buffers(self.grad_recv_info[bwd_chunk_id])
+        if self._expects(self.grad_recv_info[bwd_chunk_id]):
+            return []
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -188,6 +196,10 @@ class ScheduledStage(BufferedPipelineStage):
             # Gloo sends the memory of a dense tensor in its order there, whatever its strides.
             op.tensor = op.tensor.contiguous()
             self._recorder.add("pp", "send", op.tensor)
+        if self._mailbox is not None:
+            for op in ops:
+                self._mailbox.send(op.tensor, op.group_peer)
+            return []
         if self._sends is None:
             return ops
         self._sends.start(ops)
@@ -212,10 +224,29 @@ class ScheduledStage(BufferedPipelineStage):
                     "gradient, but were declared without one"
                 )
 
-    def _make_buffers(self, infos: tuple[RecvInfo, ...]) -> None:
+    def _expects(self, infos: tuple[RecvInfo, ...]) -> bool:
+        """Have what a micro-batch receives come by the mailbox; returns False, with buffers made, if there is none."""
         for info in infos:
             if not info.is_root_arg and info.tensor_meta is not None:
-                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+                if self._mailbox is None:
+                    info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+                else:
+                    self._expected[info] = self._mailbox.expect(self._rank_of(info))
+        return self._mailbox is not None
+
+    def _take(self, infos: tuple[RecvInfo, ...]) -> None:
+        """Wait for what is to come by the mailbox, as late as can be."""
+        for info in infos:
+            number = self._expected.pop(info, None)
+            if self._mailbox is not None and number is not None and info.tensor_meta is not None:
+                shape, dtype = info.tensor_meta.shape, info.tensor_meta.dtype
+                info.buffer = self._mailbox.receive(self._rank_of(info), number, shape, dtype)
+
+    def _rank_of(self, info: RecvInfo) -> int:
+        """The index of the sender on the pp axis."""
+        assert info.source is not None  # a tensor that comes has a sender
+        rank: int = self.stage_index_to_group_rank[info.source]
+        return rank
 
     @contextmanager
     def _timed(self, kind: str, micro_batch: int) -> Iterator[None]:

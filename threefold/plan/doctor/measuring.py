@@ -21,6 +21,7 @@ from threefold.comm.mesh import Mesh
 from threefold.dtypes import DTYPES
 from threefold.host import keep_freed_memory
 from threefold.ops.kernels import linear
+from threefold.parallel.pipeline.mailbox import Mailbox
 from threefold.plan.doctor.host_work import measure_block
 
 _COPIED: Final = 64 << 20
@@ -117,7 +118,8 @@ class RankRates:
         tensor_block: the same with tensor parallelism, the mean of pairs and of all ranks.
         context_block: the same in pairs of context-parallel ranks.
         collectives: by name: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; of groups of two ranks at
-            the same time `pairs`, an all-reduce, and `send`; none with one rank.
+            the same time `pairs`, an all-reduce, `send`, of the ring of context parallelism, and `stages`, of a
+            pipeline's stages where these do not send like the ring; none with one rank.
     """
 
     ranks: int
@@ -253,7 +255,7 @@ def _kernel(timer: _Timer) -> float:
 
 
 def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective]:
-    """Those of all ranks, and `pairs` and `send` of groups of two that all work at the same time.
+    """Those of all ranks, and `pairs`, `send` and `stages` of groups of two that all work at the same time.
 
     Each comes after a product, as in training: ranks that take turns on cores reach it one after the other, and one
     that waits leaves its core to another, so that what it adds to the product is what it takes.
@@ -266,6 +268,9 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
         "pairs": (pair, pair.all_reduce_, 1),
         "send": (pair, lambda tensor: pair.start_shift(tensor)(), 1),
     }
+    stages = _send_of_stages(pair, nbytes)
+    if stages is not None:
+        by_name["stages"] = (pair, stages, 1)
     x = torch.randn(_BETWEEN, _BETWEEN, device=mesh.device)
     between = partial(linear, x, x)
     with torch.no_grad():
@@ -281,6 +286,24 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
         transport = sockets if name == "send" or axis.shared is None else "shared memory"
         found[name] = Collective(times[0], times[1], nbytes, transport)
     return found
+
+
+def _send_of_stages(pair: Axis, nbytes: int) -> Callable[[Tensor], Tensor] | None:
+    """What both of a pair call to send the other a tensor as stages of a pipeline do; None where that is `send`."""
+    if pair.group is None or pair.shared is None:
+        return None
+    mailbox, peer = Mailbox.try_create(pair.group, nbytes, 1), 1 - pair.index
+    if mailbox is None:
+        return None
+
+    def exchange(tensor: Tensor) -> Tensor:
+        mailbox.begin()
+        mailbox.send(tensor, peer)
+        found = mailbox.receive(peer, mailbox.expect(peer), tensor.shape, tensor.dtype)
+        mailbox.finish()
+        return found
+
+    return exchange
 
 
 def _both(first: Callable[[], object], second: Callable[[], object]) -> None:

@@ -79,8 +79,7 @@ def axis_routes(device: str, found: list[Interface]) -> list[AxisRoute]:
         here = "NCCL over NVLink or PCIe"
         hosts = f"NCCL over InfiniBand or RoCE ({', '.join(adapters)})" if adapters else f"NCCL over {over}"
         return [AxisRoute(axis, here, hosts) for axis in (*AXES, "ep")]
-    sockets = f"gloo over {loopback or over}"
-    inside = {"pp": sockets, "ep": sockets}
+    inside = {"ep": f"gloo over {loopback or over}"}
     return [AxisRoute(axis, inside.get(axis, "shared memory"), f"gloo over {over}") for axis in (*AXES, "ep")]
 
 
