@@ -45,26 +45,29 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return losses
 
 
-def row_tops(logits: Tensor) -> Tensor:
-    """The largest logit of each row [T] of `logits` [T, V], in fp32 at least; V > 0."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    # Compiled code widens as it reads, and goes over a row once for its maximum and what is made of that.
-    return logits.to(wide).amax(1) if torch.compiler.is_compiling() else logits.amax(1).to(wide)
-
-
-def row_sums(logits: Tensor, top: Tensor) -> Tensor:
-    """Σ exp(logit − top) of each row.
+def tops_and_sums(logits: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, or `least` where that is larger, and Σ exp(logit − it); one pass over memory.
 
     Args:
-        logits: [T, V].
-        top: [T], in the dtype to compute in.
+        logits: [T, V], V > 0.
+        least: [T], in the dtype to compute in.
+
+    Returns:
+        two tensors [T], in fp32 at least.
     """
-    if torch.compiler.is_compiling():
-        return (logits.to(top.dtype) - top.unsqueeze(1)).exp().sum(1)
-    sums = torch.empty_like(top)
-    for run, rows in _shifted(logits, top):
-        torch.sum(run.exp_(), 1, out=sums[rows])
-    return sums
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if torch.compiler.is_compiling():  # it widens as it reads
+        top = logits.to(wide).amax(1)
+        top = top if least is None else torch.maximum(top, least)
+        return top, (logits.to(wide) - top.unsqueeze(1)).exp().sum(1)
+    tops, sums = logits.new_empty((2, len(logits)), dtype=wide)
+    buffer = logits.new_empty(_rows_at_once(logits), logits.shape[1], dtype=wide)
+    for rows in _runs(logits):
+        shifted = buffer[: rows.stop - rows.start]
+        run = logits[rows] if logits.dtype == wide else shifted.copy_(logits[rows])
+        top = run.amax(1) if least is None else torch.maximum(run.amax(1), least[rows])
+        tops[rows], sums[rows] = top, torch.sub(run, top.unsqueeze(1), out=shifted).exp_().sum(1)
+    return tops, sums
 
 
 def scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor) -> Tensor:
@@ -85,43 +88,38 @@ def scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Ten
         there = (logits.gather(1, column) - shift).exp() * factor + added
         return others.to(logits.dtype).scatter(1, column, there.to(logits.dtype))
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    for run, rows in _shifted(logits, top, out):
+    is_wide, shift = out.dtype == top.dtype, top.unsqueeze(1)
+    buffer = top.new_empty(0 if is_wide else _rows_at_once(logits), logits.shape[1])
+    for rows in _runs(logits):
+        if is_wide:
+            run = torch.sub(logits[rows], shift[rows], out=out[rows])
+        else:
+            run = buffer[: rows.stop - rows.start].copy_(logits[rows]).sub_(shift[rows])
         run.exp_().mul_(factor[rows]).scatter_add_(1, column[rows], added[rows])
-        if run.dtype != out.dtype:
+        if not is_wide:
             out[rows] = run
     return out
 
 
-def _shifted(logits: Tensor, top: Tensor, into: Tensor | None = None) -> Iterator[tuple[Tensor, slice]]:
-    """Runs of rows of logit − top, and which rows they are; each overwrites the one before. In a dry run, where there
-    is nothing to compute and all need the same memory, the first alone.
-
-    Args:
-        logits: [T, V].
-        top: [T], in the dtype to compute in.
-        into: [T, V], where the runs are made that are of its dtype.
-    """
-    count, columns = logits.shape
-    length = max(1, LOGITS_AT_ONCE // max(1, columns)) if logits.device.type == "cpu" else max(1, count)
-    made_there = into is not None and into.dtype == top.dtype
-    buffer = top.new_empty(0 if made_there else min(length, count), columns)
-    shift = top.unsqueeze(1)
-    firsts = range(0, count, length)
+def _runs(logits: Tensor) -> Iterator[slice]:
+    """Rows of `logits` to go over at once: all on a GPU, few enough on a CPU for its caches to hold a wide copy. In a
+    dry run, where there is nothing to compute and all need the same memory, the first of them alone."""
+    count, at_once = len(logits), _rows_at_once(logits)
+    firsts = range(0, count, max(1, at_once))
     for first in firsts[:1] if logits.untyped_storage().device.type == "meta" else firsts:
-        rows = slice(first, min(first + length, count))
-        run = into[rows] if into is not None and made_there else buffer[: rows.stop - first]
-        if logits.dtype == top.dtype:
-            torch.sub(logits[rows], shift[rows], out=run)
-        else:
-            run.copy_(logits[rows]).sub_(shift[rows])
-        yield run, rows
+        yield slice(first, min(first + at_once, count))
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    count, columns = logits.shape
+    fitting = max(1, LOGITS_AT_ONCE // max(1, columns))
+    return min(count, fitting) if logits.device.type == "cpu" else count
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        top = row_tops(logits)
-        total = row_sums(logits, top)
+        top, total = tops_and_sums(logits)
         ignored = labels == IGNORE_INDEX
         target = logits.gather(1, labels.masked_fill(ignored, 0).unsqueeze(1)).squeeze(1)
         ctx.save_for_backward(logits, labels, top, total)
@@ -195,8 +193,8 @@ class _LogitSums(torch.autograd.Function):
             logits = product(x, rows)
             place, there = _within(column - first, len(rows))
             target += logits.gather(1, place).squeeze(1).masked_fill_(~there, 0)
-            higher = torch.maximum(top, logits.amax(1))
-            total.mul_((top - higher).exp_()).add_(row_sums(logits, higher))
+            higher, added = tops_and_sums(logits, top)
+            total.mul_((top - higher).exp_()).add_(added)
             top = higher
             del logits  # before the next ones are made
         ctx.save_for_backward(x, weight, column, top)

@@ -13,7 +13,7 @@ from threefold.comm.compiled import all_reduce, all_reduce_max
 from threefold.comm.mesh import Axis
 from threefold.comm.shards import shard_bounds
 from threefold.labels import IGNORE_INDEX
-from threefold.ops.cross_entropy import check_labels, row_sums, row_tops, scaled_exponentials
+from threefold.ops.cross_entropy import check_labels, scaled_exponentials, tops_and_sums
 from threefold.parallel.tensor.chunked_loss import parallel_chunked_cross_entropy
 
 
@@ -72,13 +72,16 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis) -> Tensor:
         columns = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        top = row_tops(logits) if columns else logits.new_full(labels.shape, -torch.inf, dtype=wide)
-        top = all_reduce_max(top, axis)
+        if columns:
+            own_top, total = tops_and_sums(logits)
+        else:
+            own_top, total = (logits.new_full(labels.shape, value, dtype=wide) for value in (-torch.inf, 0.0))
+        top = all_reduce_max(own_top, axis)
         column = labels - start
         mine = (column >= 0) & (column < columns)
         column = column.masked_fill(~mine, 0)
         target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) - top if columns else torch.zeros_like(top)
-        sums = all_reduce(torch.stack([row_sums(logits, top), target.masked_fill(~mine, 0)]), axis)
+        sums = all_reduce(torch.stack([total * (own_top - top).exp(), target.masked_fill(~mine, 0)]), axis)
         counted = labels != IGNORE_INDEX
         ctx.save_for_backward(logits, top, sums, column, mine, counted)
         return (sums[0].log() - sums[1]).masked_fill_(~counted, 0)
