@@ -60,7 +60,7 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None) -> tuple[Tensor, 
         top = logits.to(wide).amax(1)
         top = top if least is None else torch.maximum(top, least)
         return top, (logits.to(wide) - top.unsqueeze(1)).exp().sum(1)
-    tops, sums = logits.new_empty((2, len(logits)), dtype=wide)
+    tops, sums = (logits.new_empty(len(logits), dtype=wide) for _ in range(2))  # of which one may be kept alone
     buffer = logits.new_empty(_rows_at_once(logits), logits.shape[1], dtype=wide)
     for rows in _runs(logits):
         shifted = buffer[: rows.stop - rows.start]
