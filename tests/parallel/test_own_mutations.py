@@ -13,7 +13,7 @@ from threefold.models.loss_terms import TermSums
 from threefold.parallel import gradient_step
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.pipeline.micro_batches import OwnBatch
-from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
+from threefold.torch_private.pipelining import BufferedPipelineStage
 
 pytestmark = pytest.mark.slow  # they test the tests
 
@@ -48,15 +48,15 @@ def mean_of_the_last_micro_batch() -> list[Patch]:
 
 
 def gradient_of_the_first_activation_alone() -> list[Patch]:
-    send = ScheduledStage.get_bwd_send_ops
+    send = BufferedPipelineStage.get_bwd_send_ops  # what is sent, however it is sent
 
-    def first_only(self: ScheduledStage, bwd_chunk_id: int) -> list[Any]:
+    def first_only(self: BufferedPipelineStage, bwd_chunk_id: int) -> list[Any]:
         first, *others = send(self, bwd_chunk_id) or [None]
         for op in others:
             op.tensor = torch.zeros_like(op.tensor)
         return [] if first is None else [first, *others]
 
-    return [replace(ScheduledStage, "get_bwd_send_ops", first_only)]
+    return [replace(BufferedPipelineStage, "get_bwd_send_ops", first_only)]
 
 
 MISTAKES = [
