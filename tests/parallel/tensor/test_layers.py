@@ -165,10 +165,12 @@ def test_column_then_row_is_one_all_reduce_each_way(pool, size: int) -> None:
         assert backward == [Event("tp", "all_reduce", 2 * 6 * 4)]
 
 
-def against_cross_entropy(vocab: int, scale: float, dtype: torch.dtype) -> dict[str, Any]:
+def against_cross_entropy(vocab: int, scale: float, dtype: torch.dtype, excluded: int = 0) -> dict[str, Any]:
+    """Of logits that are −∞ for the first `excluded` entries of the vocabulary."""
     mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
     whole_logits = (seeded(3, 8, vocab) * scale).to(dtype)
-    labels = torch.randint(0, vocab, (3, 8), generator=torch.Generator().manual_seed(1))
+    whole_logits[..., :excluded] = -torch.inf
+    labels = torch.randint(excluded, vocab, (3, 8), generator=torch.Generator().manual_seed(1))
     labels[0, 2:5] = IGNORE_INDEX
     grad = seeded(3, 8, seed=4).to(dtype)
     expected_logits = whole_logits.clone().requires_grad_()
@@ -196,6 +198,15 @@ def test_parallel_cross_entropy(pool, size: int, vocab: int, scale: float) -> No
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12 * scale)
         # Two numbers per token travel at most: never a row of logits.
         assert found["largest"] <= 3 * 8 * 2 * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_shard_without_a_finite_logit_adds_nothing(pool, dtype: torch.dtype) -> None:
+    """As of a model that excludes entries of the vocabulary."""
+    for found in pool.run(3, against_cross_entropy, 12, 1.0, dtype, 5):
+        for got, expected in (found["loss"], found["grad"]):
+            tolerance = 1e-12 if dtype == torch.float64 else 2**-6
+            torch.testing.assert_close(got, expected.to(got.dtype), rtol=tolerance, atol=tolerance)
 
 
 def test_parallel_cross_entropy_of_narrow_logits_is_wide(pool) -> None:

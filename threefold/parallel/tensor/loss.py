@@ -72,10 +72,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis) -> Tensor:
         columns = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        if columns:
-            own_top, total = tops_and_sums(logits)
-        else:
-            own_top, total = (logits.new_full(labels.shape, value, dtype=wide) for value in (-torch.inf, 0.0))
+        # Finite, so that a shard whose logits are all −∞ adds zero to the sum, and no NaN.
+        least = logits.new_full(labels.shape, torch.finfo(wide).min, dtype=wide)
+        own_top, total = tops_and_sums(logits, least) if columns else (least, torch.zeros_like(least))
         top = all_reduce_max(own_top, axis)
         column = labels - start
         mine = (column >= 0) & (column < columns)
