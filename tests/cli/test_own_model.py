@@ -54,7 +54,7 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file.unlink()
     beside.unlink()
     layout = ("--set", "parallel.pp=2", "--set", "parallel.dp=2", "--set", "parallel.tp=1")
-    command("train", config, "--run-dir", run, "--resume", *layout)
+    command("train", config, "--run-dir", run, "--resume", "--trust-code", *layout)
     return folder
 
 
@@ -68,6 +68,7 @@ def test_a_run_resumes_in_another_layout_without_its_file(trained: Path) -> None
 @pytest.mark.slow
 def test_it_generates_the_same_in_every_layout(trained: Path) -> None:
     given = ("--prompt", "The with", "--prompt", "a", "--max-new-tokens", "20", "--dtype", "fp64")
+    given = (*given, "--trust-code")
     alone = command("generate", trained / "run", *given)
     assert len(alone) > len("The with")
     assert command("generate", trained / "run", *given, "--tp", "2", "--pp", "2") == alone
@@ -76,7 +77,7 @@ def test_it_generates_the_same_in_every_layout(trained: Path) -> None:
 @pytest.mark.slow
 def test_it_is_exported_for_plain_torch(trained: Path, threefold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     out = trained / "exported"
-    ended = threefold("checkpoint", "export", trained / "run", "--out", out)
+    ended = threefold("checkpoint", "export", trained / "run", "--out", out, "--trust-code")
     assert ended.status == 0, ended.error
     made = json.loads((out / "model.json").read_text())
     assert (made["file"], made["name"], made["tied"]) == (
@@ -111,7 +112,10 @@ def test_mistakes_of_the_option_are_one_sentence(trained: Path, threefold: Comma
         ),
         (("train", config, "--model", "nowhere.py"), "--model is nowhere.py but nowhere.py is not a file; name a"),
         (("config", "size", config, "--model", FILE, "--set", "model.arguments={bloks: 2}"), "the nearest is blocks."),
-        (("generate", trained / "run", "--tp", "4", "--prompt", "a"), "--tp is 4 but must divide the 6 heads of"),
+        (
+            ("generate", trained / "run", "--trust-code", "--tp", "4", "--prompt", "a"),
+            "--tp is 4 but must divide the 6 heads of",
+        ),
         (("config", "size", config, "--set", "model.arguments={blocks: 2}"), "use architecture own or leave it out"),
     ):
         ended = threefold(*command_line)

@@ -7,7 +7,8 @@ import pytest
 from tests.support import own_cut_model, own_plain_model, own_token_model
 from tests.support.sweep import sweep
 from tests.train.support import Run, steps_of, train_rank
-from threefold.checkpoint.folder import OWN_MODEL, newest, remembered_model
+from threefold.checkpoint.code import remembered_model
+from threefold.checkpoint.folder import OWN_MODEL, newest
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 
@@ -57,7 +58,7 @@ def test_a_checkpoint_has_the_file_of_its_model(pool, small_run: Run, tmp_path: 
     assert checkpoint is not None
     copy = checkpoint.path / OWN_MODEL
     assert copy.read_text() == file.read_text()
-    assert remembered_model(tmp_path / "run") == f"{copy}:Tiny"
+    assert remembered_model(tmp_path / "run", trust_code=True) == f"{copy}:Tiny"
     file.write_text(f"# Changed.\n{FILE.read_text()}")
     [printed] = pool.run(1, train_rank, run.but(steps=2), tmp_path / "run", True)
     assert f"{file} has changed since {checkpoint.path}; it is used as it is now." in printed

@@ -91,10 +91,15 @@ def complete(run_dir: Path) -> list[Checkpoint]:
     return found
 
 
-def stored_config(path: Path) -> Config:
+def stored_config(path: Path, *, with_code: bool = False) -> Config:
     """The config in a checkpoint's folder, resolved: what its file leaves out follows from the rest.
 
     A pipeline schedule of a CSV file, which may be gone by now, is left out: a checkpoint has no layout.
+
+    Args:
+        path: the folder.
+        with_code: whether `model.file` of an own model is the checkpoint's copy of the file; otherwise it is empty, so
+            that nothing which a checkpoint from elsewhere brings along can be imported (`threefold.checkpoint.code`).
 
     Raises:
         UserError: it cannot be read.
@@ -102,16 +107,16 @@ def stored_config(path: Path) -> Config:
     config = load_config(path / CONFIG)
     if is_schedule_file(config.parallel.schedule):
         config = load_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
-    return resolve(_with_own_file(config, path), 1)  # the data's vocabulary was checked when it was stored
+    if config.model.architecture == OWN:
+        file = _copied_model(config, path) if with_code else ""
+        config = config.model_copy(update={"model": config.model.model_copy(update={"file": file})})
+    return resolve(config, 1)  # the data's vocabulary was checked when it was stored
 
 
-def _with_own_file(config: Config, path: Path) -> Config:
-    """A checkpoint's config, an own model being that of the checkpoint's own copy of its file."""
-    if config.model.architecture != OWN:
-        return config
+def _copied_model(config: Config, path: Path) -> str:
+    """The checkpoint's copy of an own model's file, with the name in it; empty where there is none."""
     copy, name = path / OWN_MODEL, config.model.file.partition(":")[2]
-    file = (f"{copy}:{name}" if name else str(copy)) if copy.is_file() else ""
-    return config.model_copy(update={"model": config.model.model_copy(update={"file": file})})
+    return (f"{copy}:{name}" if name else str(copy)) if copy.is_file() else ""
 
 
 def model_files(file: Path) -> dict[str, Path]:
@@ -132,14 +137,6 @@ def model_files(file: Path) -> dict[str, Path]:
             )
         files[path.name] = path
     return files
-
-
-def remembered_model(run_dir: Path) -> str | None:
-    """The file and name of the own model of a run's newest checkpoint, as `--model` takes them; None without one."""
-    for path in reversed(folders(run_dir)):
-        if (path / OWN_MODEL).is_file() and (path / CONFIG).is_file():
-            return stored_config(path).model.file or None
-    return None
 
 
 def newest(run_dir: Path) -> Checkpoint | None:

@@ -127,7 +127,7 @@ def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
         raise DamagedCheckpoint(path, f"its tensors are in {min(unknown)}, which its manifest does not name")
     shapes = {name: tensor.shape for name, tensor in index.items()}
     _check_small(manifest, data, shapes)
-    config = _config(path)
+    config = usable_config(path)
     if config.model.architecture != OWN and (reason := model_mismatch(config.model, shapes)):
         raise DamagedCheckpoint(path, reason)  # an own model's file may have changed since: `require_match`
     return Checkpoint(path, manifest.facts), config
@@ -156,16 +156,21 @@ def _more_exactly(damage: DamagedCheckpoint, shapes: "Shapes") -> DamagedCheckpo
     from threefold.checkpoint.model_match import model_mismatch
 
     try:
-        model = _config(damage.path).model
+        model = usable_config(damage.path).model
         reason = None if model.architecture == OWN else model_mismatch(model, shapes)
     except DamagedCheckpoint as unusable:
         reason = unusable.reason
     return DamagedCheckpoint(damage.path, f"{damage.reason}, and {reason}") if reason else damage
 
 
-def _config(path: Path) -> Config:
+def usable_config(path: Path, *, with_code: bool = False) -> Config:
+    """As `stored_config`.
+
+    Raises:
+        DamagedCheckpoint: it cannot be used.
+    """
     try:
-        return stored_config(path)
+        return stored_config(path, with_code=with_code)
     except UserError as error:
         raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({str(error).removesuffix('.')})") from None
     except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # values that no run writes

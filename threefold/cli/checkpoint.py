@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from threefold.byte_sizes import format_bytes, parse_bytes
-from threefold.cli.options import ModelFile, model_file, print_warnings
+from threefold.cli.options import ModelFile, TrustCode, model_file, print_warnings
 
 app = typer.Typer(
     help="List, show, verify and convert checkpoints; import and export Hugging Face models.", no_args_is_help=True
@@ -194,6 +194,7 @@ def export(
         ),
     ] = None,
     model: ModelFile = None,
+    trust_code: TrustCode = False,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file size, such as 500MB.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
@@ -205,7 +206,7 @@ def export(
     from threefold.huggingface.export_hf import Export, export_model
 
     with Bars() as bars:
-        made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite, model_file(model)), bars)
+        made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite, model_file(model), trust_code), bars)
     print_warnings(made.warnings)
     print_table(
         (str(out), ""),

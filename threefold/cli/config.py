@@ -5,31 +5,30 @@ from typing import Annotated, Literal
 
 import typer
 
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, with_model
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config
 from threefold.errors import UserError
 
 app = typer.Typer(help="Show, size and convert configs.", no_args_is_help=True)
 
 
 @app.command()
-def show(config: ConfigFile, overrides: Overrides = None) -> None:
+def show(config: ConfigFile, trust_code: TrustCode = False, overrides: Overrides = None) -> None:
     """Check CONFIG against its data and this machine, and print it with every setting resolved."""
-    from threefold.config import load_config
-
-    given = load_config(config, overrides or ())
+    given = read_config(config, overrides, trust_code=trust_code)
     from threefold.launch.training_run import resolve_run
 
     typer.echo(resolve_run(given).to_yaml_as_given(), nl=False)
 
 
 @app.command()
-def size(config: ConfigFile, model: ModelFile = None, overrides: Overrides = None) -> None:
+def size(
+    config: ConfigFile, model: ModelFile = None, trust_code: TrustCode = False, overrides: Overrides = None
+) -> None:
     """Print the parameter count of CONFIG's model and the memory of each rank's shards, without starting any."""
     from threefold.cli.size_view import print_size
-    from threefold.config import load_config
     from threefold.config.resolve import check_settings
 
-    given = load_config(config, with_model(overrides, model))
+    given = read_config(config, overrides, model, trust_code)
     check_settings(given)
     from threefold.data.vocabulary import resolve_without_data
 

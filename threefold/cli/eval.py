@@ -18,6 +18,7 @@ from threefold.cli.options import (
     RunFolder,
     SpecialTokensName,
     TensorRanks,
+    TrustCode,
     model_file,
     print_warnings,
 )
@@ -56,6 +57,7 @@ def evaluate(
         int, typer.Option("--dp", min=1, help="Data-parallel replicas; each evaluates a part of the windows.")
     ] = 1,
     own_model: ModelFile = None,
+    trust_code: TrustCode = False,
     tp: TensorRanks = 1,
     pp: PipelineRanks = 1,
     dtype: DtypeName = "fp32",
@@ -70,7 +72,7 @@ def evaluate(
     from threefold.inference.prompt_files import read_texts
     from threefold.launch.inference_run import InferenceRun
 
-    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, model_file(own_model))
+    inference = InferenceRun.prepare(run, Layout(dp, tp, pp), dtype, device, model_file(own_model), trust_code)
     counted = loss_tokens or inference.trained.config.data.loss_tokens
     chosen = _task(task, _context(context, inference), stride, counted)
     if json is not None:

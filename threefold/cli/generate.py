@@ -13,6 +13,7 @@ from threefold.cli.options import (
     RunFolder,
     SpecialTokensName,
     TensorRanks,
+    TrustCode,
     model_file,
     print_warnings,
 )
@@ -48,6 +49,7 @@ def generate(
     special_tokens: SpecialTokensName = None,
     show_special: Annotated[bool, typer.Option("--show-special", help="Also print special tokens.")] = False,
     own_model: ModelFile = None,
+    trust_code: TrustCode = False,
     tp: TensorRanks = 1,
     pp: PipelineRanks = 1,
     dtype: DtypeName = "fp32",
@@ -69,7 +71,7 @@ def generate(
     request = GenerationRequest(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
-    inference = InferenceRun.prepare(run, Layout(tp=tp, pp=pp), dtype, device, model_file(own_model))
+    inference = InferenceRun.prepare(run, Layout(tp=tp, pp=pp), dtype, device, model_file(own_model), trust_code)
     given = given or [read_standard_input().rstrip("\n")]
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from threefold.config import Config
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; docs/config.md lists the settings.")]
 Overrides = Annotated[
@@ -15,6 +18,10 @@ Overrides = Annotated[
 ModelFile = Annotated[
     str | None,
     typer.Option("--model", metavar="FILE.py[:NAME]", help="A model of your own, from a Python file."),
+]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run the code that a checkpoint brings along, or that a stored config names."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 TensorRanks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
@@ -35,6 +42,30 @@ SpecialTokensName = Annotated[
 DeviceName = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="auto: GPUs if there is one per rank.")
 ]
+
+
+def read_config(
+    path: Path, overrides: Sequence[str] | None = None, model: str | None = None, trust_code: bool = False
+) -> "Config":
+    """The config of a command.
+
+    Args:
+        path: of the file.
+        overrides: the values of `--set`.
+        model: of `--model`.
+        trust_code: whether a config that a run has stored may name code to run.
+
+    Raises:
+        UserError: as `load_config`; there is no such model file, or a stored config names code.
+    """
+    from threefold.config import load_config
+
+    config = load_config(path, with_model(overrides, model))
+    if not trust_code:
+        from threefold.checkpoint.code import require_named_code
+
+        require_named_code(config, path)
+    return config
 
 
 def with_model(overrides: Sequence[str] | None, model: str | None) -> list[str]:

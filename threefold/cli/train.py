@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from threefold.cli.data_view import Bars
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, with_model
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config
 from threefold.errors import OutputLost
 from threefold.files import shown
 
@@ -67,6 +67,7 @@ def train(
         typer.Option(metavar="RUN", help="Run folder.", show_default="runs/NAME for NAME.yaml"),
     ] = None,
     model: ModelFile = None,
+    trust_code: TrustCode = False,
     overrides: Overrides = None,
     resume: Annotated[
         ResumeChoice,
@@ -100,16 +101,18 @@ def train(
     profiled = _profile_steps(profile)
     with StopSignals() as signals:
         try:
-            from threefold.config import load_config
             from threefold.launch.training_run import prepare_training, require_folder
 
-            given = load_config(config, with_model(overrides, model))
+            given = read_config(config, overrides, model, trust_code)
             if model is None and resume is not ResumeChoice.NO and not given.model.file:
-                from threefold.checkpoint.folder import remembered_model
+                from threefold.checkpoint.code import remembered_model
+                from threefold.config.model import OWN
 
                 require_folder(folder)
-                if remembered := remembered_model(folder):
-                    given = load_config(config, with_model(overrides, remembered))
+                # A config that names another architecture is not that of the checkpoint, which resuming tells.
+                of_another = given.is_given("model.architecture") and given.model.architecture != OWN
+                if not of_another and (remembered := remembered_model(folder, trust_code)):
+                    given = read_config(config, overrides, remembered, trust_code)
             _require_ranks(console, given)
             with Bars() as bars:  # its thread must end before the workers are forked
                 run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars, profile_steps=profiled)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from threefold.cli.options import ConfigFile, Overrides, with_model
+from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
 
 if TYPE_CHECKING:
     from threefold.comm.layout_spec import LayoutSpec
@@ -39,6 +39,7 @@ def verify(
         str | None,
         typer.Option(metavar="FILE.py[:PLAN]", help="Your own model and its sharding plan.", show_default="GPT"),
     ] = None,
+    trust_code: TrustCode = False,
     overrides: Overrides = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print a JSON document (docs/verify.md) instead of the table.")
@@ -54,7 +55,6 @@ def verify(
     verification cannot start.
     """
     from threefold.comm.layout_spec import parse_layouts
-    from threefold.config import load_config
     from threefold.config.model import OWN
     from threefold.config.model_file import is_made_from_section, split_model_file
     from threefold.data.dataset import names_nested_data
@@ -64,7 +64,7 @@ def verify(
     from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
 
     from_section = model is not None and is_made_from_section(*split_model_file(model))
-    given = load_config(config, overrides or () if from_section else with_model(overrides, model))
+    given = read_config(config, overrides, None if from_section else model, trust_code)
     nested = names_nested_data(given)
     specs = parse_layouts([*(layouts or ()), *(named or ())])
     if specs and every:

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import Checkpoint
 from threefold.checkpoint.format.safetensors_files import Planned, Shards
@@ -49,6 +50,7 @@ class Export:
             each weight is stored in.
         overwrite: whether a folder at `out` is replaced.
         model: of an own model, the file that makes it; None for the checkpoint's own copy.
+        trust_code: whether that copy may be used.
     """
 
     run: Path
@@ -57,6 +59,7 @@ class Export:
     dtype: str | None = None
     overwrite: bool = False
     model: str | None = None
+    trust_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,8 @@ def export_model(request: Export, progress: Progress) -> Exported:
 
 
 def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> Exported:
-    checkpoint, config = choice.checkpoint, choice.config
+    checkpoint = choice.checkpoint
+    config = with_code(choice.config, checkpoint.path, request.model, request.trust_code)
     imported = imported_config(checkpoint.path)
     own = config.model.architecture == OWN
     kind = None if own else choose_type(config.model, imported.get("model_type"))
@@ -133,7 +137,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     progress.phase("Exporting", total)
     with staged_directory(request.out, inputs=[request.run], overwrite=request.overwrite) as partial:
         if kind is None:
-            made = write_constructor(choice, request.model, partial)
+            made = write_constructor(config.model, partial)
         else:
             values = write_model(config.model, kind, dtype, checkpoint.facts.eod, imported)
             (partial / THEIR_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

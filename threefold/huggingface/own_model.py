@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.checkpoint.folder import OWN_MODEL, model_files
-from threefold.checkpoint.selection import SelectedCheckpoint
 from threefold.config import ModelConfig
 from threefold.models.source import file_source
 
@@ -15,12 +14,11 @@ CONSTRUCTOR: Final = "model.json"
 the name of another."""
 
 
-def write_constructor(choice: SelectedCheckpoint, file: str | None, folder: Path) -> tuple[str, ...]:
+def write_constructor(config: ModelConfig, folder: Path) -> tuple[str, ...]:
     """Write an own model's file with the modules beside it that it imports, and how to make the model with it.
 
     Args:
-        choice: the checkpoint.
-        file: that makes the model, `FILE.py` or `FILE.py:NAME`; None for the checkpoint's own copy.
+        config: the `model` section of the checkpoint, with the file that makes the model.
         folder: to write to.
 
     Returns:
@@ -29,7 +27,6 @@ def write_constructor(choice: SelectedCheckpoint, file: str | None, folder: Path
     Raises:
         UserError: the file cannot be used, or there is none, as the model was given in Python.
     """
-    config = choice.config.model if file is None else choice.config.model.model_copy(update={"file": file})
     source = file_source(config)
     name, arguments = source.constructor(config)
     _, plan = source.load_section(config)

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint
 from threefold.checkpoint.model_match import require_match
@@ -52,36 +53,34 @@ class Trained:
         config: that of the checkpoint.
         warnings: a sentence that names the damaged checkpoints that were skipped, if any.
         model: of an own model, the file that makes it; None for the checkpoint's own copy.
+        trust_code: whether that copy may be used.
     """
 
     checkpoint: Checkpoint
     config: Config
     warnings: tuple[str, ...] = ()
     model: str | None = None
+    trust_code: bool = False
 
     @classmethod
-    def find(cls, run: Path, damaged: Damaged | None = None, model: str | None = None) -> Self:
+    def find(
+        cls, run: Path, damaged: Damaged | None = None, model: str | None = None, trust_code: bool = False
+    ) -> Self:
         """The newest good checkpoint of a run.
 
         Args:
             run: run folder.
             damaged: checkpoints that loading found damaged.
-            model: of an own model, the file that makes it, `FILE.py` or `FILE.py:NAME`; None for the run's own copy.
+            model, trust_code: what makes an own model, as `with_code` takes them.
 
         Raises:
-            UserError: there is none, or `model` is given and the run's model is of a family of this package.
+            UserError: there is none, or the code of its model cannot be used (`with_code`).
         """
         choice = select_checkpoint(
             run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged
         )
-        config = choice.config
-        if model is not None:
-            if config.model.architecture != OWN:
-                raise UserError(
-                    f"--model is {model} but the model of {run} is a {config.model.architecture}; leave --model out."
-                )
-            config = config.model_copy(update={"model": config.model.model_copy(update={"file": model})})
-        return cls(choice.checkpoint, config, choice.warnings, model)
+        config = with_code(choice.config, choice.checkpoint.path, model, trust_code)
+        return cls(choice.checkpoint, config, choice.warnings, model, trust_code)
 
     def check(self, layout: Layout) -> None:
         """Check that the layout is supported for the model.
@@ -182,12 +181,13 @@ class Trained:
         """
         mesh = mesh or Mesh.alone()
         trained, damaged = self, {}
+        run, code = self.checkpoint.run_dir, (self.model, self.trust_code)
         while True:
             try:
                 return trained._load(mesh, dtype)
             except DamagedCheckpoint as damage:
                 damaged[damage.path] = damage.reason
-                trained = from_first(mesh.world, lambda: type(self).find(self.checkpoint.run_dir, damaged, self.model))
+                trained = from_first(mesh.world, lambda: type(self).find(run, damaged, *code))
 
     def _load(self, mesh: Mesh, dtype: str) -> "Model":
         config = self.config.model

@@ -40,6 +40,7 @@ class InferenceRun:
         dtype: str,
         device: Literal["auto", "cpu", "cuda"],
         model: str | None = None,
+        trust_code: bool = False,
     ) -> Self:
         """Check everything before a rank starts.
 
@@ -48,13 +49,13 @@ class InferenceRun:
             layout: of the ranks.
             dtype: of weights and computation.
             device: of the ranks; "auto" for GPUs if there is one per rank.
-            model: as of `Trained.find`.
+            model, trust_code: as of `Trained.find`.
 
         Raises:
             UserError: `run_dir` has no checkpoint, or one without a tokenizer, the layout is unsupported for the model,
                 the launcher started another number of ranks, or there are fewer GPUs than ranks.
         """
-        trained = Trained.find(run_dir, model=model)
+        trained = Trained.find(run_dir, model=model, trust_code=trust_code)
         trained.check(layout)
         trained.tokenizer()
         launched = find_launched_rank()

@@ -158,7 +158,7 @@ def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> Checkpoi
     return CheckpointSummary(
         one,
         1 if any(file.checksum is None for file in manifest.files.values()) else 2,
-        None if LOOP in manifest.files else stored_config(path),
+        None if LOOP in manifest.files else stored_config(path, with_code=True),  # which is shown, and not run
         tensors,
         _group(weights),
         {name: _group(found) for name, found in states.items()},

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from threefold.cli.options import ConfigFile, ModelFile, Overrides, with_model
+from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config, with_model
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def dry_run(
     config: ConfigFile,
     model: ModelFile = None,
+    trust_code: TrustCode = False,
     rank: Annotated[str | None, typer.Option(metavar="R", help="Rank to run.", show_default="0")] = None,
     all_stages: Annotated[bool, typer.Option("--all-stages", help="Run one rank of each pipeline stage.")] = False,
     world: Annotated[
@@ -40,7 +41,7 @@ def dry_run(
 
     number = 0 if rank is None else whole_number(rank, "--rank", least=0)
     ranks = None if world is None else whole_number(world, "--world", most=MOST_RANKS)
-    resolved = _resolve(config, with_model(overrides, model), ranks)
+    resolved = _resolve(config, with_model(overrides, model), ranks, trust_code)
     from threefold.plan.hardware.catalogue import find_hardware
 
     on = None if hardware is None else find_hardware(hardware)
@@ -65,14 +66,13 @@ def dry_run(
         print_reports(resolved, reports, on)
 
 
-def _resolve(file: "Path", overrides: list[str], world: int | None) -> "Config":
+def _resolve(file: "Path", overrides: list[str], world: int | None, trust_code: bool) -> "Config":
     """The resolved config, in a world of so many ranks."""
-    from threefold.config import load_config
     from threefold.config.resolve import check_settings
 
-    given = load_config(file, overrides)
+    given = read_config(file, overrides, trust_code=trust_code)
     if world is not None:
-        given = load_config(file, [*overrides, f"parallel.dp={_replicas(given, world)}"])
+        given = read_config(file, [*overrides, f"parallel.dp={_replicas(given, world)}"], trust_code=trust_code)
     check_settings(given)
     from threefold.data.vocabulary import resolve_without_data
 

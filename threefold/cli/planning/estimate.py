@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from threefold.cli.options import ConfigFile, Overrides
+from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
 from threefold.errors import UserError
 
 HardwareName = Annotated[
@@ -38,10 +38,10 @@ def estimate(
     system: SystemName = None,
     as_json: AsJson = False,
     png: Picture = None,
+    trust_code: TrustCode = False,
     overrides: Overrides = None,
 ) -> None:
     """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory."""
-    from threefold.config import load_config
     from threefold.config.resolve import check_settings
     from threefold.plan.cost.estimate import estimate as estimated
     from threefold.plan.cost.system import find_system
@@ -51,7 +51,7 @@ def estimate(
         raise UserError(f"--hardware is missing; give the path of a YAML file or one of {', '.join(hardware_names())}.")
     entry = find_hardware(hardware)
     chosen = find_system(system) if system is not None else None
-    given = load_config(config, overrides or ())
+    given = read_config(config, overrides, trust_code=trust_code)
     check_settings(given)
     from threefold.data.vocabulary import resolve_without_data
 

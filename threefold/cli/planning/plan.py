@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from threefold.cli.options import ConfigFile, Overrides
+from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
 from threefold.cli.planning.estimate import AsJson, HardwareName
 from threefold.errors import UserError
 
@@ -41,6 +41,7 @@ def plan(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the config of the first here.")] = None,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw memory against throughput.")] = None,
     as_json: AsJson = False,
+    trust_code: TrustCode = False,
     overrides: Overrides = None,
 ) -> None:
     """Find the best layout of CONFIG's training on N GPUs of a type, without any of them.
@@ -50,7 +51,6 @@ def plan(
     """
     began = perf_counter()
     from threefold.cli.planning.options import whole_number
-    from threefold.config import load_config
     from threefold.config.section import MOST_RANKS
     from threefold.plan.hardware.catalogue import find_hardware, hardware_names
     from threefold.plan.search.planning import plan_layouts
@@ -69,7 +69,7 @@ def plan(
 
         check_picture(png)
     require_no_layout(overrides or ())
-    given = load_config(config, overrides or ())
+    given = read_config(config, overrides, trust_code=trust_code)
     request = read_request(given, count, entry, objective, fix or (), tokens, system)
     planned = plan_layouts(request, lambda: perf_counter() - began)
     from threefold.cli.planning.plan_view import json_document, predictions, print_plan
