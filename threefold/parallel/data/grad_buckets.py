@@ -40,7 +40,7 @@ class _Place:
     """
 
     def __init__(self, flat: Tensor, leaf: Tensor) -> None:
-        # In the order in memory of a leaf that has no gaps, as autograd has it: fused optimizers go by the memory alone.
+        # In the order in memory of a leaf without gaps, as autograd has it: fused optimizers go by the memory alone.
         self.view = flat.as_strided(leaf.shape, torch.empty_like(leaf, device="meta").stride())
         self.gap = flat[leaf.numel() :]
         self.is_set = True
