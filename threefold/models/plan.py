@@ -82,6 +82,9 @@ class Plan:
         Raises:
             UserError: a pattern matches nothing, or parameters are left of which nothing is said.
         """
+        from threefold.models.module_check import check_modules
+
+        check_modules(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         _refuse_running_statistics(modules)

@@ -182,7 +182,8 @@ def _allocate_on(
     stages: Sequence[Stage], device: torch.device, dtype: torch.dtype, deferred: DeferredGradients | None = None
 ) -> None:
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
-        shard = torch.empty_like(local(parameter), device=device, dtype=dtype, requires_grad=False)
+        # Contiguous, however its constructor made it: kernels of optimizers and ZeRO go by the order in memory.
+        shard = torch.empty(local(parameter).shape, device=device, dtype=dtype)
         if deferred is None:
             return fresh_parameter(like(parameter, shard))
         return stored_as(like(parameter, shard), DeferrableWeight(shard, deferred))

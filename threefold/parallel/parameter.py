@@ -28,7 +28,8 @@ def split_parameter(whole: Tensor, axis: Axis, dim: int) -> nn.Parameter:
         dim: the dimension to split; its size need not be divisible.
     """
     # A dense copy, so that nothing refers to the whole tensor's storage.
-    return _as_parameter(local_part(whole.detach(), axis, dim).clone(), whole.shape, axis, [dim])
+    part = local_part(whole.detach(), axis, dim).clone(memory_format=torch.contiguous_format)
+    return _as_parameter(part, whole.shape, axis, [dim])
 
 
 def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[int, int]) -> nn.Parameter:
@@ -42,7 +43,7 @@ def split_parameter_twice(whole: Tensor, axes: tuple[Axis, Axis], dims: tuple[in
     part = whole.detach()
     for axis, dim in zip(axes, dims, strict=True):
         part = local_part(part, axis, dim)
-    return _as_parameter(part.clone(), whole.shape, axes[0], dims)
+    return _as_parameter(part.clone(memory_format=torch.contiguous_format), whole.shape, axes[0], dims)
 
 
 def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.device | None = None) -> nn.Parameter:

@@ -11,6 +11,7 @@ from threefold.config.divisors import nearest_divisor
 from threefold.errors import UserError
 from threefold.models.bare_sharding import Shard
 from threefold.models.initial_values import Initial
+from threefold.models.module_check import check_hooks, check_modules
 from threefold.models.name_pattern import matches, specificity
 from threefold.models.sharding import HEADS, Column, ModelPlan, PerHead, Replicated, Split
 from threefold.parallel.shard_modules import SHARDINGS
@@ -30,12 +31,14 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     Raises:
         UserError: a layer is missing, listed twice or not in the model; a pattern matches nothing, or as well as
             another; a parameter is in no layer or is not decided; a split is not for the module that it decides for;
-            tied weights are two; a buffer or an initial value is unsupported.
+            tied weights are two; a tensor, a hook, a buffer or an initial value is unsupported.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    check_modules(model)
     _check_names(modules)
     _check_layers(modules, plan)
+    check_hooks(modules, plan.layers)
     _check_listed(parameters, plan)
     _check_decided(modules, parameters, plan)
     _check_bare(parameters, plan)

@@ -107,6 +107,24 @@ def number_of(storage: torch.UntypedStorage) -> int:
     return key
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a tensor.
+
+    Why: a parameter is stored in shards, of which such a hook would see one; torch counts hooks nowhere in public. A
+    public accessor would replace it.
+    """
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_module_hooks(module: nn.Module) -> bool:
+    """Whether forward or backward hooks, or such before the pass, were registered on a module.
+
+    Why, and what would replace it: as `has_gradient_hooks`.
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
 def child_names(module: nn.Module) -> Iterable[str]:
     """The names of a module's children, with those of a child that has several.
 

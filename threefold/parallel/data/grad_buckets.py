@@ -40,7 +40,9 @@ class _Place:
     """
 
     def __init__(self, flat: Tensor, leaf: Tensor) -> None:
-        self.view, self.gap = flat[: leaf.numel()].view(leaf.shape), flat[leaf.numel() :]
+        # In the order in memory of a leaf without gaps, as autograd has it: fused optimizers go by the memory alone.
+        self.view = flat.as_strided(leaf.shape, torch.empty_like(leaf, device="meta").stride())
+        self.gap = flat[leaf.numel() :]
         self.is_set = True
         self._is_grad = flat.dtype == leaf.dtype
 

@@ -114,7 +114,10 @@ def shard_values(
         tp: the tensor ranks, with compression; None for no others.
     """
     before = dict(module.named_parameters())
-    replace_parameters(module, lambda each: nn.Parameter(local(each).detach(), requires_grad=each.requires_grad))
+    # `fully_shard` cuts contiguous tensors only.
+    replace_parameters(
+        module, lambda each: nn.Parameter(local(each).detach().contiguous(), requires_grad=each.requires_grad)
+    )
     _wrap(module, _listed_layers(module), zero, MixedPrecisionPolicy(cast_forward_inputs=False), compression, tp)
     for name, parameter in module.named_parameters():
         _describe(parameter, before[name], zero.shards)

@@ -115,6 +115,9 @@ class VocabParallelEmbedding(_SplitLayer):
         pad_to: rows are padded with zeros to a multiple of this before use; storage and results do not change.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
 
+    Attributes:
+        padding_idx: a row that gets no gradient, as of an `nn.Embedding` that it was made from; None for none.
+
     Example:
         >>> embed = threefold.VocabParallelEmbedding(50257, 512, mesh.tp)
         >>> embed(torch.tensor([[1, 2, 3]])).shape
@@ -122,6 +125,7 @@ class VocabParallelEmbedding(_SplitLayer):
     """
 
     rule = Vocab()
+    padding_idx: int | None = None
 
     def __init__(
         self,
@@ -152,6 +156,7 @@ class VocabParallelEmbedding(_SplitLayer):
         with torch.device("meta"):
             layer = cls(embedding.num_embeddings, embedding.embedding_dim, axis, name="", sequence_dim=sequence_dim)
         layer.weight = layer._split("weight", embedding.weight)
+        layer.padding_idx = embedding.padding_idx
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
@@ -166,14 +171,20 @@ class VocabParallelEmbedding(_SplitLayer):
         """This rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
         table = _pad_rows(local(self.weight), self.pad_to)
         if self.axis.size == 1:
-            return embedding(ids, table)
+            return self._without_gradient(ids, embedding(ids, table))
         assert_async(
             ((ids >= 0) & (ids < self.num_embeddings)).all(),
             f"an id is not in the table of {self.num_embeddings} rows",
         )
         foreign = (ids < self.start) | (ids >= self.end)
         looked_up = embedding((ids - self.start).masked_fill(foreign, 0), table)
-        return looked_up.masked_fill(foreign.unsqueeze(-1), 0)
+        return self._without_gradient(ids, looked_up.masked_fill(foreign.unsqueeze(-1), 0))
+
+    def _without_gradient(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """The rows, of which that of `padding_idx` gets no gradient."""
+        if self.padding_idx is None:
+            return rows
+        return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, rows {self.start}:{self.end}"

@@ -1,0 +1,34 @@
+"""Unusual parameters and buffers of a user's model: gradients and weights of each are those of plain PyTorch in one
+process, with an optimizer whose kernel goes by the order in memory."""
+
+from typing import Any
+
+import torch
+
+from tests.support.odd_parameters import STEPS, Strided, departures, in_layout, plain, prepared
+from tests.support.sweep import sweep
+
+LAYOUTS = [
+    ({}, {}),
+    ({}, {"micro_batches": 2}),
+    ({"dp": 2}, {}),
+    ({"tp": 2}, {}),
+    ({"pp": 2}, {"micro_batches": 2, "schedule": "zero-bubble"}),
+    ({"dp": 2}, {"zero": 1}),
+    ({"dp": 2, "tp": 2}, {"zero": 3, "micro_batches": 2}),
+]
+
+
+@sweep(("sizes", "options"), LAYOUTS, quick=(0, 4, 6))
+def test_weights_in_any_order_in_memory(pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    ranks = sizes.get("dp", 1) * sizes.get("tp", 1) * sizes.get("pp", 1)
+    assert departures(plain(Strided), pool.run(ranks, in_layout, Strided, sizes, options, {})) == []
+
+
+@sweep(("sizes", "options"), [({}, {}), ({"dp": 2}, {}), ({"dp": 2}, {"zero": 3})], quick=(2,))
+def test_prepared_weights_in_any_order_in_memory(pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    after = {name: each for name, each in plain(Strided)[STEPS - 1].items() if name.startswith("weight ")}
+    for found in pool.run(sizes.get("dp", 1), prepared, Strided, sizes, options):
+        assert {f"weight {name}" for name in found} == set(after)
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, after[f"weight {name}"], rtol=1e-11, atol=1e-12)
