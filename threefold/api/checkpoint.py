@@ -19,10 +19,11 @@ from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.selection import from_first
 from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
-from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
 from threefold.checkpoint.writer import WRITER, record_of_layout
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text
+from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parameter import like
 from threefold.train.loss_scale import LossScale
 
@@ -49,8 +50,8 @@ def save(
     Args:
         folder: shared by all ranks; made where it is missing.
         step: of the loop; names the checkpoint.
-        model: of `parallelize`, whose weights it has in the dtype that they are updated in; or of `prepare`, with its
-            buffers.
+        model: of `parallelize`, whose weights it has in the dtype that they are updated in, and its persistent buffers;
+            or of `prepare`, with its buffers.
         optimizer: of `distributed_optimizer`, or of `prepare`: whose state it has, and the options of its groups, such
             as the learning rate.
         loader: a `threefold.DataLoader`, whose place in the data it has.
@@ -127,7 +128,9 @@ def load(
 
     path, step, state = from_first(model.mesh.world, find)
     try:
-        load_tensors(_weights(model), path)
+        wanted, stored = _weights(model), stored_names(path)
+        lacking = {MODEL + name for name in _buffers(model)} - stored  # in a checkpoint of an older version
+        load_tensors({name: tensor for name, tensor in wanted.items() if name not in lacking}, path)
         if optimizer is not None:
             _load_states(optimizer, path, state, model)
     except DamagedCheckpoint as damage:
@@ -166,11 +169,17 @@ def _loss_scale(model: DistributedModel | PreparedModule) -> LossScale | None:
 
 
 def _weights(model: DistributedModel | PreparedModule) -> dict[str, Tensor]:
-    """The weights, and of a prepared model the buffers, under their stored names, sharing memory."""
+    """Weights and persistent buffers under their stored names, sharing memory."""
     if isinstance(model, PreparedModule):
         return {MODEL + name: tensor for name, tensor in prepared.tensors_of(model).items()}
     weights = model.gradient_step.model.weights
-    return {MODEL + weight.name: like(weight.parameter, weight.master.detach()) for weight in weights}
+    found = {MODEL + weight.name: like(weight.parameter, weight.master.detach()) for weight in weights}
+    return found | {MODEL + name: buffer for name, buffer in _buffers(model).items()}
+
+
+def _buffers(model: DistributedModel | PreparedModule) -> dict[str, Tensor]:
+    """The persistent buffers of a parallelized model."""
+    return stored_buffers(model.gradient_step.stages) if isinstance(model, DistributedModel) else {}
 
 
 def _add_states(

@@ -97,6 +97,8 @@ class ModelOptimizer:
             )
         if scale is not None:
             scale.held() if finite else scale.overflowed()
+            if not finite:
+                step.buffers.undo()
         self.grad_norm, self.step_was_skipped = norm, not finite
         if finite:
             if self.clip_grad_norm and (coefficient := self.clip_grad_norm / (norm + _CLIP_EPS)) < 1:

@@ -13,6 +13,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.models.registry import make_model
 from threefold.models.sharding import ModelPlan
+from threefold.torch_private.tensors import persistent_buffers
 
 _BLOCKS: Final = "blocks."
 _SIZES: Final[Mapping[str, tuple[str | None, ...]]] = {
@@ -55,8 +56,13 @@ def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None
         if name.startswith(MODEL)
     }
     with torch.device("meta"):
-        named = make_model(model).named_parameters()
-    expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in named}
+        made = make_model(model)
+    expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in made.named_parameters()}
+    for prefix, module in made.named_modules():
+        for name, buffer in persistent_buffers(module):
+            whole = plan.whole_name(f"{prefix}.{name}" if prefix else name)
+            if whole in weights:  # checkpoints of older versions have none
+                expected[whole] = tuple(buffer.shape)
     if reason := next(_differences(expected, weights), None):
         raise UserError(
             f"The model of {shown(model.file)} is not the one that {checkpoint} was made with: {reason}; restore the "

@@ -255,12 +255,19 @@ def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """A sentence if the model draws from per-rank random streams, which resume only in the same layout."""
     # These import torch, which errors that need no tensor must not wait for.
     from threefold.checkpoint.tensors import stored_names
+    from threefold.random.generators import is_of_process
     from threefold.random.rng import STREAMS, stored_as
 
     layout = Layout.of(config.parallel)
     stored = [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]
     if stored and not any(name.startswith(stored_as(layout.shape)) for name in stored):
-        yield "The random streams that the model draws from belong to another layout; they start anew from here on."
+        if any(not is_of_process(name) for name in stored):
+            yield "The random streams that the model draws from belong to another layout; they start anew from here on."
+        if any(is_of_process(name) for name in stored):
+            yield (
+                "The states of the generators of torch, random and numpy.random belong to another layout; they follow "
+                "from train.seed and the step from here on."
+            )
 
 
 def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:

@@ -180,6 +180,8 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 def _dtype(request: Export, checkpoint: Checkpoint, config: Config, stored: torch.dtype) -> torch.dtype:
+    if not stored.is_floating_point:  # a buffer of an own model
+        return stored
     if request.dtype is not None:
         return PRECISIONS[request.dtype]
     return stored if checkpoint.step == 0 else PRECISIONS[config.precision.dtype]

@@ -17,7 +17,7 @@ from threefold.checkpoint.folder import TOKENIZER, Checkpoint
 from threefold.checkpoint.model_match import require_match
 from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
 from threefold.checkpoint.tensor_names import MODEL
-from threefold.checkpoint.tensors import load_tensors, load_tensors_alone
+from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, stored_names
 from threefold.comm.collectives import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -33,6 +33,7 @@ from threefold.huggingface.sidecar_files import PREFIX, end_tokens
 from threefold.models.layers.decoder import NOTHING
 from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import VocabLoss
+from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parallelize import parallelize
 from threefold.parallel.pipeline.partition import partition_by_cost
@@ -195,7 +196,10 @@ class Trained:
         stages = StageMap(tuple(partition_by_cost(plan.costs, mesh.pp.size)), tuple(range(mesh.pp.size)))
         how = Parallelism(mesh, stages, dtype=DTYPES[dtype])
         (stage,) = parallelize(lambda: make_model(config), plan, how, seed=self.config.train.seed).stages
-        weights = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
+        weights: dict[str, Tensor] = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
+        names = stored_names(self.checkpoint.path)
+        buffers = {MODEL + name: buffer for name, buffer in stored_buffers([stage]).items()}
+        weights |= {name: buffer for name, buffer in buffers.items() if name in names}  # older checkpoints have none
         (load_tensors_alone if mesh.is_alone else load_tensors)(weights, self.checkpoint.path)
         return Model(self, stage.eval().requires_grad_(False), mesh, DTYPES[dtype])
 

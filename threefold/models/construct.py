@@ -7,14 +7,17 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from threefold.random.generators import generators_preserved, seed_generators
 from threefold.random.keys import stream_key
 
 
 @contextmanager
 def keyed_draws(*key: int | str) -> Iterator[None]:
-    """Random numbers of torch on the CPU follow from `key` alone within the block, and go on as before after it."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(stream_key(*key))
+    """Random numbers of torch on the CPU, of `random` and of `numpy.random` follow from `key` alone within the block,
+    and go on as before after it."""
+    seed = stream_key(*key)
+    with generators_preserved(), torch.device("cpu"):
+        seed_generators(seed)
         yield
 
 
@@ -23,7 +26,7 @@ def construct(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
 
     Args:
         make_model: makes it.
-        seed: of the run; the constructor's random numbers follow from it. Those of other libraries than torch do not.
+        seed: of the run; the constructor's random numbers follow from it, of torch, `random` and `numpy.random` alike.
     """
     with keyed_draws("weights", seed):
         return make_model()

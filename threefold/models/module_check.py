@@ -75,12 +75,6 @@ def _check_embedding(name: str, module: nn.Module) -> None:
             f"{name!r} is an {kind} with sparse=True, whose gradients cannot be sharded; use sparse=False, which "
             "computes the same."
         )
-    for setting in ("max_norm", "scale_grad_by_freq"):
-        if getattr(module, setting):
-            raise UserError(
-                f"{name!r} is an {kind} with {setting}, which goes by the samples of one rank alone, so that the "
-                "layout would change the result; leave it out."
-            )
 
 
 def _check_attribute(name: str, module: nn.Module, attribute: str, value: Any, known: set[nn.Module]) -> None:

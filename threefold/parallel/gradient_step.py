@@ -18,6 +18,7 @@ from threefold.models.own_batch import batch_shapes, batch_size, map_tensors
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.compilation import as_written
 from threefold.parallel.context.sequence import sum_over_shares_
+from threefold.parallel.moving_buffers import MovingBuffers
 from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parallelize import parallelize
 from threefold.parallel.parameter import has_uneven_shards, is_split
@@ -26,6 +27,7 @@ from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runne
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.settings import TrainingSettings
 from threefold.random.dropout import Dropout, sample_keys
+from threefold.random.generators import ProcessGenerators, generators_preserved
 
 
 class TokenBatch(Protocol):
@@ -81,6 +83,8 @@ class GradientStep:
         stages, gradients, streams: of `model`.
         parallelism: how it is spread.
         runner: runs micro-batches through the stages.
+        buffers: which forward passes may change.
+        generators: those of this process, from which an own model may draw.
 
     Raises:
         UserError: the plan does not fit the model, or the settings not the layout.
@@ -103,7 +107,10 @@ class GradientStep:
         self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
         self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
         self._padding = self._samples = 0
+        self._share = 1 / mesh.replicas.size
         self._sums: TermSums | None = None
+        self.buffers = MovingBuffers(self.stages, plan, mesh)
+        self.generators = ProcessGenerators(mesh.coordinates, mesh.device)
         self.runner = self._make_runner(activation)
 
     def _make_runner(self, activation: tuple[int, int, int] | None) -> Runner:
@@ -141,9 +148,11 @@ class GradientStep:
         """
         local, counted, factor = self._samples_of(batch, step, loss, rows, scale)
         self.gradients.begin(self.runner.arrivals)
+        self.buffers.begin()
         term = self.runner.forward_backward(local, factor)
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.gradients.finish()
+        self.buffers.finish(self._share)
         self._sum_over_tensor_ranks()
         gradients = {weight.name: self.gradients[weight.leaf] for weight in self.model.weights}
         self.model.tied.sum_(gradients, self._in_order)
@@ -182,7 +191,7 @@ class GradientStep:
         Raises:
             UserError: batch and model or loss do not fit together.
         """
-        with self.streams.preserved(), _in_evaluation_mode(self.stages), as_written(self.settings.compile):
+        with self.preserved(), _in_evaluation_mode(self.stages), as_written(self.settings.compile):
             if loss is not None:
                 local, counted, _ = self._own_samples(batch, loss, None, None)
                 self.runner.evaluate(local)
@@ -201,6 +210,7 @@ class GradientStep:
         if loss is not None:
             local, counted, self._sums = self._own_samples(batch, loss, rows, step)
             self._samples = counted
+            self._share = batch_size(local.data) / counted / self.mesh.cp.size
             if _is_of_tokens(batch):
                 counted, self._padding = self._count(batch)
             return local, counted, scale
@@ -224,12 +234,18 @@ class GradientStep:
             self._find_shapes(local)
 
     def _find_shapes(self, local: StepSamples) -> None:
-        with (
-            self.streams.preserved(),
-            _torch_generators_preserved(self.mesh.device),
-            as_written(self.settings.compile),
-        ):
+        with self.preserved(), as_written(self.settings.compile):
             self.runner.prepare(local)
+
+    @contextmanager
+    def preserved(self, streams: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """A block whose forward passes leave random streams, generators and buffers as they were.
+
+        Args:
+            streams: the state of the random streams that it begins with; None for the one that they have.
+        """
+        with self.streams.preserved(streams), generators_preserved(self.mesh.device), self.buffers.preserved():
+            yield
 
     def _own_samples(
         self, batch: Any, loss: LossFunction, rows: Tensor | None, step: int | None
@@ -348,9 +364,3 @@ def _in_evaluation_mode(stages: Sequence[Stage]) -> Iterator[None]:
     finally:
         for stage in stages:
             stage.train()
-
-
-@contextmanager
-def _torch_generators_preserved(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield

@@ -11,6 +11,7 @@ from threefold.config.divisors import nearest_divisor
 from threefold.errors import UserError
 from threefold.models.bare_sharding import Shard
 from threefold.models.initial_values import Initial
+from threefold.models.layout_dependence import refuse_layout_dependent
 from threefold.models.module_check import check_hooks, check_modules
 from threefold.models.name_pattern import matches, specificity
 from threefold.models.sharding import HEADS, Column, ModelPlan, PerHead, Replicated, Split
@@ -31,7 +32,8 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     Raises:
         UserError: a layer is missing, listed twice or not in the model; a pattern matches nothing, or as well as
             another; a parameter is in no layer or is not decided; a split is not for the module that it decides for;
-            tied weights are two; a tensor, a hook, a buffer or an initial value is unsupported.
+            tied weights are two; a tensor, a hook, a buffer or an initial value is unsupported; the result of a layer
+            of torch's depends on the layout.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -46,6 +48,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     _check_recompute(modules, plan)
     _check_ties(modules, parameters, plan)
     _check_values(modules, parameters, plan)
+    refuse_layout_dependent(modules)
 
 
 def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") -> None:

@@ -162,6 +162,8 @@ class Engine(GradientStep):
         refused = refuses(loss, norm) if finite and refuses is not None else ""
         makes_update = finite and not refused
         result = StepResult(loss, norm, lr, tokens, not makes_update, used, self._padding, self._terms, refused)
+        if not makes_update:
+            self.buffers.undo()
         if not finite and (scale is None or scale.is_least):
             what = f"the loss is {loss:g} and the gradient norm {norm:g}"
             rate = self.config.optimizer.lr

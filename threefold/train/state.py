@@ -1,7 +1,7 @@
 """An engine's state as named global tensors, and a run's checkpoints made of it."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import load_tensors, stored_names
 from threefold.checkpoint.writer import WRITER, record_of
 from threefold.config import Config
+from threefold.config.model import OWN
 from threefold.data.chat.chat_template import CONFIG_FILE
 from threefold.data.content_checksums import Content
 from threefold.data.dataset import Dataset
@@ -27,6 +28,8 @@ from threefold.errors import UserError
 from threefold.files import read_text
 from threefold.huggingface.sidecar_files import PREFIX, carried_by
 from threefold.models.source import file_source
+from threefold.parallel.moving_buffers import stored_buffers
+from threefold.random.generators import is_of_process
 from threefold.random.rng import STREAMS, stored_as
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.engine import Engine
@@ -38,12 +41,13 @@ _LONG_WAIT = 1.0
 
 
 def model_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Master weights under their names in the unsplit model, sharing memory."""
-    return {MODEL + entry.name: entry.stored(entry.master.detach()) for entry in engine.optimizer.entries}
+    """Master weights and persistent buffers under their names in the unsplit model, sharing memory."""
+    weights = {MODEL + entry.name: entry.stored(entry.master.detach()) for entry in engine.optimizer.entries}
+    return weights | {MODEL + name: buffer for name, buffer in stored_buffers(engine.stages).items()}
 
 
 def engine_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Master weights and optimizer state under their names in the unsplit model, sharing memory.
+    """Weights, buffers and optimizer state under their names in the unsplit model, sharing memory.
 
     Tied embeddings on two stages have the same name and value on both, so they are stored once.
     """
@@ -51,6 +55,14 @@ def engine_tensors(engine: Engine) -> dict[str, Tensor]:
     for name, state, value in engine.optimizer.stored_states():
         tensors[f"{OPTIMIZER}{name}.{state}"] = value
     return tensors
+
+
+def drawn_tensors(engine: Engine) -> dict[str, Tensor]:
+    """The states of random streams, and for an own model of the process's generators, as far as they were drawn
+    from."""
+    sizes = engine.mesh.layout.shape
+    streams = engine.streams.stored(sizes) if engine.streams.used else {}
+    return streams | engine.generators.stored(sizes) if engine.config.model.architecture == OWN else streams
 
 
 class Checkpoints:
@@ -133,9 +145,7 @@ class Checkpoints:
         begun = time.monotonic()
         if self.clock is not None:
             self.clock.saving()
-        tensors = engine_tensors(self.engine)
-        if self.engine.streams.used:
-            tensors |= self.engine.streams.stored(self.engine.mesh.layout.shape)
+        tensors = engine_tensors(self.engine) | drawn_tensors(self.engine)
         texts = self._texts | {WRITER: record_of(self.config.parallel).text}
         if self._background is not None and not last:
             return self._background.save(self.run_dir, self._facts(step), tensors, texts)
@@ -249,7 +259,7 @@ class Checkpoints:
             UserError: on every rank, when it cannot be read.
         """
         self.passed = frozenset(passed)
-        load_tensors(engine_tensors(self.engine), checkpoint.path, self.engine.mesh.world)
+        self._load(engine_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.restored()
         facts, scale = checkpoint.facts, self.engine.loss_scale
         self.consumed = consumed_by(checkpoint, self.config)
@@ -281,9 +291,16 @@ class Checkpoints:
             DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
             UserError: on every rank, when it cannot be read.
         """
-        load_tensors(model_tensors(self.engine), checkpoint.path, self.engine.mesh.world)
+        self._load(model_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.restored()
         self.carry(checkpoint)
+
+    def _load(self, tensors: Mapping[str, Tensor], path: Path) -> None:
+        """Fill tensors; buffers that a checkpoint of an older version lacks stay as the constructor makes them."""
+        names, buffers = stored_names(path), stored_buffers(self.engine.stages)
+        lacking = {MODEL + name for name in buffers} - names
+        wanted = {name: tensor for name, tensor in tensors.items() if name not in lacking}
+        load_tensors(wanted, path, self.engine.mesh.world)
 
     def carry(self, checkpoint: Checkpoint) -> None:
         """Copy the sidecar files of a checkpoint into the following ones."""
@@ -294,16 +311,23 @@ class Checkpoints:
             self._texts = carried | self._texts | settings
 
     def _restore_streams(self, checkpoint: Checkpoint) -> None:
-        """Restore this rank's random streams; in another layout, reseed them from the seed and the step."""
-        streams, layout = self.engine.streams, self.engine.mesh.layout
-        names = stored_names(checkpoint.path)
+        """Restore this rank's random streams and generators; in another layout, reseed them from the seed and the
+        step."""
+        engine, layout = self.engine, self.engine.mesh.layout
+        names = {name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)}
         if any(name.startswith(stored_as(layout.shape)) for name in names):
-            mine = {name: state for name, state in streams.stored(layout.shape).items() if name in names}
-            load_tensors(mine, checkpoint.path, self.engine.mesh.world)
-            if mine:  # else this rank's stage never drew
-                streams.load_stored(mine, layout.shape)
-        elif any(name.startswith(STREAMS) for name in names):
-            streams.reseed("after", checkpoint.step)
+            streams, generators = engine.streams.stored(layout.shape), engine.generators.places(layout.shape)
+            mine = {name: state for name, state in (streams | generators).items() if name in names}
+            load_tensors(mine, checkpoint.path, engine.mesh.world)
+            if drawn := {name: state for name, state in mine.items() if name in streams}:
+                engine.streams.load_stored(drawn, layout.shape)  # else this rank's stage never drew
+            engine.generators.load_stored(mine, layout.shape)
+            return
+        of_process = {name for name in names if is_of_process(name)}
+        if names - of_process:
+            engine.streams.reseed("after", checkpoint.step)
+        if of_process:
+            engine.generators.reseed(engine.settings.seed, "after", checkpoint.step)
 
     def _facts(self, step: int) -> Facts:
         dataset, train, scale = self.dataset, self.config.train, self.engine.loss_scale

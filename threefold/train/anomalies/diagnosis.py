@@ -180,7 +180,7 @@ def diagnose(
     """
     world, layout = engine.mesh.world, engine.mesh.layout
     before = _digest(engine, loss)
-    with engine.streams.preserved(streams):
+    with engine.preserved(streams):
         again, _ = engine.compute_gradients(batch, done)
     entries, term = engine.optimizer.entries, again.item()
     summed = next((entry.name for entry in entries if bad_value(entry.gradient)), None)
@@ -191,7 +191,7 @@ def diagnose(
     if not second.is_reproducible:
         return second
     checks = FiniteChecks(engine)
-    with engine.streams.preserved(streams), checks.running():
+    with engine.preserved(streams), checks.running():
         engine.compute_gradients(batch, done)
     weights = engine.model.weights
     weight = next((each.name for each in weights if bad_value(each.master) or bad_value(each.leaf)), None)

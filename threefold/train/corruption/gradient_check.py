@@ -89,7 +89,7 @@ class GradientCheck:
         """The hash of this rank's part of the gradients of a replica's samples."""
         loader = self._loader.of_replica(replica)
         self._observe()
-        with self._engine.streams.preserved():
+        with self._engine.preserved():
             rows = torch.from_numpy(loader.share.rows)
             self._engine.compute_gradients(loader.batch(step - 1), step - 1, rows=rows)
         return self._observed()

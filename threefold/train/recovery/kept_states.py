@@ -18,12 +18,11 @@ from threefold.checksums import checksum_of
 from threefold.comm.mesh import Axis, Mesh
 from threefold.config import Config
 from threefold.data.samples import ConsumedSamples
-from threefold.random.rng import STREAMS
 from threefold.train.callbacks.base import Callback
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import reason_of
 from threefold.train.recovery.memory_copy import MemoryCopy
-from threefold.train.state import Checkpoints, engine_tensors
+from threefold.train.state import Checkpoints, drawn_tensors, engine_tensors
 
 
 class KeptStates(Callback):
@@ -68,11 +67,12 @@ class KeptStates(Callback):
         streams, shape = engine.streams, engine.mesh.layout.shape
         copy = next(copy for copy in self._copies if copy.step == step)
         tensors = engine_tensors(engine)
-        drawn = streams.stored(shape)
-        filled = copy.read(_locals(tensors | drawn))
+        drawn, generators = streams.stored(shape), engine.generators.places(shape)
+        filled = copy.read(_locals(tensors | drawn | generators))
         engine.optimizer.restored()
-        if any(name.startswith(STREAMS) for name in filled):
+        if any(name in drawn for name in filled):
             streams.load_stored(drawn, shape)
+        engine.generators.load_stored({name: state for name, state in generators.items() if name in filled}, shape)
         facts, scale = copy.facts(), engine.loss_scale
         if scale is not None:
             scale.value, scale.good_steps = facts["loss_scale"], facts["good_steps"]
@@ -121,9 +121,7 @@ class KeptStates(Callback):
     def _keep(self, done: int) -> None:
         assert self._checkpoints is not None
         engine, scale = self._checkpoints.engine, self._checkpoints.engine.loss_scale
-        tensors = engine_tensors(engine)
-        if engine.streams.used:
-            tensors |= engine.streams.stored(engine.mesh.layout.shape)
+        tensors = engine_tensors(engine) | drawn_tensors(engine)
         facts = {
             "layout": self._layout,
             "loss_scale": scale.value if scale else None,

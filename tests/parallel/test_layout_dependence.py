@@ -1,0 +1,82 @@
+"""Layers whose result depends on the layout are refused by name; initial values drawn by numpy are the same on ranks."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.own_state_models import Model
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+from threefold.models.construct import construct
+from threefold.parallel.gradient_step import GradientStep
+from threefold.parallel.settings import TrainingSettings
+
+REFUSED = {
+    "Dropout": "'blocks.0.part.inner' is Dropout(p=0.1), which draws from torch's generator, so that the layout "
+    "would change what is dropped; use threefold.Dropout(0.1, 'blocks.0.part.inner'), called with the activation and "
+    "samples.keys, samples being a parameter of the layer's forward.",
+    "AlphaDropout": "'blocks.0.part.inner' is AlphaDropout(p=0.2),",
+    "RReLU": "'blocks.0.part.inner' is RReLU(), which draws from torch's generator",
+    "attention dropout": "'blocks.0.part.inner' is MultiheadAttention(dropout=0.1),",
+    "LSTM dropout": "'blocks.0.part.inner' is LSTM(dropout=0.3),",
+    "encoder layer": "'blocks.0.part.inner.self_attn' is MultiheadAttention(dropout=0.1),",
+    "batch norm": "'blocks.0.part.inner' is a BatchNorm1d, whose statistics are those of the samples of its own rank",
+    "max_norm": "'blocks.0.part.inner.table' is Embedding(max_norm=1),",
+    "scale_grad_by_freq": "'blocks.0.part.inner.table' is Embedding(scale_grad_by_freq=True),",
+    "spectral norm": "'blocks.0.part.inner' has spectral_norm,",
+    "old spectral norm": "'blocks.0.part.inner' has spectral_norm,",
+}
+"""Part of the model → how the sentence begins."""
+
+
+def sentences(kinds: tuple[str, ...]) -> dict[str, str]:
+    """What each of two replicas is told of models with these parts; empty where they are taken."""
+    mesh, told = Mesh(Layout(dp=2)), {}
+    for kind in kinds:
+        make = partial(Model, kind=kind)
+        try:
+            with torch.device("meta"):
+                plan = Model.plan.build(make())
+            GradientStep(make, plan, mesh, TrainingSettings())
+        except UserError as error:
+            told[kind] = str(error)
+        else:
+            told[kind] = ""
+    return told
+
+
+def test_layers_whose_result_depends_on_the_layout_are_refused_by_name(pool) -> None:
+    for told in pool.run(2, sentences, (*REFUSED, "no dropout", "plain")):
+        assert told.pop("no dropout") == told.pop("plain") == ""
+        assert told.keys() == REFUSED.keys()
+        for kind, begin in REFUSED.items():
+            assert told[kind].startswith(begin), kind
+            assert told[kind].endswith(".")
+
+
+def gains(kind: str) -> torch.Tensor:
+    """The first weight of a part, drawn in a process that has drawn other numbers before."""
+    mesh = Mesh(Layout(dp=2))
+    random.seed(mesh.rank)
+    np.random.seed(mesh.rank)
+    make = partial(Model, kind=kind)
+    before = random.getstate()[1][:5], np.random.get_state()[1][:5].tolist()
+    found = construct(make, seed=4).get_parameter("blocks.1.part.gain").detach()
+    assert before == (random.getstate()[1][:5], np.random.get_state()[1][:5].tolist())
+    return found
+
+
+def test_weights_that_numpy_and_random_draw_are_the_same_on_every_rank(pool) -> None:
+    first, second = pool.run(2, gains, "numpy weights")
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_they_follow_from_the_seed(seed: int) -> None:
+    make = partial(Model, kind="numpy weights")
+    alike = torch.equal(construct(make, seed).blocks[0].part.gain, construct(make, 4).blocks[0].part.gain)
+    assert alike == (seed == 4)

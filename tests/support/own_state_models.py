@@ -1,0 +1,263 @@
+"""Small models of a user's own that keep state, draw, or compute with the samples at hand, and what they train on."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from threefold.models.plan import Plan
+from threefold.models.sharding import Column, Replicated, Row, Vocab
+from threefold.random.dropout import Dropout
+
+WORDS, WIDTH, LENGTH = 50, 8, 16
+
+
+class Sums(torch.utils.data.Dataset):
+    """Rows of tokens and the tokens after them."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = (torch.arange(LENGTH + 1) * (index + 3) + index) % WORDS
+        return row[:-1], row[1:]
+
+
+class Block(nn.Module):
+    """A residual MLP around a part that `kind` names."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__()
+        self.part = PARTS[kind](f"{name}.part")
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        x = self.part(x, samples)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Embedding, blocks and head; the blocks have a part of one kind."""
+
+    plan = Plan(
+        layers=["embed", "blocks.*", "head"],
+        shard={
+            "embed": Vocab(),
+            "blocks.*.part": Replicated(),
+            "blocks.*.up": Column(),
+            "blocks.*.down": Row(),
+            "head": Vocab(),
+        },
+    )
+
+    def __init__(self, vocab_size: int = WORDS, kind: str = "plain") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, WIDTH)
+        self.blocks = nn.ModuleList(Block(kind, f"blocks.{number}") for number in range(2))
+        self.head = nn.Linear(WIDTH, vocab_size)
+
+
+def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+class Part(nn.Module):
+    """What all parts have: a gain, so that there is a weight to follow."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return x * self.gain
+
+
+class Wrapped(Part):
+    """One of torch's modules."""
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__(name)
+        self.inner = inner
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return self.inner(x) * self.gain
+
+
+class Tracked(Part):
+    """Scales by a running mean of the activations' size, which `forward` updates; drops by the samples' keys."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.dropout = Dropout(0.1, name)
+        self.register_buffer("size", torch.ones(WIDTH))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        scaled = x * self.gain / (0.5 + self.size)
+        if self.training:
+            self.size.mul_(0.9).add_(0.1 * x.detach().abs().mean((0, 1)))
+            self.updates = self.updates + 1
+        return self.dropout(scaled, samples.keys)  # type: ignore[attr-defined]
+
+
+class HandMadeBatchNorm(Part):
+    """Normalizes by the mean and the variance of the samples at hand."""
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        mean, variance = x.mean((0, 1)), x.var((0, 1), correction=0)
+        return (x - mean) / (variance + 1e-3).sqrt() * self.gain
+
+
+class RunningRange(Part):
+    """Scales by the largest activation of all samples so far, which no mean of the ranks' largest is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return x * self.gain / self.largest
+
+
+class SamplesSeen(Part):
+    """Counts the samples at hand."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        self.seen += (x[:, 0, 0] > 0).sum()
+        return x * self.gain
+
+
+class Counted(Part):
+    """Warms up by a Python number."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls = 0
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        self.calls += 1
+        return x * self.gain * min(1.0, 0.1 * self.calls)
+
+
+class HeldTensor(Part):
+    """Adds a running mean that is a plain attribute."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.held = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        self.held = 0.9 * self.held.to(x) + 0.1 * x.detach().mean((0, 1))
+        return x * self.gain + self.held
+
+
+class Noted(Part):
+    """Counts its calls and keeps what it computed last, neither of which it reads."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls = 0
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        self.calls += 1
+        self.last = x.detach()
+        return x * self.gain
+
+
+class Cached(Part):
+    """Keeps a table that it computes in its first forward pass."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        if self.table is None or self.table.device != x.device:
+            self.table = torch.linspace(0.9, 1.1, WIDTH, device=x.device, dtype=x.dtype)
+        return x * self.gain * self.table
+
+
+class TorchDrawn(Part):
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return F.dropout(x * self.gain, 0.1, self.training)
+
+
+class PythonDrawn(Part):
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return x * self.gain * (0.9 + 0.2 * random.random())
+
+
+class NumpyDrawn(Part):
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return x * self.gain * (0.9 + 0.2 * np.random.rand())
+
+
+class NumpyWeights(Part):
+    """Its initial weight is drawn by numpy and Python's `random`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        values = np.random.rand(WIDTH) + random.random()
+        self.gain = nn.Parameter(torch.tensor(values, dtype=torch.float32, device="cpu"))
+
+
+def looked_up(**options: object) -> nn.Module:
+    """An embedding of rounded activations."""
+    return LookUp(nn.Embedding(11, WIDTH, **options))  # type: ignore[arg-type]
+
+
+class LookUp(nn.Module):
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x.sum(-1) * 7).long() % 11)
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
+
+
+PARTS: dict[str, Callable[[str], nn.Module]] = {
+    "plain": Part,
+    "tracked": Tracked,
+    "batch norm by hand": HandMadeBatchNorm,
+    "running range": RunningRange,
+    "samples seen": SamplesSeen,
+    "counter": Counted,
+    "held tensor": HeldTensor,
+    "noted": Noted,
+    "cached": Cached,
+    "F.dropout": TorchDrawn,
+    "random": PythonDrawn,
+    "numpy": NumpyDrawn,
+    "numpy weights": NumpyWeights,
+    "no dropout": lambda name: Wrapped(name, nn.Dropout(0.0)),
+    "Dropout": lambda name: Wrapped(name, nn.Dropout(0.1)),
+    "AlphaDropout": lambda name: Wrapped(name, nn.AlphaDropout(0.2)),
+    "RReLU": lambda name: Wrapped(name, nn.RReLU()),
+    "attention dropout": lambda name: Wrapped(name, nn.MultiheadAttention(WIDTH, 2, dropout=0.1)),
+    "LSTM dropout": lambda name: Wrapped(name, nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True)),
+    "encoder layer": lambda name: Wrapped(name, attention()),
+    "batch norm": lambda name: Wrapped(name, nn.BatchNorm1d(LENGTH, track_running_stats=False)),
+    "max_norm": lambda name: Wrapped(name, looked_up(max_norm=1.0)),
+    "scale_grad_by_freq": lambda name: Wrapped(name, looked_up(scale_grad_by_freq=True)),
+    "spectral norm": lambda name: Wrapped(
+        name, torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH, device="cpu"))
+    ),
+    "old spectral norm": lambda name: Wrapped(
+        name, torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH, device="cpu"))
+    ),
+}

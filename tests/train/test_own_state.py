@@ -1,0 +1,161 @@
+"""What an own model keeps beside its weights: buffers that forward updates, and generators that it draws from."""
+
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import own_state_models
+from tests.train.support import Run, steps_of, train_rank
+from threefold.checkpoint.folder import newest
+from threefold.checkpoint.tensors import load_tensors_alone, stored_names, stored_tensors
+from threefold.config import Config, resolve
+from threefold.errors import UserError
+from threefold.launch.worker_pool import WorkerError
+
+
+class StateRun(Run):
+    """A run of a model with a part that keeps state, on rows of its own; `data` is the name of the part."""
+
+    @property
+    def config(self) -> Config:
+        file = own_state_models.__file__
+        given = {
+            "data": {"path": f"{file}:Sums", "sequence_length": own_state_models.LENGTH, "split": "80,20"},
+            "model": {
+                "architecture": "own",
+                "file": f"{file}:Model",
+                "vocab_size": own_state_models.WORDS,
+                "arguments": {"kind": str(self.data)},
+            },
+            "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp},
+            "train": {"max_steps": self.steps, "global_batch_size": 8, "eval_every": 0, "device": "cpu"},
+            "optimizer": {"lr": 1e-2, "eps": 1e-5, "warmup_steps": 2, "decay_steps": 20},
+            "checkpoint": {"every": 0},
+            "log": {"every": 2},
+        }
+        for key, value in self.set:
+            section, name = key.split(".")
+            given.setdefault(section, {})[name] = value
+        return resolve(Config.model_validate(given), own_state_models.WORDS)
+
+
+def run_of(kind: str, **changes: object) -> StateRun:
+    return StateRun(Path(kind)).but(**changes)
+
+
+def losses(folder: Path) -> list[float]:
+    return [step["loss"] for step in steps_of(folder).values()]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a run's newest checkpoint whose names are in the model's and the optimizer's parts."""
+    checkpoint = newest(folder)
+    assert checkpoint is not None
+    found = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in stored_tensors(checkpoint.path).items()
+        if not name.startswith("random.")
+    }
+    load_tensors_alone(found, checkpoint.path)
+    return found
+
+
+def micro_batches(count: int) -> tuple[tuple[str, object], ...]:
+    return (("train.gradient_accumulation_steps", count),)
+
+
+def drawn_rank(run: Run, folder: Path, resume: bool = False) -> str:
+    """As `train_rank`, in a process that has drawn other numbers before."""
+    seed = 100 + resume
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return train_rank(run, folder, resume)
+
+
+LAYOUTS = ({"dp": 2, "set": micro_batches(2)}, {"tp": 2, "pp": 2}, {"dp": 2, "set": (("parallel.zero", 3),)})
+
+
+def test_a_running_mean_is_that_of_one_process_and_resumes_bit_for_bit(pool, tmp_path: Path) -> None:
+    whole = run_of("tracked", set=micro_batches(1))
+    pool.run(1, train_rank, whole, tmp_path / "whole")
+    pool.run(1, train_rank, whole.but(steps=2), tmp_path / "parts")
+    pool.run(1, train_rank, whole, tmp_path / "parts", True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    expected, got = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert expected["model.blocks.1.part.updates"] == 4
+    assert "model.blocks.0.part.scratch" not in expected
+    assert not torch.equal(expected["model.blocks.0.part.size"], torch.ones(own_state_models.WIDTH))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=("dp2 in 2 micro-batches", "tp2 pp2", "dp2 zero3"))
+def test_a_running_mean_is_the_same_in_every_layout_and_resumes_in_another(pool, tmp_path: Path, layout: dict) -> None:
+    whole = run_of("tracked", set=micro_batches(1))
+    other = run_of("tracked", **layout)
+    pool.run(1, train_rank, whole, tmp_path / "whole")
+    pool.run(other.world_size, train_rank, other.but(steps=2), tmp_path / "parts")
+    pool.run(1, train_rank, whole, tmp_path / "parts", True)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    expected, got = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    assert expected.keys() == got.keys()
+    for name in (name for name in expected if ".part." in name and name.startswith("model.")):
+        assert torch.allclose(got[name], expected[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_a_count_of_samples_is_refused_where_there_are_several_replicas(pool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as told:
+        pool.run(2, train_rank, run_of("samples seen", dp=2), tmp_path / "run")
+    assert isinstance(told.value.error, UserError)
+    assert re.match(
+        r"forward makes something else of the buffer 'blocks.\d.part.seen' for other", str(told.value.error)
+    )
+
+
+def test_recompute_would_update_a_buffer_twice(pool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as told:
+        pool.run(1, train_rank, run_of("tracked", set=(("train.recompute", "full"),)), tmp_path / "run")
+    said = "forward changes the buffer 'blocks.0.part.size', and train.recompute runs it a second time; use none."
+    assert str(told.value.error) == said
+
+
+def test_evaluations_leave_buffers_and_generators_as_they_are(pool, tmp_path: Path) -> None:
+    """`running range` updates its buffer in evaluation mode too, and `F.dropout` draws in training alone."""
+    for kind in ("running range", "numpy"):
+        run = run_of(kind, steps=3, set=micro_batches(1))
+        pool.run(1, drawn_rank, run, tmp_path / kind / "plain")
+        evaluated = run.but(set=(*run.set, ("train.eval_every", 1), ("train.eval_batches", 2)))
+        pool.run(1, drawn_rank, evaluated, tmp_path / kind / "evaluated")
+        assert losses(tmp_path / kind / "evaluated") == losses(tmp_path / kind / "plain")
+
+
+@pytest.mark.parametrize("kind", ["F.dropout", "random", "numpy"])
+def test_generators_go_on_where_a_run_resumes_in_the_same_layout(pool, tmp_path: Path, kind: str) -> None:
+    whole = run_of(kind, set=micro_batches(2))
+    pool.run(1, drawn_rank, whole, tmp_path / "whole")
+    pool.run(1, drawn_rank, whole.but(steps=2), tmp_path / "parts")
+    pool.run(1, drawn_rank, whole, tmp_path / "parts", True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_generators_follow_from_seed_and_step_in_another_layout(pool, tmp_path: Path) -> None:
+    """The same numbers whatever the processes drew before, with a warning."""
+    run = run_of("random", steps=2, set=micro_batches(2))
+    other = run_of("random", steps=4, tp=2)
+    for name in ("one", "two"):
+        pool.run(1, drawn_rank, run, tmp_path / name)
+        [printed, _] = pool.run(2, drawn_rank if name == "one" else train_rank, other, tmp_path / name, True)
+        assert "The states of the generators of torch, random and numpy.random belong to another layout" in printed
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+
+
+def test_a_run_that_draws_nothing_stores_no_generators(pool, tmp_path: Path) -> None:
+    pool.run(1, train_rank, run_of("plain", steps=1), tmp_path / "run")
+    checkpoint = newest(tmp_path / "run")
+    assert checkpoint is not None
+    assert not [name for name in stored_names(checkpoint.path) if name.startswith("random.")]

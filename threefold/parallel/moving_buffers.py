@@ -1,0 +1,279 @@
+"""Buffers that forward passes change, such as running means, with one meaning in every layout.
+
+Every micro-batch of every replica starts from a buffer's value at the start of the step. After the step a buffer of
+floats is the mean of what the samples have made of it, and another one is what all of them have made of it alike. So a
+running mean is that of the global batch, and a count of updates counts updates, however many micro-batches and replicas
+there are. What cannot be right like that is refused by name.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+from threefold.models.sharding import ModelPlan
+from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.recompute import Recomputed
+from threefold.torch_private.fake import FakeTensor
+from threefold.torch_private.tensors import persistent_buffers, version_of
+
+_ALIKE = 1e-3
+"""Relative difference between tensor ranks up to which a buffer counts as one."""
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """A persistent buffer of a rank's stages.
+
+    Attributes:
+        name: its first name in the stage.
+        value: between the steps, and what each micro-batch starts from.
+        places: the modules that have it, and its name there.
+        is_recomputed: whether it is in a module whose activations are computed again.
+        before: its value before the step that was made last.
+        given: the copy that a micro-batch computes with, while it does.
+        results: what the micro-batches of this step have made of it; floats added up in fp64.
+        count: how many.
+        differs: whether they differ, where they are no floats.
+        moved: whether a forward pass has changed it.
+        version: of `given`, or of `value` where nothing is to change it.
+    """
+
+    name: str
+    value: Tensor
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    is_recomputed: bool = False
+    before: Tensor | None = None
+    given: Tensor | None = None
+    results: Tensor | None = None
+    count: int = 0
+    differs: bool = False
+    moved: bool = False
+    version: int = -1
+
+    def put(self, value: Tensor) -> None:
+        for module, attribute in self.places:
+            setattr(module, attribute, value)
+
+    @property
+    def held(self) -> Tensor:
+        """What the first of the modules has now that has not what it was given."""
+        held = [getattr(module, attribute) for module, attribute in self.places]
+        return next((each for each in held if each is not self.given and each is not self.value), held[0])
+
+    def begin(self) -> None:
+        self.value = self.held  # which a callback or a checkpoint may have replaced
+        self.results, self.count, self.differs, self.version = None, 0, False, version_of(self.value)
+
+    def give(self) -> None:
+        """Have the modules compute with a copy."""
+        self.given = self.value.detach().clone()
+        self.version = version_of(self.given)
+        self.put(self.given)
+
+    def take(self) -> None:
+        """Take what a micro-batch has made of the copy."""
+        held = self.held
+        self.moved = self.moved or held is not self.given or version_of(held) != self.version
+        made = held.detach()
+        self.put(self.value)
+        self.given = None
+        if made.shape != self.value.shape:
+            raise UserError(
+                f"forward changes the shape of the buffer {self.name!r}, which checkpoints and other ranks could not "
+                "follow; give it its largest shape in the constructor."
+            )
+        self.count += 1
+        if self.results is None:
+            self.results = made
+        elif self.value.is_floating_point():
+            if self.count == 2:
+                self.results = self.results.double()
+            self.results += made
+        elif not isinstance(made, FakeTensor):
+            self.differs = self.differs or not torch.equal(made, self.results)
+
+
+class MovingBuffers:
+    """The persistent buffers of a rank's stages, and which of them forward passes change.
+
+    Args:
+        stages: of this rank.
+        plan: of the whole model.
+        mesh: this rank's.
+    """
+
+    def __init__(self, stages: Sequence[Stage], plan: ModelPlan, mesh: Mesh) -> None:
+        self._mesh, self._running, self._known = mesh, False, False
+        found: dict[int, _Buffer] = {}
+        self._by_stage = {stage: _collect(stage, found) for stage in stages}
+        self._buffers = list(found.values())
+        self._shared = {each.name for each in self._buffers if plan.whole_name(each.name) != each.name}
+        if self._buffers:
+            for stage in stages:
+                stage.register_forward_pre_hook(self._before)
+                stage.register_forward_hook(self._after)
+
+    def begin(self) -> None:
+        """Begin the forward passes of a step."""
+        for each in self._buffers:
+            each.begin()
+        self._running = True
+
+    def finish(self, share: float) -> None:
+        """End the step. Collective over the replicas, and over the tensor ranks.
+
+        Args:
+            share: of the global batch's samples that this rank's replica has.
+
+        Raises:
+            UserError: a buffer was changed in a way that depends on the layout.
+        """
+        self._running = False
+        if not self._buffers:
+            return
+        if not self._known:
+            self._agree()
+        for each in self._buffers:
+            if not each.moved and (each.held is not each.value or version_of(each.value) != each.version):
+                raise UserError(
+                    f"forward changes the buffer {each.name!r} now and has not in the first step, by which it has to "
+                    "be known; write to it in every forward pass, if only the value that it has."
+                )
+        self._take_means(share)
+
+    def undo(self) -> None:
+        """Put the buffers back to before the last step, which is to make no update."""
+        for each in self._moving:
+            if each.before is not None:
+                each.value.copy_(each.before)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Leave the buffers that training changes as they were before the block."""
+        kept = [(each, each.held, each.held.clone()) for each in (self._moving if self._known else self._buffers)]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for each, held, value in kept:
+                    held.copy_(value)
+                    each.put(held)
+
+    @property
+    def _moving(self) -> list[_Buffer]:
+        return [each for each in self._buffers if each.moved]
+
+    def _before(self, stage: Any, _inputs: Any) -> None:
+        if self._running:
+            for each in self._by_stage[stage]:
+                if each.moved or not self._known:
+                    each.give()
+
+    def _after(self, stage: Any, _inputs: Any, _output: Any) -> None:
+        if self._running:
+            for each in self._by_stage[stage]:
+                if each.given is not None:
+                    each.take()
+
+    def _agree(self) -> None:
+        """Count a buffer as moving on all replicas where one has moved it."""
+        flags = torch.tensor([each.moved for each in self._buffers], dtype=torch.int64, device=self._mesh.device)
+        for each, count in zip(self._buffers, self._mesh.replicas.all_reduce_values(flags), strict=True):
+            each.moved = count > 0
+            if not each.moved:
+                each.results, each.version = None, version_of(each.value)
+        self._known = True
+        for each in self._moving:
+            if each.is_recomputed:
+                raise UserError(
+                    f"forward changes the buffer {each.name!r}, and train.recompute runs it a second time; use none."
+                )
+            if each.name in self._shared:
+                raise UserError(
+                    f"forward changes the buffer {each.name!r} of a module that is another layer too, which may be on "
+                    "another pipeline rank; give each layer a buffer of its own."
+                )
+
+    @torch.no_grad()
+    def _take_means(self, share: float) -> None:
+        moving, replicas = self._moving, self._mesh.replicas
+        if not moving:
+            return
+        means: list[Tensor] = []
+        for each in moving:
+            assert each.results is not None
+            alone = each.count == 1 and replicas.size == 1
+            means.append(each.results if alone else each.results.double() * (share / each.count))
+            if not each.value.is_floating_point():  # they are equal, or refused
+                means[-1] = each.results if alone else each.results.double() * (1 / replicas.size)
+        if replicas.size > 1:
+            replicas.all_reduce_together_(means)
+        first = moving[0].before is None
+        for each, mean in zip(moving, means, strict=True):
+            assert each.results is not None
+            if not each.value.is_floating_point():
+                mean = mean.round().to(each.value.dtype)
+                self._require_alike(each, mean)
+            each.before = each.value.clone()
+            each.value.copy_(mean)
+            each.results = None
+            if first:
+                self._require_same_on_tensor_ranks(each)
+
+    def _require_alike(self, each: _Buffer, mean: Tensor) -> None:
+        if isinstance(mean, FakeTensor):
+            return
+        assert each.results is not None
+        if each.differs or not torch.equal(mean, each.results.to(mean.dtype)):
+            raise UserError(
+                f"forward makes something else of the buffer {each.name!r} for other samples, and it holds no floats, "
+                "of which replicas and micro-batches could take the mean; make it one of floats that is a running "
+                "mean."
+            )
+
+    def _require_same_on_tensor_ranks(self, each: _Buffer) -> None:
+        tp = self._mesh.tp
+        if tp.size == 1 or isinstance(each.value, FakeTensor):
+            return
+        value = each.value.double()
+        size = value.abs().sum()
+        found = torch.stack([size, -size, value.sum(), -value.sum()])
+        most, least, highest, lowest = tp.all_reduce_max_(found).tolist()
+        if max(most + least, highest + lowest) > _ALIKE * most:
+            raise UserError(
+                f"forward makes something else of the buffer {each.name!r} on each tensor rank, as it is computed of "
+                "what one of them holds; compute it of activations that no rule of shard has cut."
+            )
+
+
+def stored_buffers(stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """The persistent buffers of a rank's stages under their names in the whole model, as they are now."""
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, module in stage.named_modules():
+            for attribute, value in persistent_buffers(module):
+                found.setdefault(stage.model_plan.whole_name(_joined(name, attribute)), value)
+    return found
+
+
+def _collect(stage: Stage, found: dict[int, _Buffer]) -> list[_Buffer]:
+    """The buffers of a stage, those that another one has too being one with it."""
+    mine: dict[int, _Buffer] = {}
+    around = {name for name, module in stage.named_modules() if isinstance(module, Recomputed)}
+    for name, module in stage.named_modules():
+        for attribute, value in persistent_buffers(module):
+            buffer = found.setdefault(id(value), _Buffer(_joined(name, attribute), value))
+            buffer.places.append((module, attribute))
+            buffer.is_recomputed |= any(f"{name}.".startswith(f"{each}.") for each in around)
+            mine[id(value)] = buffer
+    return list(mine.values())
+
+
+def _joined(module: str, attribute: str) -> str:
+    return f"{module}.{attribute}" if module else attribute
