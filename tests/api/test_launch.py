@@ -121,6 +121,38 @@ def test_a_value_that_cannot_be_sent_is_an_error() -> None:
         threefold.spawn(lambda: lambda: None, 1)
 
 
+def test_one_rank_runs_in_this_process() -> None:
+    """What it does to the process ends with the call: the process group, the number of threads, where gloo listens."""
+    before = torch.get_num_threads(), os.environ.get("GLOO_SOCKET_IFNAME")
+    kept = object()
+
+    def ranks() -> tuple[int, int, object]:
+        torch.set_num_threads(before[0] + 1)
+        return os.getpid(), dist.get_world_size(), kept
+
+    def fails() -> None:
+        raise ZeroDivisionError(dist.get_rank())
+
+    assert threefold.run(ranks) == threefold.run(ranks, ranks=1) == [(os.getpid(), 1, kept)]
+    with pytest.raises(ZeroDivisionError, match="^0$"):
+        threefold.run(fails, ranks=1)
+    threefold.run(dist.destroy_process_group, ranks=1)
+    assert not dist.is_initialized()
+    assert (torch.get_num_threads(), os.environ.get("GLOO_SOCKET_IFNAME")) == before
+    with pytest.raises(UserError, match=r"^args is 0.5 but must be a tuple"):
+        threefold.run(of_rank, 1, 0.5)  # type: ignore[arg-type]
+
+
+def test_a_debugger_without_a_terminal_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)  # pytest has its own
+    with pytest.raises(UserError) as caught:
+        threefold.spawn(lambda: breakpoint(), 1)
+    assert str(caught.value) == (
+        "breakpoint() is called on rank 0, whose process has no terminal; call threefold.run with ranks=1, which starts "
+        "none."
+    )
+
+
 def initialised() -> str:
     try:
         threefold.spawn(of_rank, 2, (1.0,))

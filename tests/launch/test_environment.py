@@ -1,5 +1,6 @@
 import pytest
 
+from threefold.errors import UserError
 from threefold.launch.environment import LaunchedRank, find_launched_rank, first_host, tasks_on
 
 TORCHRUN = {
@@ -69,3 +70,71 @@ def test_first_host(hosts: str, first: str) -> None:
 @pytest.mark.parametrize(("node", "tasks"), [(0, 4), (1, 4), (2, 3)])
 def test_tasks_on(node: int, tasks: int) -> None:
     assert tasks_on("4(x2),3", node) == tasks
+
+
+BY_HAND = "or run alone with `env -u RANK -u WORLD_SIZE COMMAND`."
+IN_A_STEP = "or run alone with `env -u SLURM_STEP_ID COMMAND`."
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"RANK": "abc"}, "RANK is abc but must be a whole number from 0 to 7; set it to 0, "),
+        ({"RANK": ""}, "RANK is empty but must be a whole number from 0 to 7; set it to 0, "),
+        ({"RANK": "1e9999"}, "RANK is 1e9999 but must be a whole number from 0 to 7; "),
+        ({"RANK": "8"}, "RANK is 8 but must be a whole number from 0 to 7, as there are 8 ranks; set it to 7, "),
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "RANK is 3 but must be 0, as there is 1 rank; set it to 0, "),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0 but must be a whole number of at least 1; set it to 1, "),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is 9999"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is -1 but must be a whole number from 0 to 3; set it to 0, "),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK is 4 but must be a whole number from 0 to 3; set it to 3, "),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE is 9 but must be a whole number from 1 to 8; set it to 8, "),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR is empty but must be the name or address of the host of rank 0; "),
+        (
+            {"MASTER_PORT": "99999"},
+            "MASTER_PORT is 99999 but must be a whole number from 1 to 65535; set it to 65535, ",
+        ),
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT is x but must be a whole number of at least"),
+    ],
+)
+def test_what_torchrun_never_sets_is_refused(variables: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError) as raised:
+        find_launched_rank({**TORCHRUN, **variables})
+    assert str(raised.value).startswith(f"The environment variable {sentence}")
+    assert str(raised.value).endswith(f"start the ranks with torchrun, which sets it, {BY_HAND}")
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS is abc but must be a whole number of at least 1; "),
+        ({"SLURM_STEP_NUM_TASKS": "", "SLURM_NTASKS": "0"}, "SLURM_NTASKS is 0 but must be a whole number of at least"),
+        ({"SLURM_PROCID": "6"}, "SLURM_PROCID is 6 but must be a whole number from 0 to 5, as there are 6 ranks; "),
+        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is x but must be a whole number of at least 0; "),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE is two but must be tasks of each node, such"),
+    ],
+)
+def test_what_srun_never_sets_is_refused(variables: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError) as raised:
+        find_launched_rank({**SLURM, **variables})
+    assert str(raised.value).startswith(f"The environment variable {sentence}")
+    assert str(raised.value).endswith(f"start the ranks with srun, which sets it, {IN_A_STEP}")
+
+
+def test_a_step_without_its_other_variables_is_refused() -> None:
+    with pytest.raises(UserError) as raised:
+        find_launched_rank({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"})
+    assert str(raised.value) == (
+        "SLURM_STEP_ID and SLURM_NTASKS=2 say that this is a task of a Slurm job step, but there is no SLURM_JOB_ID "
+        "and no SLURM_PROCID and no SLURM_LOCALID and no SLURM_STEP_NODELIST; start the ranks with srun, which sets "
+        "all of them, or run alone with `env -u SLURM_STEP_ID COMMAND`."
+    )
+
+
+@pytest.mark.parametrize("tasks", ["2", "abc", ""])
+def test_a_batch_script_may_have_any_number_of_tasks(tasks: str) -> None:
+    assert find_launched_rank({"SLURM_JOB_ID": "1", "SLURM_NTASKS": tasks}) is None
+
+
+def test_a_lone_step_is_alone() -> None:
+    assert find_launched_rank({"SLURM_STEP_ID": "0"}) is None

@@ -8,9 +8,11 @@ from threefold.errors import UserError, naming_arguments
 from threefold.launch.device import choose_device, gpu_count
 from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import RankFailed, cause
+from threefold.launch.in_process import run_in_process
 from threefold.launch.local import StartMethod, collect_local
-from threefold.launch.process import require_room
-from threefold.launch.worker import Device, Job, RankInfo, join, meet
+from threefold.launch.process import has_group, require_room
+from threefold.launch.rendezvous import meet
+from threefold.launch.worker import Device, Job, RankInfo, join
 
 DeviceSetting = Literal["auto", "cpu", "cuda"]
 
@@ -26,11 +28,13 @@ def run(
     """Call `fn(*args)` on every rank, and return what each of them returned.
 
     Where `torchrun` or `srun` started this process it is one of the ranks; otherwise they are started here, as `spawn`
-    does. So one script serves for both.
+    does. So one script serves for both. A single rank runs in this process, where `breakpoint()` has the terminal, with
+    a process group that lasts for the call.
 
     Args:
         fn, args, device, start_method: as of `spawn`.
-        ranks: how many; None for those of the launcher, else one for each GPU, or a single one.
+        ranks: how many; None for those of the launcher, else one for each GPU, or a single one. With
+            `start_method="spawn"` a single one is a new process, too.
 
     Returns:
         the values that `fn` returned, by rank, on every rank.
@@ -44,7 +48,11 @@ def run(
     """
     launched = find_launched_rank()
     if launched is None:
-        return spawn(fn, gpu_count() or 1 if ranks is None else ranks, args, device=device, start_method=start_method)
+        ranks = gpu_count() or 1 if ranks is None else ranks
+        _check(fn, ranks, args)
+        if ranks == 1 and start_method == "fork":
+            return [_run_alone(fn, args, device)]
+        return spawn(fn, ranks, args, device=device, start_method=start_method)
     _check(fn, launched.world_size if ranks is None else ranks, args)
     if ranks not in (None, launched.world_size):
         raise UserError(f"ranks is {ranks} but the launcher started {launched.world_size}; use {launched.world_size}.")
@@ -178,6 +186,29 @@ def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thr
             f"Rank {info.rank} returned a {type(value).__name__}, which cannot be sent to the process that started it "
             f"({error}); return numbers, tensors or nothing."
         ) from None
+
+
+def _run_alone(fn: Callable[..., Any], args: tuple[Any, ...], device: DeviceSetting) -> Any:
+    """Call `fn` as the only rank, in this process; its process group and number of threads last for the call.
+
+    Raises:
+        UserError: this process is a rank already.
+    """
+    import torch
+    import torch.distributed as dist
+
+    chosen = device_of(device, 1)
+    if dist.is_initialized():
+        raise has_group()
+    threads = torch.get_num_threads()
+    try:
+        return run_in_process(_call_alone, (fn, args), 1, device=chosen)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _call_alone(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return fn(*args)
 
 
 def _run_here(

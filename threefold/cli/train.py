@@ -90,6 +90,14 @@ def train(
             show_default=False,
         ),
     ] = None,
+    debug_rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="RANK",
+            help="Give this rank the terminal, for breakpoint(); the others wait for it as long as it takes.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train the model of CONFIG, on dp · tp · pp · cp local processes, or as ranks of torchrun or srun.
 
@@ -114,13 +122,16 @@ def train(
                 if not of_another and (remembered := remembered_model(folder, trust_code)):
                     given = read_config(config, overrides, remembered, trust_code)
             _require_ranks(console, given)
+            if debug_rank is not None:
+                _require_ranks((debug_rank,), given, "--debug-rank is")
+                _require_own_ranks(debug_rank)
             with Bars() as bars:  # its thread must end before the workers are forked
                 run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars, profile_steps=profiled)
             if run.finished:
                 _say(
                     f"{folder} has completed all its {run.config.train.max_steps:,} steps; there is nothing left to do."
                 )
-            stopped = run.start(console, signals, lambda: _tell(run.config.compact()))
+            stopped = run.start(console, signals, lambda: _tell(run.config.compact()), debug_rank)
         except StopRequested as request:
             if not request.again:
                 # Nothing is imported here: the signal may have arrived during an import.
@@ -190,12 +201,24 @@ def _profile_steps(text: str | None) -> int:
     return int(text)
 
 
-def _require_ranks(ranks: tuple[int, ...], config: "Config") -> None:
-    """Check that the layout has the ranks of --console-ranks."""
+def _require_own_ranks(debug_rank: int) -> None:
+    """Check that no launcher has started this rank, as its process has no terminal."""
+    from threefold.errors import UserError
+    from threefold.launch.environment import find_launched_rank
+
+    if find_launched_rank() is not None:
+        raise UserError(
+            f"--debug-rank is {debug_rank} but a launcher has started the ranks, which have no terminal; start the run "
+            "on one machine without a launcher."
+        )
+
+
+def _require_ranks(ranks: tuple[int, ...], config: "Config", option: str = "--console-ranks has") -> None:
+    """Check that the layout has the ranks of an option."""
     from threefold.comm.layout import Layout
     from threefold.errors import UserError
 
     last = Layout.of(config.parallel).world_size - 1
     if absent := [rank for rank in ranks if not 0 <= rank <= last]:
         exist = f"the layout has ranks 0 to {last}" if last else "the layout has rank 0 alone"
-        raise UserError(f"--console-ranks has {shown(str(absent[0]))} but {exist}; use {0 if absent[0] < 0 else last}.")
+        raise UserError(f"{option} {shown(str(absent[0]))} but {exist}; use {0 if absent[0] < 0 else last}.")

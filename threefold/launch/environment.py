@@ -5,11 +5,20 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
+
+from threefold.errors import UserError
+from threefold.files import shown
 
 FIRST_SLURM_PORT = 20_000
 SLURM_PORTS = 10_000
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_BY_HAND: Final = ("RANK", "WORLD_SIZE")
+"""Variables without which no rank of torchrun is found; people set them in a shell, and forget them there."""
+_SLURM_TASKS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_SLURM_TASKS_PER_NODE: Final = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_LAST_PORT: Final = 65_535
 TIME_TO_SPEAK = 5.0
 """Seconds that the other ranks wait while rank 0 prints an error that all of them have."""
 
@@ -24,6 +33,10 @@ class LaunchedRank:
         rendezvous: URL of the rendezvous, for `torch.distributed`.
         attempt: how often the launcher has restarted the ranks.
         restarts: how often it may.
+        host: where the ranks meet.
+        port: there.
+        hosted: whether the launcher itself listens there; otherwise rank 0 does.
+        variables: those that say so, with their values, and how to start alone without them.
     """
 
     rank: int
@@ -33,10 +46,18 @@ class LaunchedRank:
     rendezvous: str
     attempt: int = 0
     restarts: int = 0
+    host: str = field(default="", compare=False)
+    port: int = field(default=0, compare=False)
+    hosted: bool = field(default=False, compare=False)
+    variables: str = field(default="", compare=False)
 
 
 def find_launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """The rank that torchrun or Slurm's srun gave this process; None when no launcher started it."""
+    """The rank that torchrun or Slurm's srun gave this process; None when no launcher started it.
+
+    Raises:
+        UserError: a variable of the launcher has a value that none gives it.
+    """
     return _torchrun(environment) or _slurm(environment)
 
 
@@ -48,49 +69,147 @@ def missing_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     return [name for name in _TORCHRUN if name not in environment]
 
 
-def leave_to_rank_zero() -> None:
-    """On ranks other than 0 under a launcher, wait while rank 0 prints an error that all ranks have, then exit.
+def local_place(rank: int, world_size: int, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The number of a rank of an initialised process group among those of its host, and how many these are.
 
-    They wait because some launchers end every rank as soon as one has ended.
+    Args:
+        rank, world_size: of the process group, for what no launcher has set.
+
+    Raises:
+        UserError: a variable of the launcher has a value that none gives it.
     """
-    launched = find_launched_rank()
-    if launched is not None and launched.rank != 0:
-        time.sleep(TIME_TO_SPEAK)
-        sys.exit(2)
+    most = _number(environment, "LOCAL_WORLD_SIZE", 1, None, world_size)
+    return _number(environment, "LOCAL_RANK", 0, most - 1, rank), most
+
+
+def leave_to_rank_zero() -> None:
+    """On ranks other than 0 that torchrun or srun started, wait while rank 0 prints an error that all ranks have, then
+    exit.
+
+    They wait because some launchers end every rank as soon as one has ended. A rank whose variables were set by hand
+    may be alone, and prints its error itself.
+    """
+    try:
+        launched = find_launched_rank()
+    except UserError:  # the error to print, or one beside it
+        return
+    if launched is None or launched.rank == 0:
+        return
+    if set(_TORCHRUN) <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    time.sleep(TIME_TO_SPEAK)
+    sys.exit(2)
 
 
 def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
     if not set(_TORCHRUN) <= environment.keys():
         return None
-    world_size = int(environment["WORLD_SIZE"])
+    world_size = _number(environment, "WORLD_SIZE", 1)
+    rank = _number(environment, "RANK", 0, world_size - 1)
+    local_world_size = _number(environment, "LOCAL_WORLD_SIZE", 1, world_size, world_size)
+    local_rank = _number(environment, "LOCAL_RANK", 0, local_world_size - 1)
+    host = environment["MASTER_ADDR"]
+    if not host.strip():
+        raise _wrong(environment, "MASTER_ADDR", "the name or address of the host of rank 0", "localhost")
     return LaunchedRank(
-        int(environment["RANK"]),
+        rank,
         world_size,
-        int(environment["LOCAL_RANK"]),
-        int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        local_rank,
+        local_world_size,
         "env://",
-        int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+        _number(environment, "TORCHELASTIC_RESTART_COUNT", 0, None, 0),
+        _number(environment, "TORCHELASTIC_MAX_RESTARTS", 0, None, 0),
+        host,
+        _number(environment, "MASTER_PORT", 1, _LAST_PORT),
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        f"RANK={rank} and WORLD_SIZE={world_size} are set, which {_start_alone('RANK', 'WORLD_SIZE')} is without",
     )
 
 
 def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
     """A task of a job step; None in the shell of a batch script or of an interactive step."""
-    world_size = int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
-    if "SLURM_STEP_ID" not in environment or world_size == 1:
+    if "SLURM_STEP_ID" not in environment:
         return None
-    hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(world_size))
-    step = int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])
-    address = f"{first_host(hosts)}:{FIRST_SLURM_PORT + step % SLURM_PORTS}"
-    rank = int(environment["SLURM_PROCID"])
+    tasks_variable = next((name for name in _SLURM_TASKS if environment.get(name)), _SLURM_TASKS[-1])
+    world_size = _number(environment, tasks_variable, 1, None, 1)
+    if world_size == 1:
+        return None
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    needed = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID")
+    missing = [name for name in needed if name not in environment] + ([] if hosts else ["SLURM_STEP_NODELIST"])
+    if missing or not hosts:
+        raise UserError(
+            f"SLURM_STEP_ID and {tasks_variable}={world_size} say that this is a task of a Slurm job step, but there "
+            f"is no {' and no '.join(missing)}; start the ranks with srun, which sets all of them, or run alone with "
+            f"{_start_alone('SLURM_STEP_ID')}."
+        )
+    step = _number(environment, "SLURM_JOB_ID", 0) * 31 + _number(environment, "SLURM_STEP_ID", 0)
+    host, port = first_host(hosts), FIRST_SLURM_PORT + step % SLURM_PORTS
+    rank = _number(environment, "SLURM_PROCID", 0, world_size - 1)
     return LaunchedRank(
         rank,
         world_size,
-        int(environment["SLURM_LOCALID"]),
-        tasks_on(tasks, int(environment.get("SLURM_NODEID", 0))),
-        f"tcp://{address}?rank={rank}&world_size={world_size}",
+        _number(environment, "SLURM_LOCALID", 0, world_size - 1),
+        _tasks_here(environment, world_size),
+        f"tcp://{host}:{port}?rank={rank}&world_size={world_size}",
+        host=host,
+        port=port,
+        variables=f"SLURM_PROCID={rank} and {tasks_variable}={world_size} are set, which "
+        f"{_start_alone('SLURM_STEP_ID')} is without",
     )
+
+
+def _tasks_here(environment: Mapping[str, str], world_size: int) -> int:
+    name = next((each for each in _SLURM_TASKS_PER_NODE if environment.get(each)), "")
+    if not name:
+        return world_size
+    try:
+        return tasks_on(environment[name], _number(environment, "SLURM_NODEID", 0, None, 0))
+    except ValueError:
+        raise _wrong(environment, name, "tasks of each node, such as 4(x2),3", str(world_size)) from None
+
+
+def _number(
+    environment: Mapping[str, str], name: str, least: int, most: int | None = None, default: int | None = None
+) -> int:
+    """The value of a launcher's variable, a whole number.
+
+    Args:
+        default: where it is not set.
+
+    Raises:
+        UserError: it is none, or outside of `least` to `most`.
+    """
+    if name not in environment and default is not None:
+        return default
+    text = environment.get(name, "")
+    # Not all that `int` takes: a launcher writes digits, and Python refuses to read thousands of them.
+    value = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text) else None
+    if value is not None and value >= least and (most is None or value <= most):
+        return value
+    rule = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+    if most == least:
+        rule = str(least)
+    if name in ("RANK", "SLURM_PROCID") and value is not None:
+        rule += f", as there {'is 1 rank' if most == 0 else f'are {(most or 0) + 1:,} ranks'}"
+    nearest = least if value is None or value < least else most
+    raise _wrong(environment, name, rule, str(nearest))
+
+
+def _wrong(environment: Mapping[str, str], name: str, rule: str, nearest: str) -> UserError:
+    """The error about a launcher's variable."""
+    launcher, without = ("srun", ("SLURM_STEP_ID",)) if name.startswith("SLURM") else ("torchrun", _BY_HAND)
+    text = environment.get(name, "")
+    value = shown(text) if text.strip() else "empty"
+    return UserError(
+        f"The environment variable {name} is {value} but must be {rule}; set it to {nearest}, start the ranks with "
+        f"{launcher}, which sets it, or run alone with {_start_alone(*without)}."
+    )
+
+
+def _start_alone(*names: str) -> str:
+    """The start of this command without the variables of a launcher."""
+    return f"`env {' '.join(f'-u {name}' for name in names)} COMMAND`"
 
 
 def first_host(hosts: str) -> str:
@@ -102,10 +221,15 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_on(tasks_per_node: str, node: int) -> int:
-    """Tasks on one node of a Slurm list of tasks per node: `4(x2),3` is 4, 4, 3."""
+    """Tasks on one node of a Slurm list of tasks per node: `4(x2),3` is 4, 4, 3.
+
+    Raises:
+        ValueError: it is no such list.
+    """
     counts: list[int] = []
     for part in tasks_per_node.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match:
-            counts += [int(match[1])] * int(match[2] or 1)
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part)
+        if match is None or int(match[1]) < 1:
+            raise ValueError(f"{part!r} is no number of tasks")
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts[min(node, len(counts) - 1)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
-from threefold.launch.environment import LaunchedRank, find_launched_rank
+from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place
 from threefold.launch.signals import StopRequested, StopSignals
 from threefold.launch.worker import Device, Job, RankInfo, Worker, never, stay_on_loopback, work
 
@@ -24,8 +24,7 @@ def joined_rank() -> LaunchedRank | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_rank, local_size = local_place(rank, size)
     launched = find_launched_rank()
     attempt, restarts = (launched.attempt, launched.restarts) if launched else (0, 0)
     return LaunchedRank(rank, size, local_rank, local_size, "", attempt, restarts)

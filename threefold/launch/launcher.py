@@ -16,8 +16,9 @@ from threefold.launch.failure import REPORTS, Failure, RankFailed, from_exceptio
 from threefold.launch.local import Again, StartMethod, run_local, write_traceback
 from threefold.launch.output import failure_file
 from threefold.launch.process import require_room
+from threefold.launch.rendezvous import meet
 from threefold.launch.signals import StopSignals
-from threefold.launch.worker import Device, Job, RankInfo, Worker, meet, never, work
+from threefold.launch.worker import Device, Job, RankInfo, Worker, never, work
 
 _OWNED = "owned"
 
@@ -38,6 +39,7 @@ def run(
     timeout: float = 0.0,
     again: Again | None = None,
     backend: Backend = "auto",
+    debug_rank: int | None = None,
 ) -> object:
     """Call `worker(rank_info, *args)` on every rank with `torch.distributed` initialised, and wait for the end.
 
@@ -53,6 +55,7 @@ def run(
         timeout: seconds that a rank may make no progress while another one waits for it; 0 for any number.
         again: as of `run_local`, for ranks that are started here.
         backend: as of `RankInfo`.
+        debug_rank: as of `Job`, for ranks that are started here.
 
     Returns:
         the worker's result on the rank of this process, or on rank 0 where the ranks are started here.
@@ -77,6 +80,7 @@ def run(
             timeout=timeout,
             again=again,
             backend=backend,
+            debug_rank=debug_rank,
         )
     if launched.world_size != world_size:
         raise UserError(
@@ -100,6 +104,7 @@ def spawn(
     timeout: float = 0.0,
     again: Again | None = None,
     backend: Backend = "auto",
+    debug_rank: int | None = None,
 ) -> object:
     """As `run`, always on processes of this host.
 
@@ -110,7 +115,7 @@ def spawn(
     require_room(world_size)
     if device == "cuda":
         require_gpus(world_size, backend)
-    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, timeout=timeout, backend=backend)
+    job = Job(worker, args, device, run_dir, console_ranks, signals is not None, True, timeout, backend, debug_rank)
     with own():
         return run_local(job, world_size, start_method or ("spawn" if device == "cuda" else "fork"), signals, again)
 
@@ -124,7 +129,7 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
     info = RankInfo(*place, job.device, asked, backend=job.backend)
     store = None
     try:
-        store = meet(launched)
+        store = meet(launched, job.timeout)
         with ExitStack() as stack:
             if job.timeout and launched.world_size > 1:
                 info = replace(info, heartbeat=stack.enter_context(_watched(job, launched, store)))

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from threefold.comm.heartbeat import Heartbeat, RunSection
 from threefold.errors import UserError
+from threefold.launch.debugger import set_debugger
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
 from threefold.launch.hangs.local import INTERVAL, LocalWatch, SharedPages
 from threefold.launch.output import log_file
@@ -123,7 +124,7 @@ def collect_local(
 
 
 def _hang_watch(job: Job, ranks: list[_Rank], pages: SharedPages | None) -> LocalWatch | None:
-    if pages is None:
+    if pages is None or job.debug_rank is not None:  # ranks wait for one in a debugger as long as it takes
         return None
     return LocalWatch(pages, [rank.process.pid or 0 for rank in ranks], job.timeout, asks=job.over_nccl)
 
@@ -156,6 +157,7 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, 
     heartbeat = Heartbeat() if pages is None else pages.heartbeat(info.rank)
     heartbeat.section(RunSection.START)
     unblock_signals()
+    set_debugger(job.debug_rank, info.rank, named="--debug-rank" if job.run_dir else "")
     try:
         with job.output_of(info.rank), nullcontext() if pages is None else job.beating(heartbeat, info.rank):
             import torch.distributed as dist

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,11 @@ from threefold.errors import UserError
 PR_SET_PDEATHSIG = 1
 _LEAST_MEMORY: Final = 64 << 20
 """Bytes of a rank's process without a model."""
+_OWN_FILES: Final = 26
+"""Files that a process of a run has open beside its connections: libraries, data, logs."""
+_FEW: Final = 8
+_FILES_OF_A_RANK: Final = (7, 3)
+"""Connections and pipes to each other rank: of the first few, as measured, and the fewest of a further one."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -69,17 +75,33 @@ def signal_name(number: int) -> str:
 
 
 def require_room(ranks: int) -> None:
-    """Check that the memory of this machine suffices for so many processes.
+    """Check that the memory of this machine and the open files of a process suffice for so many processes.
 
     Raises:
-        UserError: it does not, even without a model.
+        UserError: they do not, even without a model.
     """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    least = _OWN_FILES + _FILES_OF_A_RANK[0] * min(ranks, _FEW) + _FILES_OF_A_RANK[1] * max(ranks - _FEW, 0)
+    if files != resource.RLIM_INFINITY and files < least:
+        raise UserError(
+            f"A process may have {files:,} files open here (ulimit -n), too few for {ranks:,} "
+            f"rank{'' if ranks == 1 else 's'} that are connected to each other; set it to {2 * least:,} or more with "
+            f"`ulimit -n {2 * least}`."
+        )
     most = max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _LEAST_MEMORY)
     if ranks > most:
         raise UserError(
             f"The layout has {ranks} ranks, more than the memory of this machine has room for; use at most {most} "
             "here, or start them on several machines with torchrun or srun."
         )
+
+
+def has_group() -> UserError:
+    """The error that this process is a rank already."""
+    return UserError(
+        "torch.distributed is initialised in this process, so it cannot start ranks of its own; call init_mesh in "
+        "the function that runs on each rank."
+    )
 
 
 def prepare_fork() -> bool:
@@ -97,10 +119,7 @@ def prepare_fork() -> bool:
     from threefold.torch_private.threads import end_openmp_threads
 
     if dist.is_initialized():
-        raise UserError(
-            "torch.distributed is initialised in this process, so it cannot start ranks of its own; call init_mesh in "
-            "the function that runs on each rank."
-        )
+        raise has_group()
     if torch.cuda.is_initialized():
         raise UserError(
             "CUDA is initialised in this process, so its forks could not use it; start the ranks before anything uses "

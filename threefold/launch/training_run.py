@@ -166,6 +166,7 @@ class TrainingRun:
         console_ranks: tuple[int, ...] = (0,),
         signals: StopSignals | None = None,
         announce: Callable[[], None] = lambda: None,
+        debug_rank: int | None = None,
     ) -> "Stopped | None":
         """Train, on processes of this host or as the rank a launcher started here, and wait for the end.
 
@@ -174,6 +175,7 @@ class TrainingRun:
             signals: entered by the caller; the first one ends the run with a checkpoint. Without, SIGINT and SIGTERM
                 end the run at once.
             announce: called by one process, after the run folder is locked and before training.
+            debug_rank: the rank that has this process's terminal, for a debugger.
 
         Returns:
             None after the last step; else the step at which a signal, a callback or the time limit ended the run.
@@ -211,6 +213,7 @@ class TrainingRun:
             signals=signals,
             timeout=self.config.train.timeout,
             again=restarts,
+            debug_rank=debug_rank,
             backend=self.config.parallel.backend,
         )
         stopped = cast("Stopped | None", ended)

@@ -1,5 +1,6 @@
 """Set-up of a rank: device, threads and process group, then the worker function."""
 
+import math
 import os
 import re
 import socket
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, wait_code
 from threefold.host import usable_cores
 from threefold.launch.device import Backend, gpu_count
-from threefold.launch.environment import LaunchedRank
 from threefold.launch.output import log_file, logged, logged_and_shown
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class Job:
             raises that.
         timeout: seconds after which a rank is taken to hang; 0 for none.
         backend: as of `RankInfo`.
+        debug_rank: the rank that has the terminal, for a debugger; None for none. With one, no rank is taken to hang.
     """
 
     worker: Worker
@@ -84,6 +85,7 @@ class Job:
     prints_traceback: bool = True
     timeout: float = 0.0
     backend: Backend = "auto"
+    debug_rank: int | None = None
 
     @property
     def over_nccl(self) -> bool:
@@ -101,8 +103,9 @@ class Job:
         return beating(heartbeat, partial(write_records, self.run_dir, rank))
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
-        """Redirects the output of `rank` to its log; without a run folder, does nothing."""
-        if self.run_dir is None:
+        """Redirects the output of `rank` to its log; does nothing without a run folder, nor for the rank that has the
+        terminal."""
+        if self.run_dir is None or rank == self.debug_rank:
             return nullcontext()
         log = log_file(self.run_dir, rank)
         if rank not in self.console_ranks:
@@ -124,7 +127,7 @@ def work(job: Job, info: RankInfo, store: "Store") -> object:
     """
     import torch.distributed as dist
 
-    join(info, store, job.timeout)
+    join(info, store, job.timeout if job.debug_rank is None else math.inf)
     result = job.worker(info, *job.args)
     if info.heartbeat is not None:
         info.heartbeat.section(RunSection.END)
@@ -175,14 +178,6 @@ def _group_timeout(backend: str, timeout: float) -> timedelta | None:
         return None
     on_gpu = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
     return on_gpu if backend == _NCCL else _LONGEST_WAIT
-
-
-def meet(launched: LaunchedRank) -> "Store":
-    """The rendezvous store of this attempt; a launcher may keep the same store when it restarts the ranks."""
-    import torch.distributed as dist
-
-    store, _, _ = next(iter(dist.rendezvous(launched.rendezvous)))
-    return dist.PrefixStore(f"threefold/{launched.attempt}", store)
 
 
 def stay_on_loopback() -> None:
