@@ -65,6 +65,32 @@ def drawn_tensors(engine: Engine) -> dict[str, Tensor]:
     return streams | engine.generators.stored(sizes) if engine.config.model.architecture == OWN else streams
 
 
+def checkpoint_tensors(engine: Engine) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: `engine_tensors` and `drawn_tensors`."""
+    return engine_tensors(engine) | drawn_tensors(engine)
+
+
+def loss_scale_facts(engine: Engine) -> tuple[float | None, int]:
+    """`loss_scale` and `good_steps` of the facts of a checkpoint."""
+    scale = engine.loss_scale
+    return (scale.value, scale.good_steps) if scale else (None, 0)
+
+
+def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Load a checkpoint of any layout into an engine: weights, optimizer state, loss scale, streams and generators.
+
+    Raises:
+        DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
+        UserError: on every rank, when it cannot be read.
+    """
+    _load(engine, engine_tensors(engine), checkpoint.path)
+    engine.optimizer.restored()
+    facts, scale = checkpoint.facts, engine.loss_scale
+    if scale is not None and facts.loss_scale is not None:
+        scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
+    _restore_streams(engine, checkpoint)
+
+
 class Checkpoints:
     """Saves and resumes a run. Collective over the world.
 
@@ -145,7 +171,7 @@ class Checkpoints:
         begun = time.monotonic()
         if self.clock is not None:
             self.clock.saving()
-        tensors = engine_tensors(self.engine) | drawn_tensors(self.engine)
+        tensors = checkpoint_tensors(self.engine)
         texts = self._texts | {WRITER: record_of(self.config.parallel).text}
         if self._background is not None and not last:
             return self._background.save(self.run_dir, self._facts(step), tensors, texts)
@@ -259,13 +285,8 @@ class Checkpoints:
             UserError: on every rank, when it cannot be read.
         """
         self.passed = frozenset(passed)
-        self._load(engine_tensors(self.engine), checkpoint.path)
-        self.engine.optimizer.restored()
-        facts, scale = checkpoint.facts, self.engine.loss_scale
+        restore_engine(self.engine, checkpoint)
         self.consumed = consumed_by(checkpoint, self.config)
-        if scale is not None and facts.loss_scale is not None:
-            scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
-        self._restore_streams(checkpoint)
         self.carry(checkpoint)
         return checkpoint.step
 
@@ -291,16 +312,9 @@ class Checkpoints:
             DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
             UserError: on every rank, when it cannot be read.
         """
-        self._load(model_tensors(self.engine), checkpoint.path)
+        _load(self.engine, model_tensors(self.engine), checkpoint.path)
         self.engine.optimizer.restored()
         self.carry(checkpoint)
-
-    def _load(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        """Fill tensors; buffers that a checkpoint of an older version lacks stay as the constructor makes them."""
-        names, buffers = stored_names(path), stored_buffers(self.engine.stages)
-        lacking = {MODEL + name for name in buffers} - names
-        wanted = {name: tensor for name, tensor in tensors.items() if name not in lacking}
-        load_tensors(wanted, path, self.engine.mesh.world)
 
     def carry(self, checkpoint: Checkpoint) -> None:
         """Copy the sidecar files of a checkpoint into the following ones."""
@@ -310,27 +324,9 @@ class Checkpoints:
             # The data's tokenizer.json, where there is one, is the same; the checkpoint has more settings of it.
             self._texts = carried | self._texts | settings
 
-    def _restore_streams(self, checkpoint: Checkpoint) -> None:
-        """Restore this rank's random streams and generators; in another layout, reseed them from the seed and the
-        step."""
-        engine, layout = self.engine, self.engine.mesh.layout
-        names = {name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)}
-        if any(name.startswith(stored_as(layout.shape)) for name in names):
-            streams, generators = engine.streams.stored(layout.shape), engine.generators.places(layout.shape)
-            mine = {name: state for name, state in (streams | generators).items() if name in names}
-            load_tensors(mine, checkpoint.path, engine.mesh.world)
-            if drawn := {name: state for name, state in mine.items() if name in streams}:
-                engine.streams.load_stored(drawn, layout.shape)  # else this rank's stage never drew
-            engine.generators.load_stored(mine, layout.shape)
-            return
-        of_process = {name for name in names if is_of_process(name)}
-        if names - of_process:
-            engine.streams.reseed("after", checkpoint.step)
-        if of_process:
-            engine.generators.reseed(engine.settings.seed, "after", checkpoint.step)
-
     def _facts(self, step: int) -> Facts:
-        dataset, train, scale = self.dataset, self.config.train, self.engine.loss_scale
+        dataset, train = self.dataset, self.config.train
+        scale, good_steps = loss_scale_facts(self.engine)
         return Facts(
             step=step,
             consumed_samples=self.consumed.before(step),
@@ -343,8 +339,34 @@ class Checkpoints:
             special_tokens=None if dataset.rule.is_assumed else dataset.rule.special_tokens,
             beginning=dataset.rule.beginning,
             contents=self.contents(),
-            loss_scale=scale.value if scale else None,
-            good_steps=scale.good_steps if scale else 0,
+            loss_scale=scale,
+            good_steps=good_steps,
             anomalies=self.anomalies(),
             evaluation_missed=self.engine.stop.evaluation_missed,
         )
+
+
+def _load(engine: Engine, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Fill tensors; buffers that a checkpoint of an older version lacks stay as the constructor makes them."""
+    lacking = {MODEL + name for name in stored_buffers(engine.stages)} - stored_names(path)
+    wanted = {name: tensor for name, tensor in tensors.items() if name not in lacking}
+    load_tensors(wanted, path, engine.mesh.world)
+
+
+def _restore_streams(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Restore this rank's random streams and generators; in another layout, reseed them from the seed and the step."""
+    layout = engine.mesh.layout
+    names = {name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)}
+    if any(name.startswith(stored_as(layout.shape)) for name in names):
+        streams, generators = engine.streams.stored(layout.shape), engine.generators.places(layout.shape)
+        mine = {name: state for name, state in (streams | generators).items() if name in names}
+        load_tensors(mine, checkpoint.path, engine.mesh.world)
+        if drawn := {name: state for name, state in mine.items() if name in streams}:
+            engine.streams.load_stored(drawn, layout.shape)  # else this rank's stage never drew
+        engine.generators.load_stored(mine, layout.shape)
+        return
+    of_process = {name for name in names if is_of_process(name)}
+    if names - of_process:
+        engine.streams.reseed("after", checkpoint.step)
+    if of_process:
+        engine.generators.reseed(engine.settings.seed, "after", checkpoint.step)

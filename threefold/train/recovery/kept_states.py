@@ -22,7 +22,7 @@ from threefold.train.callbacks.base import Callback
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import reason_of
 from threefold.train.recovery.memory_copy import MemoryCopy
-from threefold.train.state import Checkpoints, drawn_tensors, engine_tensors
+from threefold.train.state import Checkpoints, checkpoint_tensors, engine_tensors
 
 
 class KeptStates(Callback):
@@ -121,7 +121,7 @@ class KeptStates(Callback):
     def _keep(self, done: int) -> None:
         assert self._checkpoints is not None
         engine, scale = self._checkpoints.engine, self._checkpoints.engine.loss_scale
-        tensors = engine_tensors(engine) | drawn_tensors(engine)
+        tensors = checkpoint_tensors(engine)
         facts = {
             "layout": self._layout,
             "loss_scale": scale.value if scale else None,
