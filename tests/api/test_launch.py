@@ -134,7 +134,7 @@ def test_one_rank_runs_in_this_process() -> None:
         raise ZeroDivisionError(dist.get_rank())
 
     assert threefold.run(ranks) == threefold.run(ranks, ranks=1) == [(os.getpid(), 1, kept)]
-    with pytest.raises(ZeroDivisionError, match="^0$"):
+    with pytest.raises(ZeroDivisionError, match=r"^0$"):
         threefold.run(fails, ranks=1)
     threefold.run(dist.destroy_process_group, ranks=1)
     assert not dist.is_initialized()
@@ -148,8 +148,8 @@ def test_a_debugger_without_a_terminal_is_one_sentence(monkeypatch: pytest.Monke
     with pytest.raises(UserError) as caught:
         threefold.spawn(lambda: breakpoint(), 1)
     assert str(caught.value) == (
-        "breakpoint() is called on rank 0, whose process has no terminal; call threefold.run with ranks=1, which starts "
-        "none."
+        "breakpoint() is called on rank 0, whose process has no terminal; call threefold.run with ranks=1, which "
+        "starts none."
     )
 
 
