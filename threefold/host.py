@@ -117,6 +117,15 @@ def memory() -> int:
     return min([physical, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
+def swap() -> int:
+    """Bytes of this machine's swap space; 0 where the system does not tell."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("SwapTotal:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def peak_memory() -> int:
     """Bytes of memory that this process has had resident at most; 0 where the system does not tell."""
     try:

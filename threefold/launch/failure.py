@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from threefold.errors import HardwareFault, ProcessFault, UserError
+from threefold.launch.memory import explain_allocation
 from threefold.launch.output import log_file
 from threefold.launch.process import signal_name
 
@@ -94,9 +95,13 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         return Failure(rank, str(error), now, user_error=True, **kind, raised=raised, traceback=text)
     while error.__cause__ is not None:  # the first exception of the chain
         error = error.__cause__
-    lines = traceback.format_exception_only(error)[-1].split("\n")
+    lines = [explain_allocation(error)] if explain_allocation(error) else _described(error)
     message = " ".join(line.strip() for line in lines if line.strip())
     return Failure(rank, message, now, raised=raised, traceback=text)
+
+
+def _described(error: BaseException) -> list[str]:
+    return traceback.format_exception_only(error)[-1].split("\n")
 
 
 _LOST: Final = re.compile(r"connection|broken pipe|\bpeer|pair closure|nccl", re.IGNORECASE)

@@ -25,6 +25,7 @@ from threefold.launch.device import choose_device, memory_per_rank, require_gpus
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.in_process import joined_rank, run_in_process
 from threefold.launch.launcher import run
+from threefold.launch.memory import require_memory
 from threefold.launch.output import log_file
 from threefold.launch.process import lasting_imports, require_room, signal_name
 from threefold.launch.restarts.fallbacks import Fallback, fallbacks_of, in_world, naming_fallback
@@ -193,7 +194,7 @@ class TrainingRun:
             from threefold.train.entry_point import check_division
 
             import_parts(self.config)
-        check_division(self.config)
+        require_memory(self.config, find_launched_rank(), check_division(self.config))
         if self.config.train.max_restarts:
             import_writer()
         for each in self.fallbacks:
@@ -247,7 +248,8 @@ class TrainingRun:
         from threefold.train.entry_point import check_division
 
         source = source or ConfigSource()
-        check_division(self.config, source)
+        launched = joined_rank() or find_launched_rank()
+        require_memory(self.config, launched, check_division(self.config, source))
         device: Device = "cuda" if self.config.train.device == "cuda" else "cpu"
         args = (*self._args(self.config), tuple(callbacks), source)
         size = Layout.of(self.config.parallel).world_size

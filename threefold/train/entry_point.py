@@ -131,19 +131,24 @@ def train(
         )
 
 
-def check_division(config: Config, source: ModelSource = ConfigSource()) -> None:  # noqa: B008
+def check_division(config: Config, source: ModelSource = ConfigSource()) -> int:  # noqa: B008
     """Check, before any process starts, that the layers can be partitioned into stages as a resolved config says, and
     that an own model suits its plan and the layout, and that checkpoints can keep its files.
+
+    Returns:
+        the number of parameters of an own model; 0 of another.
 
     Raises:
         UserError: they cannot, or it does not.
     """
+    parameters = 0
     if config.model.architecture == OWN:
-        check_source(source, config)
+        parameters = check_source(source, config)
         if config.model.file:
             model_files(file_source(config.model).path)
     check_device(config)
     check_layout(source, config)
+    return parameters
 
 
 def import_named(config: Config) -> None:

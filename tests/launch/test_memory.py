@@ -1,0 +1,99 @@
+"""A model that is too large for this machine is refused before it starts, or told in a sentence."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import own_token_model, ready
+from threefold.config import Config, resolve
+from threefold.config.loading import config_of
+from threefold.errors import UserError
+from threefold.launch import memory
+from threefold.launch.environment import LaunchedRank
+from threefold.launch.failure import from_exception
+from threefold.launch.memory import require_memory
+from threefold.plan.model_size import ModelSize
+
+ADAMW = 16
+"""Bytes of a weight, its gradient and two moments, in fp32."""
+
+
+def config(model: dict[str, object] | None = None, **parallel: int) -> Config:
+    sections = {
+        "model": model or {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4},
+        "data": {"path": "tokens", "sequence_length": 16},
+        "parallel": parallel,
+        "train": {"max_steps": 4, "global_batch_size": 8},
+    }
+    resolved = resolve(config_of(sections), 64)
+    return resolved.model_copy(update={"train": resolved.train.model_copy(update={"device": "cpu"})})
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, has: int, *arguments: object) -> str:
+    monkeypatch.setattr(memory, "memory", lambda: has)
+    monkeypatch.setattr(memory, "swap", lambda: 0)
+    try:
+        require_memory(*arguments)  # type: ignore[arg-type]
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("parallel", "copies"), [({}, 1), ({"dp": 4}, 4), ({"dp": 2, "pp": 2}, 2)])
+def test_the_states_of_all_ranks_of_the_host_are_counted(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, int], copies: int
+) -> None:
+    needed = ADAMW * copies * ModelSize(config()).parameters
+    if "pp" in parallel:  # both stages have the tied embedding
+        needed += ADAMW * copies * 64 * 32
+    assert refusal(monkeypatch, needed, config(**parallel), None) == ""
+    assert refusal(monkeypatch, needed - 1, config(**parallel), None).startswith("The weights, gradients and optimizer")
+
+
+def test_ranks_of_other_hosts_need_no_memory_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, needed = config(dp=4), ADAMW * ModelSize(config()).parameters
+    assert refusal(monkeypatch, needed, given, LaunchedRank(3, 4, 0, 1, "env://")) == ""
+    assert "of 2 ranks take" in refusal(monkeypatch, needed, given, LaunchedRank(2, 4, 0, 2, "env://"))
+
+
+def test_an_own_model_needs_its_states_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = config({"architecture": "own", "file": f"{own_token_model.__file__}:Tiny"}, dp=2)
+    assert refusal(monkeypatch, 2 * ADAMW * 1000, own, None, 1000) == ""
+    assert "of 2 ranks take" in refusal(monkeypatch, 2 * ADAMW * 1000 - 1, own, None, 1000)
+
+
+def test_a_run_is_refused_before_it_starts(tokens: Path, tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text(
+        f"data: {{path: {tokens}, sequence_length: 16}}\n"
+        "model: {num_layers: 80, hidden_size: 16384, num_attention_heads: 128}\n"
+        "parallel: {dp: 2}\n"
+        "train: {max_steps: 4, global_batch_size: 4, device: cpu}\n"
+    )
+    run = tmp_path / "run"
+    ended = ready.run([sys.executable, "-m", "threefold", "train", path, "--run-dir", run])
+    assert ended.returncode == 2
+    assert re.fullmatch(
+        r"Error: The weights, gradients and optimizer state of 2 ranks take 8,2[0-9]{2}\.[0-9] GB, more than the "
+        r"[0-9.,]+ GB of memory that this machine has for them; use parallel\.zero 3, fewer replicas "
+        r"\(parallel\.dp\), a smaller model \(model\.num_layers, model\.hidden_size\) or more machines\.\n",
+        ended.stderr,
+    )
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 58), lambda: np.empty(1 << 60, np.uint8)])
+def test_an_allocation_that_fails_is_a_sentence(allocate: object) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()  # type: ignore[operator]
+    assert re.fullmatch(
+        r"the memory of this machine, [0-9.,]+ GB for all its processes, is not enough: 1,152,921,504\.6 GB could not "
+        r"be allocated; use a smaller train\.micro_batch_size, train\.recompute, parallel\.zero, or more ranks of tp "
+        r"or pp on more machines",
+        from_exception(0, caught.value).error,
+    )
+    assert from_exception(0, RuntimeError("shapes do not match")).error == "RuntimeError: shapes do not match"
