@@ -80,8 +80,6 @@ REFUSED = [
     (lambda layer: layer.linear.weight.register_post_accumulate_grad_hook(lambda parameter: None), "'body.1.linear.weight' has a gradient hook"),
     (lambda layer: setattr(layer, "kept", nn.LazyLinear(4)), "'body.1.kept' is a LazyLinear, .*; give them: use nn.Linear."),
     (lambda layer: setattr(layer, "kept", nn.Embedding(3, 4, sparse=True)), "'body.1.kept' is an Embedding with sparse=True, .*; use sparse=False"),
-    (lambda layer: setattr(layer, "kept", nn.EmbeddingBag(3, 4, max_norm=1.0)), "'body.1.kept' is an EmbeddingBag with max_norm, .*; leave it out."),
-    (lambda layer: setattr(layer, "kept", nn.Embedding(3, 4, scale_grad_by_freq=True)), "with scale_grad_by_freq"),
     (with_attribute(lambda layer: torch.arange(4)), r"'body.1' keeps the tensor 'kept' as a plain attribute, .*; use self.register_buffer\('kept', …\)."),
     (with_attribute(lambda layer: {"mask": [torch.arange(4)]}), "'body.1' keeps the tensor in 'kept' as a plain attribute"),
     (with_attribute(lambda layer: layer.linear.weight * 2), "'body.1' keeps the tensor 'kept' as a plain attribute"),

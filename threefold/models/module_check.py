@@ -67,20 +67,11 @@ def _check_lazy(name: str, module: nn.Module) -> None:
 
 
 def _check_embedding(name: str, module: nn.Module) -> None:
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return
-    kind = type(module).__name__
-    if module.sparse:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
         raise UserError(
-            f"{name!r} is an {kind} with sparse=True, whose gradients cannot be sharded; use sparse=False, which "
-            "computes the same."
+            f"{name!r} is an {type(module).__name__} with sparse=True, whose gradients cannot be sharded; use "
+            "sparse=False, which computes the same."
         )
-    for setting in ("max_norm", "scale_grad_by_freq"):
-        if getattr(module, setting):
-            raise UserError(
-                f"{name!r} is an {kind} with {setting}, which goes by the samples of one rank alone, so that the "
-                "layout would change the result; leave it out."
-            )
 
 
 def _check_attribute(name: str, module: nn.Module, attribute: str, value: Any, known: set[nn.Module]) -> None:

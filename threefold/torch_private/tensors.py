@@ -1,6 +1,6 @@
 """Private parts of torch that concern tensors and modules of one device."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -146,3 +146,14 @@ def share_contents(module: nn.Module, other: nn.Module) -> None:
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """As a class's `__torch_function__`: operations on the subclass return plain tensors. Why: the documentation of
 subclasses says to use it. A public name would replace it."""
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own buffers that its state dict has, by name.
+
+    Why: `state_dict` runs the hooks of sharded weights, which gather them. A public argument of `named_buffers` would
+    replace it.
+    """
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
