@@ -2,6 +2,9 @@
 
 A block whose first line is a comment with a file name is saved under it; other Python is a script of its own; shell
 blocks are run. All of a page is run in order, in one empty folder. Blocks of `text` are not run.
+
+Of the other pages the blocks of Python run, in a folder with tokens and a run; one after a comment `not run: …`, which
+says why, does not. The examples of docs/api.md are run by test_api_page.py.
 """
 
 import os
@@ -16,15 +19,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ROOT / "docs/guides"
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->$")
 NAMED = re.compile(r"# ([\w./]+\.(?:py|yaml))$")
 
 
 class Block(NamedTuple):
-    """A block of a page; `line` is where its code begins."""
+    """A block of a page; `line` is where its code begins, `not_run` why it is not run."""
 
     language: str
     line: int
     code: str
+    not_run: str = ""
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -36,7 +41,9 @@ def blocks(page: Path) -> Iterator[Block]:
             if start is None:
                 start = number
             else:
-                yield Block(lines[start][3:], start + 2, "\n".join(lines[start + 1 : number]) + "\n")
+                reason = NOT_RUN.match(lines[start - 1]) if start else None
+                code = "\n".join(lines[start + 1 : number]) + "\n"
+                yield Block(lines[start][3:], start + 2, code, reason[1] if reason else "")
                 start = None
     assert start is None, f"{page.name} has a block without an end, from line {(start or 0) + 1}"
 
@@ -60,13 +67,64 @@ def run_page(page: Path, folder: Path) -> int:
                 f"{page.name}, line {block.line}: a {block.language!r} block without a name"
             )
             continue
-        script = folder / f"block_{block.line}.{'py' if block.language == 'python' else 'sh'}"
-        script.write_text(block.code)
-        command = [sys.executable, str(script)] if block.language == "python" else ["bash", "-e", str(script)]
-        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
-        assert ended.returncode == 0, f"{page.name}, line {block.line}:\n{ended.stdout}\n{ended.stderr}"
+        run_block(page, block, folder, environment)
         ran += 1
     return ran
+
+
+def run_block(page: Path, block: Block, folder: Path, environment: dict[str, str]) -> None:
+    script = folder / f"block_{block.line}.{'py' if block.language == 'python' else 'sh'}"
+    script.write_text(block.code)
+    command = [sys.executable, str(script)] if block.language == "python" else ["bash", "-e", str(script)]
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, f"{page.name}, line {block.line}:\n{ended.stdout}\n{ended.stderr}"
+
+
+def other_pages() -> list[str]:
+    """The pages beside the guides that have Python, but the one of the library."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent != GUIDES and page.name != "api.md"]
+    found = [page for page in pages if any(block.language == "python" for block in blocks(page))]
+    return sorted(str(page.relative_to(ROOT)) for page in found)
+
+
+@pytest.fixture(scope="module")
+def run_of_readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a reader of the pages has it: `tokens` of text, and a run of a hundred steps."""
+    folder = tmp_path_factory.mktemp("reader")
+    config = """data: {path: tokens, sequence_length: 32, split: "949,50,1"}
+model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}
+train: {max_steps: 100, global_batch_size: 2, eval_every: 0}
+checkpoint: {every: 100}
+"""
+    commands = """threefold data sample text
+threefold data prepare text --out tokens
+threefold train reader.yaml --run-dir runs/demo
+"""
+    (folder / "reader.yaml").write_text(config)
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    run_block(Path("a reader's folder"), Block("sh", 1, commands), folder, environment)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", other_pages())
+def test_the_python_of_another_page_runs(name: str, run_of_readers: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for block in blocks(ROOT / name):
+        if block.language == "python" and not block.not_run:
+            named = NAMED.match(block.code.splitlines()[0])
+            code = block.code.replace('"RUN/', '"runs/demo/')
+            run_block(ROOT / name, block._replace(code=code), run_of_readers, environment)
+            if named:
+                (run_of_readers / named[1]).write_text(code)
+
+
+def test_what_is_not_run_says_why() -> None:
+    reasons = {(name, block.line): block.not_run for name in other_pages() for block in blocks(ROOT / name)}
+    assert len([reason for reason in reasons.values() if reason]) == 4
+    for page in (ROOT / "docs").rglob("*.md"):
+        marked = sum(bool(block.not_run) for block in blocks(page))
+        assert page.read_text().count("<!-- not run:") == marked, f"{page.name}: a reason is not before a block"
 
 
 @pytest.mark.slow

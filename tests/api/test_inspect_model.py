@@ -167,3 +167,20 @@ def test_models_of_any_kind(model: Callable[[], nn.Module], rules: dict[str, str
     exec(found.proposal, {"t3": t3}, names)
     assert names["plan"].shard
     assert f"problem: {found.problem}" in str(found) or not found.problem
+
+
+class Alternating(nn.Module):
+    plan = t3.Plan(["0", "1", "2", "3"], {"0": t3.Column(), "1": t3.Row(), "2": t3.Column(), "3": t3.Row()})
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place in range(4):
+            self.add_module(str(place), nn.Linear(6, 6, bias=False))
+
+
+def test_a_row_has_what_is_cut_alike() -> None:
+    found = t3.inspect(Alternating)
+    assert [(each.pattern, each.rule, each.count, each.parameters, each.per_rank) for each in found.modules] == [
+        ("*", "Column", 2, 72, 36),
+        ("*", "Row", 2, 72, 36),
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
 
 import threefold
 from tests.support.sweep import sweep
@@ -34,6 +35,27 @@ def test_values_of_all_ranks_come_back(start: Any) -> None:
 
     found = start(local, ranks=RANKS, args=(0.5,))
     assert [each.tolist() for each in found] == [[11.5 + rank] * 2 for rank in range(RANKS)]
+
+
+def parts_and_whole(give_part: bool) -> dict[str, object]:
+    """Weights that are cut and one that is whole on every rank, as they are stored."""
+    mesh = threefold.init_mesh(tp=2)
+    layer = threefold.ColumnParallelLinear(3, 4, mesh.tp, name="cut", seed=1)
+    bias = layer.weight.redistribute(placements=[Replicate()])
+    return {"layers": [layer.weight if give_part else layer.weight.full_tensor()], "bias": (bias,)}
+
+
+def test_a_sharded_tensor_comes_back_whole_or_not_at_all() -> None:
+    for found in threefold.spawn(parts_and_whole, 2, (False,)):
+        (bias,), (weight,) = found["bias"], found["layers"]
+        assert type(bias) is type(weight) is torch.Tensor
+        assert torch.equal(bias, weight)
+        assert torch.cat([bias, weight]).shape == (8, 3)
+    sentence = (
+        r"^A DTensor of 4 × 3 was returned, .*; return tensor.full_tensor\(\), which all ranks of its mesh call.$"
+    )
+    with pytest.raises(UserError, match=sentence):
+        threefold.spawn(parts_and_whole, 2, (True,))
 
 
 def test_notebook_launcher_takes_the_arguments_of_accelerate() -> None:

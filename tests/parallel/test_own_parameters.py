@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from tests.support.odd_parameters import STEPS, Strided, departures, in_layout, plain, prepared
+from tests.support.odd_parameters import STEPS, Strided, Tables, departures, in_layout, plain, prepared
 from tests.support.sweep import sweep
+from threefold import Column, Row, Shard
 
 LAYOUTS = [
     ({}, {}),
@@ -32,3 +33,22 @@ def test_prepared_weights_in_any_order_in_memory(pool, sizes: dict[str, int], op
         assert {f"weight {name}" for name in found} == set(after)
         for name, weight in found.items():
             torch.testing.assert_close(weight, after[f"weight {name}"], rtol=1e-11, atol=1e-12)
+
+
+HEADS = {
+    "heads": Column(heads=4),
+    "out": Row(heads=4),
+    "slopes": Shard(0, heads=4),
+    "shifts": Shard(1, heads=4),
+    "on": Shard(0),
+}
+
+
+@sweep(
+    ("sizes", "options"),
+    [({"tp": 2}, {}), ({"tp": 4}, {}), ({"dp": 2, "tp": 2}, {"zero": 2}), ({"tp": 2, "pp": 2}, {"micro_batches": 2})],
+    quick=(0, 3),
+)
+def test_buffers_of_a_value_for_each_head_are_cut(pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    found = pool.run(sizes.get("dp", 1) * sizes["tp"] * sizes.get("pp", 1), in_layout, Tables, sizes, options, HEADS)
+    assert departures(plain(Tables), found) == []

@@ -1,4 +1,4 @@
-"""A model whose parameters are unusual, and its training with plain torch in one process and in layouts."""
+"""A model with unusual parameters: its training with plain torch in one process, and by the library in layouts."""
 
 from collections.abc import Callable
 from typing import Any

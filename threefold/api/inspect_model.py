@@ -24,7 +24,7 @@ _WIDTH = 160
 
 @dataclass(frozen=True)
 class InspectedModule:
-    """Modules of one kind, whose names differ in their numbers alone, or a bare parameter.
+    """Modules of one kind that are cut alike, whose names differ in their numbers alone, or a bare parameter.
 
     Attributes:
         pattern: their names.
@@ -194,13 +194,13 @@ def _modules(
         tp: ranks of the tensor axis.
         undecided: pattern → why nothing could be said.
     """
-    found: dict[tuple[str, str], InspectedModule] = {}
-    owners: dict[tuple[str, str], set[str]] = {}
+    found: dict[tuple[str, str, str], InspectedModule] = {}
+    owners: dict[tuple[str, str, str], set[str]] = {}
     for name, parameter in model.named_parameters():  # a tied weight once
         owner, _, own = name.rpartition(".")
         rule, (pattern, is_bare) = rule_of(name), label_of(name)
         kind = "Parameter" if is_bare else type(model.get_submodule(owner)).__name__
-        key = pattern, kind
+        key = pattern, kind, _told(rule)
         owners.setdefault(key, set()).add(name if is_bare else owner)
         before = found.get(key)
         held = prod(local_shape(tuple(parameter.shape), rule, own, Place(tp=ShardIndex(0, tp))))
@@ -210,7 +210,7 @@ def _modules(
             len(owners[key]),
             parameter.numel() + (before.parameters if before else 0),
             held + (before.per_rank if before else 0),
-            _told(rule),
+            key[2],
             (undecided or {}).get(pattern, ""),
         )
     return list(found.values())

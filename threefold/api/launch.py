@@ -84,8 +84,8 @@ def spawn(
         the values that `fn` returned, by rank; they are pickled, tensors by value.
 
     Raises:
-        UserError: an argument is wrong, there are fewer GPUs than ranks, this process is itself a rank, or CUDA is
-            initialised.
+        UserError: an argument is wrong, a rank returned a part of a `DTensor`, there are fewer GPUs than ranks, this
+            process is itself a rank, or CUDA is initialised.
         RankFailed: a rank's process ended, such as by SIGKILL; the message names rank and signal.
         Exception: what `fn` raised first, of the same type, with the rank as a note and its traceback as the cause.
 
@@ -181,6 +181,8 @@ def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thr
     value = fn(*args)
     try:
         return dumps(value)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"Rank {info.rank} returned a {type(value).__name__}, which cannot be sent to the process that started it "
@@ -217,14 +219,16 @@ def _run_here(
     """Call `fn` as the rank that a launcher started."""
     import torch.distributed as dist
 
+    from threefold.comm.tensor_pickle import dumps
+
     join_launched(launched, device)
     value = fn(*args)
     if not dist.is_initialized():
         raise UserError("The function destroyed the process group, so the ranks' values cannot be gathered; leave it.")
     values: list[Any] = [None] * launched.world_size
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, dumps(value))
     dist.destroy_process_group()
-    return values
+    return [pickle.loads(each) for each in values]
 
 
 def join_launched(launched: LaunchedRank, device: DeviceSetting) -> None:

@@ -15,6 +15,7 @@ from threefold.config import PrecisionConfig
 from threefold.config.schedules import Schedule
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments
+from threefold.models.constructor import told
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
@@ -242,8 +243,18 @@ def _complete(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.
         raise UserError(
             f"plan is a {type(plan).__name__} but must be a Plan, which names the model's layers; make one."
         )
-    with torch.device("meta"):
-        built: ModelPlan = plan.build(make())
+    try:
+        with torch.device("meta"):
+            made = make()
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error):
+            raise
+        name = getattr(model.func if isinstance(model, partial) else model, "__name__", "The model")
+        raise UserError(
+            f"{name} cannot be made on the meta device, on which ranks make their parts of it ({told(error)}); have "
+            "its constructor read no values of tensors, and give initial values that need them in Plan(initial=…)."
+        ) from error
+    built: ModelPlan = plan.build(made)
     return built
 
 

@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from threefold.errors import UserError
 
 
 def dumps(value: Any) -> bytes:
-    """A value as bytes that `pickle.loads` reads. Tensors go by value, also where they share memory."""
+    """A value as bytes that `pickle.loads` reads. Tensors go by value, also where they share memory, and a `DTensor`
+    that every rank has whole as a plain tensor.
+
+    Raises:
+        UserError: a `DTensor` is a part of a tensor, which the mesh of its ranks does not outlive.
+    """
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
@@ -21,10 +29,26 @@ def dumps(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return _itself, (_whole(value),)
         if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
         flat = value.detach().contiguous().view(-1).view(torch.uint8)
         return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        sizes = " × ".join(map(str, tensor.shape))
+        raise UserError(
+            f"A DTensor of {sizes} was returned, of which a rank has a part ({tensor.placements}); return "
+            "tensor.full_tensor(), which all ranks of its mesh call."
+        )
+    return tensor.to_local().detach()
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The sharding rule of a parameter that is cut by itself, in whatever module it is."""
+"""The sharding rule of a parameter or a buffer that is cut by itself, in whatever module it is."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,11 +8,12 @@ from threefold.models.sharding import HEADS, Cut, Split, Unit
 
 @dataclass(frozen=True)
 class Shard(Split):
-    """A bare parameter of which each rank of the tensor axis has a part along `dim`, such as a factor for each head or
-    for each feature of a `Column` layer. The module reads its part, as it sees its part of that layer's output.
+    """A bare parameter or a buffer of which each rank of the tensor axis has a part along `dim`, such as a factor for
+    each head or for each feature of a `Column` layer. The module reads its part, as it sees its part of that layer's
+    output. A buffer is registered with `persistent=False`, and each part is cut from what the constructor computes.
 
     Args:
-        dim: of the parameter.
+        dim: of the parameter or buffer.
         heads: how many heads (or other units of equal width) that dim is, as of the `Column` layers around; 0 where it
             may be cut anywhere. The tensor axis has to divide it.
 

@@ -67,13 +67,10 @@ def _check_lazy(name: str, module: nn.Module) -> None:
 
 
 def _check_embedding(name: str, module: nn.Module) -> None:
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return
-    kind = type(module).__name__
-    if module.sparse:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
         raise UserError(
-            f"{name!r} is an {kind} with sparse=True, whose gradients cannot be sharded; use sparse=False, which "
-            "computes the same."
+            f"{name!r} is an {type(module).__name__} with sparse=True, whose gradients cannot be sharded; use "
+            "sparse=False, which computes the same."
         )
 
 

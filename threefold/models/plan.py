@@ -28,9 +28,9 @@ class Plan:
     Args:
         layers: names or patterns of the modules that the model runs through, in order; a pattern such as `blocks.*`
             stands for its modules in the model's order. Every parameter has to be in one of them.
-        shard: pattern of modules, or of bare parameters, to the rule by which they are cut: `Column`, `Row`, `Vocab`,
-            `Replicated`, `PerHead`. Norms and parameters of one element are `Replicated` where nothing is said. None
-            for a model that no tensor axis cuts.
+        shard: pattern of modules, or of bare parameters or buffers, to the rule by which they are cut: `Column`,
+            `Row`, `Vocab`, `Replicated`, `PerHead`, `Shard`. Norms and parameters of one element, and buffers, are
+            `Replicated` where nothing is said. None for a model that no tensor axis cuts.
         tied: pairs (user, owner) of parameters that are one; those that the model itself makes one are found without.
         costs: pattern of layers to what each costs to run, in any unit. By default the multiply-adds of its weights.
         recompute: mode of `train.recompute` to the modules that it computes again. By default `full` computes the
@@ -90,7 +90,7 @@ class Plan:
         _refuse_running_statistics(modules)
         _refuse_frozen(parameters)
         layers, stacked = self._expanded(modules)
-        split, bare = self._rules(modules, parameters)
+        split, bare = self._rules(modules, parameters, [name for name, _ in model.named_buffers()])
         _require_decided(parameters, split, bare, modules)
         for what, patterns, names in (
             ("shard", split, modules),
@@ -126,9 +126,9 @@ class Plan:
         return tuple(names), stacked
 
     def _rules(
-        self, modules: "Mapping[str, nn.Module]", parameters: "Mapping[str, nn.Parameter]"
+        self, modules: "Mapping[str, nn.Module]", parameters: "Mapping[str, nn.Parameter]", buffers: Sequence[str]
     ) -> tuple[dict[str, Split], dict[str, Split]]:
-        """The rules of modules, and those of bare parameters."""
+        """The rules of modules, and those of bare parameters and buffers."""
         if self.shard is None:
             return {
                 name: Replicated() for name in dict.fromkeys(each.split(".")[0] for each in parameters if "." in each)
@@ -137,7 +137,7 @@ class Plan:
         bare: dict[str, Split] = {}
         for pattern, rule in self.shard.items():
             named = any(name and matches(name, pattern) for name in modules)
-            if named or not any(matches(name, pattern) for name in parameters):
+            if named or not any(matches(name, pattern) for name in (*parameters, *buffers)):
                 split[pattern] = rule
             else:
                 bare[pattern] = rule
@@ -250,7 +250,7 @@ def _require_use(what: str, patterns: Iterable[str], names: Collection[str]) -> 
     """Check that each pattern matches a name."""
     for pattern in patterns:
         if not any(name and matches(name, pattern) for name in names):
-            kind = {"shard": "module or parameter", "initial": "parameter", "costs": "layer"}[what]
+            kind = {"shard": "module, parameter or buffer", "initial": "parameter", "costs": "layer"}[what]
             close = get_close_matches(pattern, [name for name in names if name], n=1)
             near = f"; the nearest is {close[0]!r}" if close else ""
             raise UserError(f"{what} has {pattern!r}, which no {kind} of the model has for a name{near}.")

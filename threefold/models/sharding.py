@@ -255,7 +255,7 @@ class ModelPlan:
             backward pass; each is in one of the layers.
         shared: groups of modules that share all their parameters, stored under the name of a group's first.
         kinds: the class of each layer, for stages with equally many layers of one class; may be left out.
-        bare: pattern of the names of parameters that are in no module of `split` → how they are cut.
+        bare: pattern of the names of parameters that are in no module of `split`, and of buffers → how they are cut.
         constructed: whether buffers have the values that the model's constructor gives them; they are constants, which
             no checkpoint has. Without, a model may have none.
 

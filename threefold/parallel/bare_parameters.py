@@ -1,4 +1,4 @@
-"""Bare parameters of a user's modules that are cut over the tensor axis."""
+"""Bare parameters and buffers of a user's modules that are cut over the tensor axis."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -19,12 +19,10 @@ def shard_bare(model: nn.Module, rules: Mapping[str, Split], axis: Axis) -> None
         rules: pattern of parameters → how they are cut.
         axis: the tensor axis.
     """
-    patterns = Patterns(rules)
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one is split once
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        pattern = patterns.naming(name)
         owner, _, own = name.rpartition(".")
-        dim = None if pattern is None else rules[pattern].cut_dim(own, axis.name)
+        dim = bare_cut(rules, name, axis)
         if dim is None:
             continue
         if parameter not in made:
@@ -32,6 +30,12 @@ def shard_bare(model: nn.Module, rules: Mapping[str, Split], axis: Axis) -> None
         module = model.get_submodule(owner)
         setattr(module, own, made[parameter])
         _read_local(module, own)
+
+
+def bare_cut(rules: Mapping[str, Split], name: str, axis: Axis) -> int | None:
+    """The dim along which the rules cut a parameter or buffer by its own name; None where they do not."""
+    pattern = Patterns(rules).naming(name) if rules and axis.size > 1 else None
+    return None if pattern is None else rules[pattern].cut_dim(name.rpartition(".")[2], axis.name)
 
 
 def _read_local(module: nn.Module, name: str) -> None:

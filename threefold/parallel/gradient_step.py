@@ -1,7 +1,7 @@
 """The gradients of a global batch's mean loss, the same in every layout: what every training loop is built on."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from threefold.comm.heartbeat import Activity
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.labels import IGNORE_INDEX
+from threefold.models.forward_errors import explaining_passes
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.router import Routing
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums, count_terms
@@ -146,10 +147,11 @@ class GradientStep:
         Raises:
             UserError: batch and model or loss do not fit together, or there is nothing to compute a loss of.
         """
-        local, counted, factor = self._samples_of(batch, step, loss, rows, scale)
-        self.gradients.begin(self.runner.arrivals)
-        self.buffers.begin()
-        term = self.runner.forward_backward(local, factor)
+        with self._explaining():
+            local, counted, factor = self._samples_of(batch, step, loss, rows, scale)
+            self.gradients.begin(self.runner.arrivals)
+            self.buffers.begin()
+            term = self.runner.forward_backward(local, factor)
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.gradients.finish()
         self.buffers.finish(self._share)
@@ -202,6 +204,10 @@ class GradientStep:
         totals = torch.stack([total, (tokens.labels != IGNORE_INDEX).sum().to(total)])
         summed, count = self._sum_over_ranks(self._own_summands(totals))
         return _of_tokens(summed, int(count), len(batch.labels) * self.mesh.dp.size)
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        """A block in which usual errors of a user's own layers are sentences."""
+        return explaining_passes(self.stages, self.mesh.tp.size) if self.plan.constructed else nullcontext()
 
     def _samples_of(
         self, batch: Any, step: int, loss: LossFunction | None, rows: Tensor | None, scale: float

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
+from threefold.comm.collectives import local_part
 from threefold.dtypes import DTYPES
 from threefold.models.construct import ConstructedModel
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
 from threefold.ops.kernels import DeferrableWeight
+from threefold.parallel.bare_parameters import bare_cut
 from threefold.parallel.compilation import compile_layers
 from threefold.parallel.data.grad_buckets import GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.data.zero import ShardedGradients, shard_parameters
@@ -24,7 +26,7 @@ from threefold.parallel.parameter import is_of_experts, like, local, longest_sha
 from threefold.parallel.pipeline.deferred import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.pipeline.tied import TiedWeights
-from threefold.parallel.plan_check import check_plan, check_tensor_axis
+from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 from threefold.parallel.recompute import apply_recompute, unwrapped
 from threefold.parallel.settings import TrainingSettings
 from threefold.parallel.shard_modules import shard_modules
@@ -105,6 +107,8 @@ def parallelize(
         model = make_model()
     check_plan(model, plan)
     check_tensor_axis(plan, how.mesh.tp.size)
+    check_cut_modules(model, plan, how.mesh.tp.size)
+    check_sharded_parameters(model, 0 if how.zero is None else how.zero.stage)
     # Stages.
     numbers = how.stages.held_by(how.mesh.pp.index)
     stages = [Stage(model, plan, *how.stages.layers(number)) for number in numbers]
@@ -173,10 +177,12 @@ def _set_buffers(stage: Stage, constructed: ConstructedModel, how: Parallelism) 
     the computation."""
     for name, buffer in list(stage.named_buffers(remove_duplicate=False)):
         if buffer.is_meta:
-            value = constructed.buffer(name)
             parent, _, attribute = name.rpartition(".")
+            dim = bare_cut(stage.model_plan.bare, name, how.mesh.tp)
+            whole = constructed.buffer(name)
+            value = whole if dim is None else local_part(whole, how.mesh.tp, dim)
             dtype = how.dtype if value.is_floating_point() else value.dtype
-            setattr(stage.get_submodule(parent), attribute, value.to(how.mesh.device, dtype))
+            setattr(stage.get_submodule(parent), attribute, value.to(how.mesh.device, dtype).contiguous())
 
 
 def _allocate_on(

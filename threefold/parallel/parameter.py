@@ -55,6 +55,8 @@ def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.
 
 def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dims: Sequence[int]) -> nn.Parameter:
     """A rank's shard as a parameter of the whole shape, whose `dims` the axes of `axis.device_mesh` shard."""
+    if axis.device_mesh is None and axis.size == 1:  # of `Mesh.alone`
+        return fresh_parameter(local)
     if axis.device_mesh is None:
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
     placements = [Shard(dim) for dim in dims]

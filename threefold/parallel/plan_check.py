@@ -11,12 +11,16 @@ from threefold.config.divisors import nearest_divisor
 from threefold.errors import UserError
 from threefold.models.bare_sharding import Shard
 from threefold.models.initial_values import Initial
+from threefold.models.layers.decoder import Embedding, Linear
 from threefold.models.layout_dependence import refuse_layout_dependent
 from threefold.models.module_check import check_hooks, check_modules
 from threefold.models.name_pattern import matches, specificity
-from threefold.models.sharding import HEADS, Column, ModelPlan, PerHead, Replicated, Split
+from threefold.models.sharding import HEADS, Column, ModelPlan, PerHead, Replicated, Row, Split, Vocab
 from threefold.parallel.shard_modules import SHARDINGS
-from threefold.torch_private.tensors import child_names
+from threefold.torch_private.tensors import child_names, has_module_hooks, persistent_buffers
+
+_CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embedding)}
+"""What a module computes in whose place there is a layer that is cut."""
 
 _WITHIN = (Replicated, PerHead)
 """Splits of a module that leave what is inside it to other patterns."""
@@ -43,7 +47,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     check_hooks(modules, plan.layers)
     _check_listed(parameters, plan)
     _check_decided(modules, parameters, plan)
-    _check_bare(parameters, plan)
+    _check_bare(parameters, dict(_buffers(modules)), plan)
     _check_splits(modules, plan)
     _check_recompute(modules, plan)
     _check_ties(modules, parameters, plan)
@@ -70,6 +74,35 @@ def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") 
                     f"{setting} is {size} but must divide the {unit.count} heads of {pattern!r}; use "
                     f"{nearest_divisor(size, unit.count)}."
                 )
+
+
+def check_cut_modules(model: nn.Module, plan: ModelPlan, size: int) -> None:
+    """Check that no module in whose place the tensor axis puts another has a hook, which that would not have.
+
+    Raises:
+        UserError: one has.
+    """
+    for name, module in model.named_modules() if size > 1 else ():
+        pattern = plan.patterns.naming(name) if name else None
+        if pattern is not None and plan.split[pattern].needs_tensor_axis and has_module_hooks(module):
+            raise UserError(
+                f"{name!r} has a hook, which would see a part of the features with tp {size}, as "
+                f"{type(plan.split[pattern]).__name__} cuts it; register it on a module around it that is not cut."
+            )
+
+
+def check_sharded_parameters(model: nn.Module, zero: int) -> None:
+    """Check that each parameter has a dim, along which ZeRO shards it.
+
+    Raises:
+        UserError: one has none.
+    """
+    for name, parameter in model.named_parameters() if zero else ():
+        if not parameter.dim():
+            raise UserError(
+                f"{name!r} is a parameter without dims, which ZeRO ({zero}) cannot shard; give it one, as "
+                "torch.ones(1) has, or use zero 0."
+            )
 
 
 def _check_names(modules: Mapping[str, nn.Module]) -> None:
@@ -158,8 +191,10 @@ def _check_decided(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn
             )
 
 
-def _check_bare(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
-    """Each pattern of bare parameters matches one, and its rule is one for them."""
+def _check_bare(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, tuple[Tensor, bool]], plan: ModelPlan
+) -> None:
+    """Each pattern of bare parameters and buffers matches one, and its rule is one for them."""
     for pattern, rule in plan.bare.items():
         said = f"shard has {type(rule).__name__}"
         if not isinstance(rule, (*_WITHIN, Shard)):
@@ -172,8 +207,27 @@ def _check_bare(parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None
                 _check_shard(f"{said}({rule.dim}) at {pattern!r}", rule, tuple(parameter.shape))
             if not isinstance(rule, PerHead) and plan.is_bare(name) and matches(name, pattern):
                 _check_per_head(f"{said} at {pattern!r}", pattern, name, plan)
-        if not any(matches(name, pattern) for name in parameters):
-            raise UserError(f"shard has {pattern!r}, which no parameter has for a name{_nearest(pattern, parameters)}.")
+        for name, (buffer, is_kept) in buffers.items():
+            if matches(name, pattern):
+                _check_bare_buffer(f"{said} at {pattern!r}", rule, name, buffer, is_kept)
+        named = {**parameters, **buffers}
+        if not any(matches(name, pattern) for name in named):
+            raise UserError(
+                f"shard has {pattern!r}, which no parameter or buffer has for a name{_nearest(pattern, named)}."
+            )
+
+
+def _check_bare_buffer(said: str, rule: Split, name: str, buffer: Tensor, is_kept: bool) -> None:
+    if isinstance(rule, PerHead):
+        raise UserError(f"{said}, which {name!r}, a buffer, has for a name as well; use Replicated() or Shard(dim).")
+    if not isinstance(rule, Shard):
+        return
+    _check_shard(f"{said.replace('Shard', f'Shard({rule.dim})', 1)}", rule, tuple(buffer.shape), "buffer")
+    if is_kept:
+        raise UserError(
+            f"{said}, and the buffer {name!r} is persistent, but a rank has the constructor's values for a part of it "
+            "alone; register it with persistent=False."
+        )
 
 
 def _check_per_head(said: str, pattern: str, name: str, plan: ModelPlan) -> None:
@@ -188,11 +242,11 @@ def _check_per_head(said: str, pattern: str, name: str, plan: ModelPlan) -> None
         )
 
 
-def _check_shard(said: str, rule: Shard, shape: tuple[int, ...]) -> None:
+def _check_shard(said: str, rule: Shard, shape: tuple[int, ...], kind: str = "parameter") -> None:
     sizes = " × ".join(map(str, shape)) or "a number"
     if not 0 <= rule.dim < len(shape):
         nearest = f"use Shard({rule.dim % len(shape)})" if shape else "use Replicated()"
-        raise UserError(f"{said}, a parameter of {sizes}, which has no such dim; {nearest}.")
+        raise UserError(f"{said}, a {kind} of {sizes}, which has no such dim; {nearest}.")
     if rule.heads and shape[rule.dim] % rule.heads:
         raise UserError(
             f"{said} with heads={rule.heads}, which must divide dim {rule.dim} of {sizes}; use "
@@ -247,6 +301,11 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: Split) -> No
         raise UserError(
             f"{said} with heads={unit.count}, which must divide the {features} features of {name!r}; use "
             f"heads={nearest_divisor(unit.count, features)}."
+        )
+    if isinstance(split, Column | Row | Vocab) and type(module).forward not in _CUT_FORWARDS:
+        raise UserError(
+            f"{said}, but {name!r} is a {kind} with a forward of its own, which a cut layer would not have; use "
+            "Replicated(), or write what it adds as a module around it."
         )
     held = [each for each, _ in module.named_parameters()]
     foreign = [each for each in held if each not in (held if split.parameters is None else split.parameters)]
@@ -316,7 +375,7 @@ def _split_name(name: str, plan: ModelPlan) -> str:
 
 def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], plan: ModelPlan) -> None:
     """Each parameter has an initial value, and nothing else needs one."""
-    for name, buffer in _buffers(modules):
+    for name, (buffer, _) in _buffers(modules):
         if buffer.is_meta and not plan.constructed:
             raise UserError(f"The model keeps the buffer {name!r}, which nothing initialises; compute it instead.")
     for name in parameters:
@@ -330,10 +389,12 @@ def _check_values(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.
             )
 
 
-def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
+    """Each buffer by its name, and whether it is persistent."""
     for name, module in modules.items():
+        kept = dict(persistent_buffers(module))
         for buffer, value in module.named_buffers(recurse=False, remove_duplicate=False):
-            yield f"{name}.{buffer}" if name else buffer, value
+            yield f"{name}.{buffer}" if name else buffer, (value, buffer in kept)
 
 
 def _in_a_layer(name: str, plan: ModelPlan) -> bool:

@@ -1,17 +1,18 @@
 """Checks of a model and its plan before any process runs them."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan
-from threefold.models.source import ModelSource
+from threefold.models.source import MakeModel, ModelSource
+from threefold.parallel.forward_check import check_forward
 from threefold.parallel.gradient_step import check_whole_sequences
 from threefold.parallel.pipeline.stage_map import stage_map
-from threefold.parallel.plan_check import check_plan, check_tensor_axis
+from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 
 
 def check_source(source: ModelSource, config: Config) -> int:
@@ -46,15 +47,47 @@ def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None
         source: of the model.
         config: that it is made from, in whatever layout.
     """
-    _, plan = source.load(config)
+    make_model, plan = source.load(config)
     own_loss = source.loss(config) is not None
-    return partial(_check_plan_layout, plan, own_loss)
+    computes = _forward_check(make_model, plan, own_loss, config)
+    return partial(_check_plan_layout, make_model, plan, own_loss, computes)
 
 
-def _check_plan_layout(plan: ModelPlan, own_loss: bool, config: Config) -> None:
+def _forward_check(
+    make_model: MakeModel, plan: ModelPlan, own_loss: bool, config: Config
+) -> Callable[[int], UserError | None]:
+    """What a forward pass of one tensor rank's part of a user's model on tokens says, by the size of the axis."""
+    tokens = torch.empty(2, config.data.sequence_length, dtype=torch.int64, device="meta")
+
+    @cache
+    def failure(tp: int) -> UserError | None:
+        try:
+            check_forward(make_model, plan, tp, (tokens, tokens), not own_loss)
+        except UserError as error:
+            return error
+        return None
+
+    return failure
+
+
+def _check_plan_layout(
+    make_model: MakeModel,
+    plan: ModelPlan,
+    own_loss: bool,
+    computes: Callable[[int], UserError | None],
+    config: Config,
+) -> None:
+    tp = config.parallel.tp
     if own_loss:
         check_whole_sequences(config.parallel.cp, config.parallel.sequence_parallel)
-    check_tensor_axis(plan, config.parallel.tp)
+    check_tensor_axis(plan, tp)
+    if plan.constructed:
+        with torch.device("meta"):
+            model = make_model()
+        check_cut_modules(model, plan, tp)
+        check_sharded_parameters(model, config.parallel.zero)
+        if (failure := computes(tp)) is not None and not config.parallel.sequence_parallel:
+            raise failure
     mode = config.train.recompute
     if mode != "none" and mode not in plan.recompute:
         known = ", ".join(["none", *plan.recompute])

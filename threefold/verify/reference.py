@@ -7,6 +7,7 @@ learning-rate schedule, and the update rule of an optimizer of another package (
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
 from threefold.labels import IGNORE_INDEX
 from threefold.models.construct import construct, drawn
+from threefold.models.forward_errors import explaining_passes
 from threefold.models.initial_values import Constant, Drawn, Initial, Normal
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
@@ -190,7 +192,8 @@ def write_trace(
 ) -> list[float]:
     """Run one process, with a clip that is active, and write its trace to `folder`; returns the losses."""
     make_model, plan = source.load(config)
-    trace = one_process(make_model, plan, config, rows, steps, source.loss(config), CLIP_SHARE)
+    with explaining_passes(()) if plan.constructed else nullcontext():
+        trace = one_process(make_model, plan, config, rows, steps, source.loss(config), CLIP_SHARE)
     trace.save(Path(folder))
     return trace.losses
 

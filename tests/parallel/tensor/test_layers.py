@@ -279,3 +279,20 @@ def test_initial_weights_follow_the_name_not_the_split(pool) -> None:
         assert torch.equal(first, again)
         assert not torch.isclose(first, second).any()
         assert torch.equal(first, alone[0])
+
+
+def shown() -> list[str]:
+    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
+    return [
+        repr(ColumnParallelLinear(4, 6, axis, name="a")),
+        repr(RowParallelLinear(5, 4, axis, name="b")),
+        repr(VocabParallelEmbedding(7, 4, axis, name="c")),
+    ]
+
+
+def test_the_representation_has_the_whole_shape_and_that_of_this_rank(pool) -> None:
+    assert pool.run(2, shown)[1] == [
+        "ColumnParallelLinear(weight (6, 4), (3, 4) on tp rank 1 of 2, gather_output=True)",
+        "RowParallelLinear(weight (4, 5), (4, 2) on tp rank 1 of 2, input_is_parallel=False)",
+        "VocabParallelEmbedding(weight (7, 4), (3, 4) on tp rank 1 of 2, rows 4:7)",
+    ]

@@ -30,7 +30,7 @@ from threefold.comm.shards import shard_bounds
 from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Split, Vocab
 from threefold.ops.kernels import embedding, linear
-from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter
+from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter, stored
 from threefold.parallel.tensor.initial_values import Initializer, fill_, linear_bias, linear_weight_, new_key
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
@@ -54,6 +54,12 @@ class _SplitLayer(nn.Module):
         """This rank's part of the parameter `name`."""
         dim = self.rule.cut_dim(name, "tp")
         return cast(nn.Parameter, whole) if dim is None else split_parameter(whole, self.axis, dim)
+
+    def _shapes(self) -> str:
+        """The shapes of the weight and of this rank's part of it, which computes, for `repr`."""
+        # With ZeRO the stored weight is a shard of this rank's part.
+        whole, own = tuple(stored(self.weight).shape), tuple(local(self.weight).shape)
+        return f"weight {whole}, {own} on {self.axis.name} rank {self.axis.index} of {self.axis.size}"
 
     def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
         """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size."""
@@ -187,7 +193,7 @@ class VocabParallelEmbedding(_SplitLayer):
         return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, rows {self.start}:{self.end}"
+        return f"{self._shapes()}, rows {self.start}:{self.end}"
 
 
 class _SplitLinear(_SplitLayer):
@@ -304,7 +310,7 @@ class ColumnParallelLinear(_SplitLinear):
         return out if bias is None else out + bias
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, gather_output={self.gather_output}"
+        return f"{self._shapes()}, gather_output={self.gather_output}"
 
 
 class RowParallelLinear(_SplitLinear):
@@ -387,4 +393,4 @@ class RowParallelLinear(_SplitLinear):
         return linear(x, local(self.weight))
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, input_is_parallel={self.input_is_parallel}"
+        return f"{self._shapes()}, input_is_parallel={self.input_is_parallel}"
