@@ -2,8 +2,8 @@
 
 Four steps with dropout, packed documents and a loss scale, at the full accuracy of the first run: the gradients of the
 second overflow on one rank, so that no rank updates; the one after it is passed over, as `data.skip_steps` does; after
-the next a checkpoint is saved, from which another engine makes the last. That one then evaluates, goes back to the
-checkpoint that one process has saved, and makes the last step again.
+the next a checkpoint is saved, from which another engine makes the last, with an evaluation in it. That one then goes
+back to the checkpoint that one process has saved, and makes the last step again.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from threefold.train.engine import Engine
 from threefold.train.loss_scale import LossScale
 from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.verify.batches import BatchSource
-from threefold.verify.compare import SCALE, SMALL, Comparison, Error
+from threefold.verify.compare import EVALUATION, SCALE, SMALL, Comparison, Error
 from threefold.verify.own_batches import OwnBatches
 from threefold.verify.reference import CLIP_SHARE, OneProcess, Trace
 from threefold.verify.shrunk_config import compose
@@ -70,7 +70,7 @@ def write_second_trace(source: ModelSource, run: SecondRun, folder: str) -> None
     alone = OneProcess(make_model, plan, run.config, source.loss(run.config), CLIP_SHARE)
     for place, step in enumerate(_STEPS):
         batch = run.rows.batch(run.config, step % run.steps)
-        alone.step(batch, step, updates=place != _OVERFLOWS)
+        alone.step(batch, step, updates=place != _OVERFLOWS, evaluates=place == _SAVED + 1)
     alone.trace.save(path)
     config = compose(run.config, LayoutSpec(Layout()))
     training = _Training(source, config, run, tiny_mesh(config), Trace.load(path))
@@ -144,6 +144,9 @@ class _Training:
         engine, step, comparison = self.engine, _STEPS[place], self._comparison(check)
         batch = self.run.rows.batch(self.config, step % self.run.steps, self.mesh.dp.index, self.mesh.dp.size)
         term, tokens = engine.compute_gradients(batch, step)
+        if place in self.expected.evaluations:
+            evaluated = engine.eval_batch(batch, engine.loss).loss
+            comparison.number(EVALUATION, place, evaluated, self.expected.evaluations[place])
         comparison.gradients(place, {name: gradient.clone() for name, gradient in gradients_of(engine).items()})
         if place == _OVERFLOWS:
             self._overflow()
