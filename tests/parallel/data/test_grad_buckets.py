@@ -143,6 +143,22 @@ def test_no_gradient_of_a_step_is_left_in_the_next(pool, dtype) -> None:
         ]
 
 
+def scaled_buckets() -> list[list[float]]:
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    weights = [nn.Parameter(torch.ones(size)) for size in (2, 3, 5)]
+    buckets = GradientBuckets(weights, mesh.dp, torch.float32, bucket_bytes=1)
+    buckets.begin(1)
+    torch.cat(weights).sum().backward()
+    buckets.finish()
+    buckets.scale_(0.25)
+    return [buckets[weight].tolist() for weight in weights]
+
+
+def test_every_bucket_is_summed_and_scaled(pool) -> None:
+    for scaled in pool.run(2, scaled_buckets):
+        assert scaled == [[0.5] * 2, [0.5] * 3, [0.5] * 5]
+
+
 SIZES = (1, 2, 1, 2, 1)
 
 
