@@ -199,7 +199,15 @@ def test_with(copy: Copy, mistake: Mistake) -> Found:
     broken = _broken(failure)
     if "" in failures or broken or failure.startswith("set-up: "):
         return Found(False, f"no failure of the test itself: {broken or failure[-600:]}", seconds)
-    return Found(True, failure.strip().splitlines()[0][:160], seconds)
+    return Found(True, _reason(failure), seconds)
+
+
+def _reason(failure: str) -> str:
+    """The error of a test as a line; of one that a rank raised, the rank's own."""
+    raised = [line.removeprefix("E").strip() for line in failure.splitlines() if line.startswith("E ")]
+    first = failure.strip().splitlines()[0]
+    ranks = [line for line in raised if "Error" in line.partition(":")[0]]
+    return (ranks[-1] if "WorkerError" in first and ranks else first)[:160]
 
 
 def verify_with(copy: Copy, mistake: Mistake) -> Found:

@@ -10,7 +10,7 @@ from tests.support.parity import Case, make_engine, shard_of
 from tests.support.precision import narrow_sum
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.parallel.data.grad_buckets import GradientBuckets, JoinedGradients
+from threefold.parallel.data.grad_buckets import GradientBuckets, JoinedGradients, buckets_by_dtype
 
 
 def ordered_events() -> list[str]:
@@ -90,6 +90,22 @@ def test_buckets_are_summed_in_one_order_whatever_each_replica_used(pool) -> Non
 
 def test_narrow_gradients_are_added_up_wide(pool) -> None:
     assert pool.run(1, narrow_sum)[0].item() == 1000.0
+
+
+def sums_of_several_dtypes() -> list[float]:
+    mesh = Mesh(Layout())
+    weights = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    buckets = buckets_by_dtype(weights, mesh.dp)
+    buckets.begin(1000)
+    for _ in range(1000):
+        for weight in weights:
+            weight.sum().backward()
+    buckets.finish()
+    return [buckets[weight].item() for weight in weights]
+
+
+def test_narrow_gradients_beside_wide_ones_are_added_up_wide(pool) -> None:
+    assert pool.run(1, sums_of_several_dtypes)[0] == [1000.0] * 3
 
 
 def gradients_of_steps(dtype: torch.dtype) -> list[list[list[float]]]:
