@@ -1,0 +1,239 @@
+"""Models of transformers as oracles: in fp64, with their weights and gradients under our names, and with given dropout
+masks. Nothing here comes from the package: not the mapping of names, not the rule of the masks."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+Factors = Callable[[str, tuple[int, ...]], Tensor]
+"""What dropout of a name multiplies a tensor of this shape by."""
+
+
+class Fp64(TorchFunctionMode):
+    """Has transformers compute in fp64 what it computes in fp32 whatever the model's dtype: softmax, norms, angles.
+
+    Args:
+        attention: name → what the attention weights of the next layer are multiplied by, where they have dropout.
+    """
+
+    def __init__(self, attention: Iterable[Callable[[Tensor], Tensor]] | None = None) -> None:
+        super().__init__()
+        self._attention = None if attention is None else iter(attention)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        if func is F.dropout and self._attention is not None and args[0].dim() == 4:
+            return next(self._attention)(args[0])
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def random_model(transformers: Any, kind: str, settings: Mapping[str, Any], seed: int = 0) -> Any:
+    """A model of transformers in fp64, in training mode, whose weights are all random: norms and biases too."""
+    config = transformers.AutoConfig.for_model(kind, **settings, attn_implementation="eager")
+    config._experts_implementation = "eager"
+    with Fp64():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    generator = torch.Generator().manual_seed(seed)
+    for key, parameter in model.named_parameters():
+        centre = 1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2 + centre
+    return model
+
+
+def under_our_names(tensors: Mapping[str, Tensor], model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights, or their gradients, of a model of transformers as our model has them.
+
+    Args:
+        tensors: by their names.
+        model: our settings of the model, of which the numbers of heads count.
+    """
+    gpt = any(name.startswith("transformer.") for name in tensors)
+    return dict(_of_gpt2(tensors, model) if gpt else _of_llama(tensors, model))
+
+
+def set_weights(theirs: Any, ours: Mapping[str, Tensor], model: Mapping[str, Any]) -> None:
+    """Give a model of transformers our weights, by numbering its elements and looking where each number is with us."""
+    parameters = dict(theirs.named_parameters())
+    sizes = [each.numel() for each in parameters.values()]
+    numbers = torch.arange(sum(sizes)).split(sizes)
+    named = {name: each.view(parameters[name].shape) for name, each in zip(parameters, numbers, strict=True)}
+    placed = under_our_names(named, model)
+    assert placed.keys() == ours.keys()
+    flat = torch.full((sum(sizes),), torch.nan, dtype=torch.float64)
+    for name, place in placed.items():
+        flat[place] = ours[name].double()
+    for parameter, part in zip(parameters.values(), flat.split(sizes), strict=True):
+        parameter.data = part.view(parameter.shape).clone()
+
+
+def _of_gpt2(tensors: Mapping[str, Tensor], model: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    heads = model["num_attention_heads"]
+    places = {"ln_1": "attn_norm", "ln_2": "mlp_norm", "attn.c_proj": "attn.proj", "mlp.c_fc": "mlp.up"}
+    places |= {"mlp.c_proj": "mlp.down", "attn.c_attn": "attn.qkv"}
+    outside = {"wte": "embed.tokens", "wpe": "embed.positions", "ln_f": "head.norm", "lm_head": "head.output"}
+    for name, tensor in tensors.items():
+        module, _, kind = name.removeprefix("transformer.").rpartition(".")
+        if module in outside:
+            yield f"{outside[module]}.{kind}", tensor
+            continue
+        _, layer, inner = module.split(".", 2)
+        rows = tensor.T if tensor.dim() == 2 else tensor  # transformers' Conv1D holds [in, out]
+        if inner == "attn.c_attn":  # all queries, all keys, all values
+            q, k, v = (part.unflatten(0, (heads, -1)) for part in rows.chunk(3))
+            rows = torch.stack([q, k, v], 1).flatten(0, 2)
+        yield f"blocks.{layer}.{places[inner]}.{kind}", rows
+
+
+def _of_llama(tensors: Mapping[str, Tensor], model: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    groups = model.get("num_key_value_heads", model["num_attention_heads"])
+    outside = {"embed_tokens": "embed.tokens", "norm": "head.norm", "lm_head": "head.output"}
+    places = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "mlp_norm",
+        "self_attn.q_norm": "attn.q_norm",
+        "self_attn.k_norm": "attn.k_norm",
+        "self_attn.o_proj": "attn.proj",
+        "mlp.down_proj": "mlp.down",
+        "mlp.gate": "mlp.router",
+        "mlp.shared_expert.down_proj": "mlp.shared.down",
+        "mlp.shared_expert_gate": "mlp.shared_gate",
+    }
+    for name, tensor in tensors.items():
+        module, _, kind = name.removeprefix("model.").rpartition(".")
+        if module in outside:
+            yield f"{outside[module]}.{kind}", tensor
+            continue
+        _, layer, inner = module.split(".", 2)
+        beside = name.removesuffix(f"{inner}.{kind}")
+        if inner in places:
+            yield f"blocks.{layer}.{places[inner]}.{kind}", tensor
+        elif inner == "self_attn.q_proj":  # a group's queries, its keys, its values
+            rows = [tensors[f"{beside}self_attn.{each}_proj.{kind}"].unflatten(0, (groups, -1)) for each in "qkv"]
+            yield f"blocks.{layer}.attn.qkv.{kind}", torch.cat(rows, 1).flatten(0, 1)
+        elif inner.endswith("gate_proj"):  # a gate before what it gates
+            rows = [tensor, tensors[name.replace("gate_proj", "up_proj")]]
+            ours = inner.replace("shared_expert", "shared").replace("gate_proj", "gate_up")
+            yield f"blocks.{layer}.{ours}.{kind}", torch.stack(rows, 1).flatten(0, 1)
+        elif inner == "mlp.experts" and kind == "gate_up_proj":
+            yield f"blocks.{layer}.mlp.experts.gate_up", torch.stack(tensor.chunk(2, 1), 2).flatten(1, 2)
+        elif inner == "mlp.experts":
+            yield f"blocks.{layer}.mlp.experts.down", tensor
+
+
+def logits_and_routers(
+    theirs: Any, tokens: Tensor, documents: Tensor | None = None, factors: Factors | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The logits [B, S, V] of a model of transformers, and the router's logits [B · S, experts] of each layer that has
+    one.
+
+    Args:
+        theirs: the model.
+        tokens: int64 [B, S].
+        documents: int64 [B, S]; positions count anew in each, which transformers takes for the bounds of documents.
+        factors: of dropout.
+    """
+    positions = None if documents is None else positions_in(documents)
+    mode = Fp64() if factors is None else Fp64(_attention_factors(theirs, factors))
+    kept = {} if theirs.config.model_type == "gpt2" else {"output_router_logits": True}
+    kept = kept if hasattr(theirs.config, "router_aux_loss_coef") else {}
+    with mode, _residual_dropout(theirs, factors):
+        out = theirs(tokens, position_ids=positions, use_cache=False, **kept)
+    return out.logits, tuple(getattr(out, "router_logits", None) or ())
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """int64 [B, S], the position of each token in its document, whose parts are not apart."""
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    return same.tril(-1).sum(2)
+
+
+def _attention_factors(theirs: Any, factors: Factors) -> Iterator[Callable[[Tensor], Tensor]]:
+    for layer in range(theirs.config.num_hidden_layers):
+        name = f"blocks.{layer}.attn.core.dropout"
+        yield lambda weights, name=name: weights * factors(name, tuple(weights.shape))  # type: ignore[misc]
+
+
+@contextmanager
+def _residual_dropout(theirs: Any, factors: Factors | None) -> Iterator[None]:
+    """Multiply where transformers' GPT-2 has its dropout modules; Llama has it in the same places."""
+    places: dict[str, nn.Module] = {}
+    if factors is not None and theirs.config.model_type == "gpt2":
+        places["embed.dropout"] = theirs.transformer.drop
+        for number, layer in enumerate(theirs.transformer.h):
+            places[f"blocks.{number}.dropout.attn"] = layer.attn.resid_dropout
+            places[f"blocks.{number}.dropout.mlp"] = layer.mlp.dropout
+    elif factors is not None:
+        places["embed.dropout"] = theirs.model.embed_tokens
+        for number, layer in enumerate(theirs.model.layers):
+            places[f"blocks.{number}.dropout.attn"] = layer.self_attn.o_proj
+            places[f"blocks.{number}.dropout.mlp"] = layer.mlp
+
+    def hook(name: str) -> Callable[[Any, Any, Tensor], Tensor]:
+        assert factors is not None
+        return lambda _module, _given, out: out * factors(name, tuple(out.shape))
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in places.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# The rule of dropout masks, once more, with numpy's unsigned numbers, which wrap.
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def dropout_factors(seed: int, step: int, rows: Iterable[int], name: str, shape: tuple[int, ...], p: float) -> Tensor:
+    """0 or 1 / (1 − p) for each element of an activation: a function of the seed, the step, the sample's row in the
+    global batch, the layer's name and the element's position in the sample, by SplitMix64's finaliser for each row of
+    the last dim and a 32-bit mixer for each element.
+
+    Args:
+        seed, step: of the run.
+        rows: of the samples in the global batch, B of them.
+        name: of the dropout layer in the whole model.
+        shape: [B, …, n].
+        p: probability of dropping an element.
+    """
+    with np.errstate(over="ignore"):
+        samples = np.array([row * _GOLDEN + _key("dropout", seed, step) & (1 << 64) - 1 for row in rows], np.uint64)
+        place = np.arange(int(np.prod(shape[1:-1])), dtype=np.uint64) * np.uint64(_GOLDEN)
+        keys = _mix64(_mix64(samples)[:, None] + np.uint64(_key("site", name)) + place)
+        word = _mix32(np.arange(shape[-1], dtype=np.uint32), keys[..., None])
+    kept = (word + np.uint32(1 << 31)).astype(np.int64) >= round(p * 2**32)
+    return torch.from_numpy(kept.reshape(shape) / (1 - p))
+
+
+def _key(*parts: int | str) -> int:
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _mix32(column: npt.NDArray[np.uint32], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    low, high = key.astype(np.uint32), (key >> np.uint64(32)).astype(np.uint32)
+    x = (column ^ low) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) + high
+    x = x * np.uint32(0x846CA68B)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x9E3779B1)
+    return x ^ (x >> np.uint32(15))
