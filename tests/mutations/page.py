@@ -33,13 +33,17 @@ def _with_table(text: str) -> str:
 def _tables(mistakes: Iterable[Mistake]) -> str:
     parts = []
     for subject, group in groupby(mistakes, lambda mistake: mistake.subject):
-        parts += [f"\n### {subject.replace('-', ' ').capitalize()}\n", "| mistake | file | test | verify |", "|---|---|---|---|"]
+        parts += [
+            f"\n### {subject.replace('-', ' ').capitalize()}\n",
+            "| mistake | file | test | verify |",
+            "|---|---|---|---|",
+        ]
         parts += [_row(mistake) for mistake in group]
     return "\n".join([*parts, ""])
 
 
 def _row(mistake: Mistake) -> str:
-    test = f"`{mistake.test_file.removeprefix('tests/')}` {mistake.test_name.removeprefix('test_').replace('_', ' ')}"
+    test = f"`{mistake.test_file.removeprefix('tests/')}::{mistake.test_name}`"
     return f"| {mistake.says} | `{mistake.file.removeprefix('threefold/')}` | {test} | {_verify(mistake)} |"
 
 

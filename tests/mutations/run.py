@@ -126,7 +126,9 @@ class Copy:
             for kind in ("failure", "error"):
                 for element in case.iter(kind):
                     text = f"{element.get('message', '')}\n{element.text}"
-                    failures[f"{case.get('file')}::{case.get('name')}"] = ("" if kind == "failure" else "set-up: ") + text
+                    failures[f"{case.get('file')}::{case.get('name')}"] = (
+                        "" if kind == "failure" else "set-up: "
+                    ) + text
         return failures if ran >= len(tests) and status in (0, 1) else {**failures, "": output[-2000:]}
 
     def verify(self, arguments: Sequence[str]) -> tuple[int, str]:
@@ -327,7 +329,9 @@ def _sum_up(console: Console, verdicts: Sequence[Verdict], seconds: float) -> in
     if tested:
         console.print(f"{len(tested) - len(missed)} of {len(tested)} mistakes are found by their tests.")
     if any(verdict.verify is not None for verdict in verdicts):
-        console.print(f"{seen} of {len(applies)} that concern verify are found by it ({100 * seen / len(applies):.0f} %).")
+        console.print(
+            f"{seen} of {len(applies)} that concern verify are found by it ({100 * seen / len(applies):.0f} %)."
+        )
     console.print(f"{seconds / 60:.0f} minutes.")
     if missed:
         console.print(f"Not found by the named test: {', '.join(missed)}")
@@ -336,11 +340,15 @@ def _sum_up(console: Console, verdicts: Sequence[Verdict], seconds: float) -> in
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a mistake or a subject; repeatable")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="a mistake or a subject; repeatable"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="mistakes at a time, each in a copy of its own (default 2)")
     parser.add_argument("--test-only", action="store_true", help="without threefold verify")
     parser.add_argument("--verify-only", action="store_true", help="without the tests")
-    parser.add_argument("--no-baseline", action="store_true", help="do not check first that all passes without a mistake")
+    parser.add_argument(
+        "--no-baseline", action="store_true", help="do not check first that all passes without a mistake"
+    )
     parser.add_argument("--write-docs", action="store_true", help="write the table of docs/mutations.md, nothing else")
     parser.add_argument("--check", action="store_true", help="with --write-docs: only compare")
     return parser.parse_args()

@@ -1,5 +1,7 @@
-"""Runs Python modules as forks of this process, which has imported the libraries that they need: starting an interpreter
-and importing torch takes most of what a small test takes. The package itself is imported by each fork anew.
+"""Runs Python modules as forks of this process, which has imported the libraries that they need.
+
+Starting an interpreter and importing torch takes most of what a small test takes. The package itself is imported by
+each fork anew.
 
 Reads one request a line from standard input, and answers each with the process's number, then its exit status.
 """
@@ -43,7 +45,9 @@ def _libraries() -> list[str]:
         for module in pkgutil.walk_packages(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}."):
             if not module.name.endswith(".__main__"):
                 importlib.import_module(module.name)
-        names = [name for name in sys.modules if name.partition(".")[0] not in OWN and hasattr(sys.modules[name], "__spec__")]
+        names = [
+            name for name in sys.modules if name.partition(".")[0] not in OWN and hasattr(sys.modules[name], "__spec__")
+        ]
         with os.fdopen(writer, "w") as pipe:
             json.dump(names, pipe)
         os._exit(0)
