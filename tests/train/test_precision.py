@@ -129,6 +129,14 @@ def test_half_and_half_is_the_whole(
     assert f"loss scale: {whole[11]['loss_scale']:g}" in log
 
 
+def test_a_resumed_run_goes_on_counting_steps_without_overflow(pool, small_run: Run, tmp_path: Path) -> None:
+    """The scale doubles after four of them, two of which are before the checkpoint."""
+    run = small_run.but(dtype="fp16", set=(("precision.loss_scale", 16.0), ("precision.loss_scale_window", 4)))
+    pool.run(1, train_rank, run.but(steps=2), tmp_path / "run")
+    pool.run(1, train_rank, run.but(steps=6), tmp_path / "run", True)
+    assert [line["loss_scale"] for line in steps_of(tmp_path / "run").values()] == [16.0] * 4 + [32.0] * 2
+
+
 def states_of(case: Case) -> set[torch.dtype]:
     engine = make_engine(case)
     engine.train_step(shard_of(case, 0, 0), 0)
