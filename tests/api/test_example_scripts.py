@@ -6,7 +6,6 @@ import re
 import runpy
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ def test_a_model_of_transformers_has_one_loss_in_every_layout() -> None:
 
 @pytest.mark.slow
 def test_a_script_of_accelerate_has_one_loss_on_every_number_of_processes(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     import torch
 
     script = str(EXAMPLES / "accelerate_script.py")
@@ -101,20 +99,69 @@ def test_ways_reach_one_accuracy(pool: WorkerPool, ways: dict[str, Any], tmp_pat
             assert row[metric] == pytest.approx(alone[metric], abs=0.03 if rounded else 0.01), (name, metric)
 
 
+TEN_WAYS = [
+    "one process",
+    "spawn",
+    "torchrun",
+    "bf16",
+    "compressed, fp16",
+    "accumulation",
+    "ZeRO 1",
+    "tensor parallel",
+    "pipeline",
+    "accelerate",
+]
+
+
+def printed_ways(text: str) -> dict[str, list[str]]:
+    """The rows of the printed table: of each way its ranks, training time, whole time, speed-up and metrics."""
+    rows = {}
+    for line in text.splitlines():
+        for name in TEN_WAYS:
+            if line.strip().startswith(f"{name}  "):
+                rows[name] = line.strip().removeprefix(name).replace(" s ", " ").split()
+    return rows
+
+
+def test_the_speed_up_is_the_ratio_of_the_training_times(ways: dict[str, Any], capsys: pytest.CaptureFixture) -> None:
+    def measured(name: str, seconds: float) -> dict[str, object]:
+        return {
+            "name": name,
+            "ranks": 2,
+            "seconds": seconds,
+            "whole_seconds": 9.9,
+            "accuracy": 0.5,
+            "f1": 0.5,
+            "auc": 1,
+        }
+
+    ways["print_table"]([measured("one process", 8.0), measured("spawn", 5.0), measured("pipeline", 16.0)])
+    rows = printed_ways(capsys.readouterr().out)
+    assert {name: row[1:4] for name, row in rows.items()} == {
+        "one process": ["8.0", "9.9", "1.00"],
+        "spawn": ["5.0", "9.9", "1.60"],
+        "pipeline": ["16.0", "9.9", "0.50"],
+    }
+
+
 @pytest.mark.slow
 def test_the_command_that_compares_ways(ways: dict[str, Any], tmp_path: Path) -> None:
-    """Each way that starts its ranks in another way, and that of Accelerate where it is installed."""
-    names = ["one process", "spawn", "torchrun", *(["accelerate"] if find_spec("accelerate") else [])]
-    assert {way.start for way in ways["WAYS"] if way.name in names} == {way.start for way in ways["WAYS"]}
+    """All ten ways, each a command of its own, that of Accelerate too."""
+    assert [way.name for way in ways["WAYS"]] == TEN_WAYS
     command = [sys.executable, str(EXAMPLES / "compare_ways.py"), "--folder", str(tmp_path)]
-    command += ["--ways", *names, "--rows", "1000", "--epochs", "1"]
+    command += ["--rows", "1000", "--epochs", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stderr
     found = {row["name"]: row for row in json.loads((tmp_path / "ways.json").read_text())}
-    assert list(found) == names
+    assert list(found) == TEN_WAYS
     assert {row["rows"] for row in found.values()} == {200}
     for name, row in found.items():
         for metric in METRICS:
             assert row[metric] == pytest.approx(found["one process"][metric], abs=0.02), (name, metric)
     assert (tmp_path / "ways.png").stat().st_size > 10_000
-    assert "speed-up" in ended.stdout
+    printed = printed_ways(ended.stdout)
+    assert list(printed) == TEN_WAYS
+    first = found["one process"]["seconds"]
+    for name, row in found.items():
+        assert printed[name][1] == f"{row['seconds']:.1f}"
+        assert printed[name][3] == f"{first / row['seconds']:.2f}", name

@@ -1,5 +1,7 @@
 """A damaged checkpoint is never used: the newest good one before it is, with a warning that says why."""
 
+import builtins
+import io
 import json
 import os
 import random
@@ -260,24 +262,54 @@ def refusal(run: Path) -> str:
     return str(caught.value)
 
 
-@sweep("name", ["../../../../outside.bin", "/tmp/outside.bin", "..", "", "a/b"], quick=(0, 1))
-def test_no_file_outside_the_folder_is_opened(run: Path, name: str) -> None:
-    (run.parent / "outside.bin").write_bytes(bytes(1 << 20))
+TENSORS = "tensors-00000.bin"
+
+
+def noting(opened: list[str], original: Callable[..., Any], path: Any, *rest: Any, **options: Any) -> Any:
+    """Open a file, and add its path to a list."""
+    opened.append(str(path) if isinstance(path, int) else os.path.realpath(path))
+    return original(path, *rest, **options)
+
+
+@sweep("kind", ["relative", "absolute", "linked folder", "below", "..", ""], quick=(0, 1))
+def test_no_file_outside_the_folder_is_opened(run: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Not even one that holds what the folder's own does, so that nothing else is wrong with the checkpoint."""
     folder = path_of(run, 4)
+    place = folder / "below" if kind == "below" else run.parent / "outside"
+    place.mkdir()
+    outside = Path(shutil.copy(folder / TENSORS, place))
+    (folder / "link").symlink_to(place)
+    name = {
+        "relative": os.path.relpath(outside, folder),
+        "absolute": str(outside),
+        "linked folder": f"link/{TENSORS}",
+        "below": f"below/{TENSORS}",
+    }.get(kind, kind)
+    assert kind in ("..", "") or (folder / name).samefile(outside)
+    opened: list[str] = []
+    for module in (builtins, io, os):
+        monkeypatch.setattr(module, "open", partial(noting, opened, module.open))
 
     def misname(document: dict[str, Any]) -> None:
-        for tensor in document["tensors"].values():
-            for chunk in tensor["chunks"]:
+        chunks = [chunk for tensor in document["tensors"].values() for chunk in tensor["chunks"]]
+        for chunk in chunks:
+            if chunk["file"] == TENSORS:
                 chunk["file"] = name
+        assert any(chunk["file"] == name for chunk in chunks)
 
-    rewrite(folder / "checkpoint.json", lambda document: document["files"].update({name: {"bytes": 1, "checksum": ""}}))
+    manifest = folder / "checkpoint.json"
+    rewrite(manifest, lambda document: document["files"].update({name: document["files"][TENSORS]}))
     (warning,) = Trained.find(run).warnings
     assert "its checkpoint.json has no usable files" in warning
-    rewrite(folder / "checkpoint.json", lambda document: document["files"].pop(name))
+    rewrite(manifest, lambda document: document["files"].pop(name))
     assert Trained.find(run).warnings == ()
     rewrite(folder / "tensors.json", misname)
-    (warning,) = Trained.find(run).warnings
+    trained = Trained.find(run)
+    (warning,) = trained.warnings
     assert "tensors.json" in warning
+    trained.load()
+    assert os.path.realpath(path_of(run, 2) / TENSORS) in opened
+    assert not [path for path in opened if path.startswith(os.path.realpath(place))]
 
 
 def change_chunk(**values: Any) -> Callable[[dict[str, Any]], None]:

@@ -7,9 +7,10 @@ import torch
 
 from tests.support.cases import LLAMA, MOE, with_recompute
 from tests.support.devices import DEVICES, alone_on, device_of
+from tests.support.masks_by_hand import dropout_factors
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of, whole_tensors
 from tests.support.precision import narrow_departures
-from threefold.random.dropout import keep_mask, sample_keys
+from threefold.random.dropout import Dropout, keep_mask, sample_keys
 from threefold.train.engine import StepResult
 from threefold.verify.compare import relative_error
 
@@ -104,13 +105,19 @@ def test_initial_weights_are_the_cpus(pool, dtype: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_dropout_masks_are_the_cpus(pool, device: str) -> None:
+    """And those of the rule, worked out by hand."""
     pool.run(1, compare_masks, device)
 
 
 def compare_masks(device: str) -> None:
     for step, shape in enumerate([(3, 7, 5), (2, 65, 129), (4, 3, 33, 33)]):
-        keys = sample_keys(11, step, torch.arange(shape[0]))
-        kept = keep_mask(keys, 12345 + step, torch.Size(shape), 0.3)
-        there = keep_mask(keys.to(device_of(device)), 12345 + step, torch.Size(shape), 0.3)
-        assert kept.equal(there.cpu())
-        assert 0.5 < kept.float().mean() < 0.9
+        rows, dropout = torch.arange(shape[0]) * 1000 + step, Dropout(0.3, f"blocks.{step}.dropout.mlp")
+        expected = dropout_factors(11, step, rows.tolist(), dropout.name, shape, 0.3) > 0
+        assert 0.5 < expected.double().mean() < 0.9
+        for place in ("cpu", device):
+            keys = sample_keys(11, step, rows).to(device_of(place))
+            kept = keep_mask(keys, dropout.site, torch.Size(shape), 0.3)
+            assert kept.device.type == place
+            assert kept.cpu().equal(expected)
+            dropped = dropout(torch.ones(shape, device=keys.device), keys)
+            assert (dropped > 0).cpu().equal(expected)

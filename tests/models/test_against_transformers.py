@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.masks_by_hand import dropout_factors
 from tests.support.parity import Case, make_engine, shard_of, whole_tensors
 from tests.support.sweep import sweep
 from tests.support.transformers_oracle import (
     Fp64,
-    dropout_factors,
     logits_and_routers,
     positions_in,
     random_model,

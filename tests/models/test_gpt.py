@@ -9,7 +9,7 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.weights import draw_
-from threefold.random.dropout import sample_keys
+from threefold.random.dropout import Dropout, sample_keys
 
 
 def config(**model: object) -> Config:
@@ -83,12 +83,40 @@ def test_initial_weights_are_gpt2s() -> None:
 
 
 def test_dropout_needs_keys_and_differs_by_layer() -> None:
-    settings = config(num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=50, hidden_dropout=0.5)
+    """Each of its layers draws once, another mask than all others."""
+    rates = {"hidden_dropout": 0.5, "attention_dropout": 0.5}
+    settings = config(num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=50, **rates)
     model = GPT(settings.model)
-    sites = {module.site for module in model.modules() if hasattr(module, "site")}
-    assert len(sites) == 1 + 2 * 3
-    tokens, keys = torch.zeros(2, 16, dtype=torch.int64), torch.tensor([5, 6])
-    assert torch.equal(model(tokens), model(tokens))
-    assert torch.equal(model(tokens, samples=SampleInfo(keys)), model(tokens, samples=SampleInfo(keys)))
-    dropped = model(tokens, samples=SampleInfo(keys))
-    assert not torch.equal(dropped[0], dropped[1])
+    masks: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            masks[name] = []
+            module.register_forward_hook(
+                lambda _, given, out, name=name: masks[name].append((out == 0) & (given[0] != 0))
+            )
+    names = {"embed.dropout"}
+    for layer in (0, 1):
+        names |= {f"blocks.{layer}.attn.core.dropout", f"blocks.{layer}.dropout.attn", f"blocks.{layer}.dropout.mlp"}
+    assert masks.keys() == names
+
+    tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(2))
+    samples = SampleInfo(torch.tensor([5, 6]))
+    plain = model.eval()(tokens)
+    assert torch.equal(model(tokens, samples=samples), plain)
+    assert torch.equal(model.train()(tokens), plain)
+    assert not any(mask.any() for drawn in masks.values() for mask in drawn)
+    for drawn in masks.values():
+        drawn.clear()
+    dropped = model(tokens, samples=samples)
+    assert {name: len(drawn) for name, drawn in masks.items()} == dict.fromkeys(names, 1)
+    first = {name: drawn.pop() for name, drawn in masks.items()}
+    assert torch.equal(model(tokens, samples=samples), dropped)
+    for name, mask in first.items():
+        (again,) = masks[name]
+        assert torch.equal(again, mask)
+        rows = torch.tril(torch.ones(16, 16)).expand(2, 4, 16, 16) > 0 if "core" in name else torch.ones_like(mask)
+        assert mask[rows].float().mean() == pytest.approx(0.5, abs=0.1)
+        assert (mask[0] == mask[1])[rows[0]].float().mean() == pytest.approx(0.5, abs=0.1)
+        for other, theirs in first.items():
+            if other != name and theirs.shape == mask.shape:
+                assert (mask == theirs)[rows].float().mean() == pytest.approx(0.5, abs=0.1), (name, other)

@@ -7,6 +7,7 @@ from unittest.mock import patch
 from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.parallel.data import grad_buckets as data
+from threefold.parallel.settings import PieceSizes
 from threefold.plan.traffic import Table, Volume, step_traffic, wire_bytes
 
 SHARED = (("parallel.sequence_parallel", True),)
@@ -19,11 +20,8 @@ EVEN = {"sequence": 12, "layers": 4}
 
 def counted_and_computed(case: Case, bucket_bytes: int | None = None) -> tuple[Table, Table]:
     limit = bucket_bytes or data.BUCKET_BYTES
-    with (
-        patch.object(data.GradientBuckets.__init__, "__defaults__", (limit, None, None, None)),
-        patch.object(data.in_buckets, "__defaults__", (limit,)),
-    ):
-        engine = make_engine(case)
+    with patch.object(data.in_buckets, "__defaults__", (limit,)):
+        engine = make_engine(case, PieceSizes(bucket_bytes=limit))
         with engine.mesh.recorder.recording() as events:
             engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
         counted: Table = defaultdict(dict)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.attention import masked_weights, numbered
+from tests.support.compiled import operators_of
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
 from threefold.plan.saved_tensors import recording_saved
@@ -51,8 +52,8 @@ def test_dropout_keeps_nothing_of_the_matrix() -> None:
 
 @pytest.mark.slow
 def test_compiled_code_calls_it_as_one_operator() -> None:
-    """One graph for layers of different streams."""
-    graphs = []
+    """One graph for layers of different streams, with one operator in each pass."""
+    graphs, outputs = [], []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:
         graphs.append(graph)
@@ -65,8 +66,11 @@ def test_compiled_code_calls_it_as_one_operator() -> None:
         for compute in (core, partial(compiled, core)):
             given = inputs(300, 300)
             out = compute(*given, samples)
-            out.sum().backward()
+            out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).double())
             found.append([out, *(each.grad for each in given)])
         for ours, theirs in zip(*found, strict=True):
             assert torch.equal(ours, theirs)
-    assert graphs
+        outputs.append(found[0][0])
+    assert not torch.isclose(*outputs).all()
+    (graph,) = graphs
+    assert operators_of(graph) == ["dropped_attention", "dropped_attention_backward"]

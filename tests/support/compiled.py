@@ -18,6 +18,13 @@ def traced(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+def operators_of(graph: torch.fx.GraphModule) -> list[str]:
+    """The package's operators that a compiled graph calls, those of backward passes too, sorted."""
+    graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    targets = [str(node.target) for each in graphs for node in each.nodes if node.op == "call_function"]
+    return sorted(target.split(".")[1] for target in targets if target.startswith("threefold."))
+
+
 def in_layout_counted(case: Case, coded: bool = False) -> tuple[Trace, int, int, int]:
     """The engine on this rank, with an evaluation after its first step.
 

@@ -16,6 +16,7 @@ from threefold.data.loader import Batch, Share
 from threefold.labels import IGNORE_INDEX
 from threefold.models.registry import make_model, model_plan
 from threefold.parallel.parameter import offset
+from threefold.parallel.settings import PieceSizes
 from threefold.train.engine import Engine
 from threefold.verify import reference
 from threefold.verify.batches import BatchSource
@@ -190,10 +191,11 @@ def one_process(case: Case) -> Trace:
     return Trace(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1:])
 
 
-def make_engine(case: Case) -> Engine:
+def make_engine(case: Case, pieces: PieceSizes | None = None) -> Engine:
     config = case.config
     mesh = Mesh(Layout.of(config.parallel), device_of(case.device), shared_memory=case.shared_memory)
-    return Engine(partial(make_model, config.model), model_plan(config.model, case.sequence), mesh, config)
+    plan = model_plan(config.model, case.sequence)
+    return Engine(partial(make_model, config.model), plan, mesh, config, pieces=pieces)
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Evaluation against an average taken by hand, and what it leaves untouched."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 
+from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, evaluated, write_ids
 from threefold.data.dataset import open_dataset
@@ -106,3 +108,50 @@ def test_nothing_to_count(pool: WorkerPool, small_run: Run, tmp_path: Path) -> N
     run = small_run.but(data=data, set=(("train.eval_every", 1), ("data.split", split)))
     with pytest.raises(Exception, match="All labels of the validation batches are masked"):
         pool.run(1, evaluated, run, 3)
+
+
+def evaluated_in_training(case: Case) -> tuple[float, bool, float]:
+    """The loss of an evaluation before the first step, whether layers are in training mode after it, and the loss of
+    the step."""
+    engine = make_engine(case)
+    batch = shard_of(case, 0, engine.mesh.dp.index)
+    loss = engine.eval_batch(batch).loss
+    training = all(module.training for stage in engine.stages for module in stage.modules())
+    return loss, training, engine.train_step(batch, 0).loss
+
+
+@sweep(("dp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=str, quick=(2,))
+def test_it_drops_nothing(pool: WorkerPool, dp: int, pp: int) -> None:
+    """Neither by dropout nor for the capacity of an expert: the loss is that of the model without either."""
+    experts = (("num_experts", 4), ("experts_per_token", 2))
+    plain = Case(dtype="fp64", dp=dp, pp=pp, model=experts)
+    dropping = replace(plain, dropout=0.2, model=(*experts, ("expert_capacity_factor", 0.5)))
+    ranks = dp * pp
+    expected = pool.run(ranks, evaluated_in_training, plain)[0]
+    found = pool.run(ranks, evaluated_in_training, dropping)
+    for loss, training, step_loss in found:
+        assert loss == pytest.approx(expected[0], rel=1e-12)
+        assert training
+        assert abs(step_loss - expected[2]) > 1e-3  # which does drop
+
+
+def after_a_rollback(case: Case) -> tuple[float, float, float]:
+    """The loss of a batch; after other weights were loaded; and of a training step with those."""
+    engine = make_engine(case)
+    batch = shard_of(case, 0, engine.mesh.dp.index)
+    before = engine.eval_batch(batch).loss
+    with torch.no_grad():
+        for entry in engine.optimizer.entries:
+            entry.master.mul_(1.5)
+    engine.optimizer.restored()
+    return before, engine.eval_batch(batch).loss, engine.train_step(batch, 0).loss
+
+
+@sweep("zero", [1, 2, 3], quick=(0, 1))
+def test_weights_that_are_loaded_after_an_evaluation_are_used(pool: WorkerPool, zero: int) -> None:
+    """An evaluation leaves gathered weights behind with ZeRO 1 and 2, which are out of date after a rollback."""
+    case = Case(dtype="fp64", dp=2)
+    expected = pool.run(2, after_a_rollback, case)[0]
+    assert abs(expected[1] - expected[0]) > 1e-3
+    for found in pool.run(2, after_a_rollback, replace(case, settings=(("parallel.zero", zero),))):
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from tests.train.support import losses_of, train, write_ids
+from tests.train.support import losses_of, steps_of, train, write_ids
 from threefold.config import Config, resolve
 from threefold.launch import RankInfo, spawn
 from threefold.launch.worker_pool import WorkerPool
@@ -54,9 +54,14 @@ def random_tokens(folder: Path, vocab: int = VOCAB, sequence: int = SEQUENCE) ->
 
 
 def config_of_the_original(
-    data: Path, recipe: dict[str, dict[str, Any]], sequence: int = SEQUENCE, ways: int = 2, **model: int
+    data: Path,
+    recipe: dict[str, dict[str, Any]],
+    sequence: int = SEQUENCE,
+    ways: int = 2,
+    optimizer: dict[str, float] | None = None,
+    **model: int,
 ) -> Config:
-    """With `ways` ranks along each of the three axes."""
+    """With `ways` ranks along each of the three axes, and other settings of the optimizer where they are given."""
     given: dict[str, dict[str, Any]] = {
         "model": {
             "num_layers": 4,
@@ -79,7 +84,7 @@ def config_of_the_original(
             **recipe["train"],
         },
         "precision": recipe["precision"],
-        "optimizer": {"lr": 1e-5, "warmup_steps": 3600, "decay_steps": 360_000},
+        "optimizer": {"lr": 1e-5, "warmup_steps": 3600, "decay_steps": 360_000, **(optimizer or {})},
         "checkpoint": {"every": 0},
         "log": {"every": 1},
     }
@@ -136,3 +141,23 @@ def test_the_recipe_of_the_logged_run_on_a_small_model(pool: WorkerPool, tmp_pat
     wide = RECIPES["original"] | {"train": {"max_steps": FEW}, "precision": {"dtype": "fp32"}}
     pool.run(1, quietly, config_of_the_original(data, wide, 32, 1, **SMALL), tmp_path / "alone")
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "alone"), rel=1e-3)
+
+
+def test_the_recipe_of_the_logged_run_trains_as_in_fp32(pool: WorkerPool, tmp_path: Path) -> None:
+    """At a rate of which the losses are seen to fall, as the original's first rates change no digit of them: then the
+    gradients count, and with them the loss scale that they are divided by."""
+    data = random_tokens(tmp_path / "tokens", SMALL["vocab_size"], 32)
+    faster = {"lr": 5e-3, "warmup_steps": 2, "decay_steps": 20}
+    steps = {"max_steps": 6}
+    fp16 = RECIPES["original"] | {"train": {**RECIPES["original"]["train"], **steps}}
+    fp32 = RECIPES["original"] | {"train": steps, "precision": {"dtype": "fp32"}}
+    pool.run(8, quietly, config_of_the_original(data, fp16, 32, optimizer=faster, **SMALL), tmp_path / "run")
+    pool.run(1, quietly, config_of_the_original(data, fp32, 32, 1, faster, **SMALL), tmp_path / "alone")
+    ours, exact = (list(steps_of(tmp_path / name).values()) for name in ("run", "alone"))
+    assert len(ours) == len(exact) == 6
+    assert [(row["loss_scale"], row["skipped"]) for row in ours] == [(32768.0, False)] * 6
+    assert exact[-1]["loss"] < exact[0]["loss"] - 0.05
+    for row, right in zip(ours, exact, strict=True):
+        assert row["loss"] != right["loss"]  # as it was computed in fp16
+        assert row["loss"] == pytest.approx(right["loss"], rel=2e-3)
+        assert row["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-2)

@@ -129,12 +129,16 @@ def test_half_and_half_is_the_whole(
     assert f"loss scale: {whole[11]['loss_scale']:g}" in log
 
 
-def test_a_resumed_run_goes_on_counting_steps_without_overflow(pool, small_run: Run, tmp_path: Path) -> None:
-    """The scale doubles after four of them, two of which are before the checkpoint."""
-    run = small_run.but(dtype="fp16", set=(("precision.loss_scale", 16.0), ("precision.loss_scale_window", 4)))
-    pool.run(1, train_rank, run.but(steps=2), tmp_path / "run")
-    pool.run(1, train_rank, run.but(steps=6), tmp_path / "run", True)
-    assert [line["loss_scale"] for line in steps_of(tmp_path / "run").values()] == [16.0] * 4 + [32.0] * 2
+def test_the_scale_and_its_good_steps_are_restored(pool, small_run: Run, tmp_path: Path) -> None:
+    """A scale that doubles after every two good steps, saved after the third: half way to the next doubling."""
+    settings = (("precision.loss_scale", 2.0**6), ("precision.loss_scale_window", 2))
+    run = small_run.but(dtype="fp16", set=settings)
+    pool.run(1, train_rank, run.but(steps=3), tmp_path)
+    facts = manifest(tmp_path / "checkpoints" / "step_00000003")
+    assert (facts["loss_scale"], facts["good_steps"]) == (2.0**7, 1)
+    pool.run(1, train_rank, run.but(steps=5), tmp_path, True)
+    scales = [line["loss_scale"] for line in steps_of(tmp_path).values()]
+    assert scales == [2.0**6, 2.0**6, 2.0**7, 2.0**7, 2.0**8]
 
 
 def states_of(case: Case) -> set[torch.dtype]:

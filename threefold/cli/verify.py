@@ -49,7 +49,8 @@ def verify(
 ) -> None:
     """Train CONFIG's model a few steps in a single process and in each LAYOUT, and compare the results.
 
-    Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding.
+    Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding; so
+    must evaluation, packed documents, a loss scale with an overflow, a skipped step and a resumed run (docs/verify.md).
     Exit status: 0 if every layout is equal; 1 if one differs, fails, or shards nothing over one of its axes; 2 if
     verification cannot start.
     """
@@ -86,7 +87,7 @@ def verify(
     source = FileSource.parse(model) if model is not None and from_section else ConfigSource()
     if given.model.architecture == OWN:
         selection = _select(small, specs, ranks, every, layout_check(source, small))
-    task = Verification(small, steps, choose_batches(given, source.loss(small)), source, full)
+    task = Verification(small, steps, choose_batches(given, source.loss(small)), source, full, thorough=every)
     view = JsonView(task, selection) if json else TableView(task, selection, base, verbose)
     with verifier(task, selection) as check, view:  # workers are forked before the live line starts its thread
         check.run_one_process()

@@ -21,6 +21,7 @@ from threefold.comm.layout_spec import LayoutSpec
 from threefold.config import Config
 from threefold.config.optimizer import hyper_parameters
 from threefold.verify.layout_selection import Selection
+from threefold.verify.reference import CLIP_SHARE
 from threefold.verify.report import DEPARTS, EQUAL, FAILED, UNSPLIT, LayoutResult
 from threefold.verify.shrunk_config import changes
 from threefold.verify.verifier import Verification
@@ -190,9 +191,11 @@ class TableView(View):
             "model": f"{task.source.describe(config)}, {self.parameters:,} parameters",
             "size": size,
             "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
-            f"{task.rows}{', some labels masked' if task.rows.masked else ''}; {_optimizer(config)}",
+            f"{task.rows}{', some labels masked' if task.rows.masked else ''}; {_optimizer(config)}, "
+            f"{f'clipped to {CLIP_SHARE:g} of the first norm' if config.optimizer.clip_grad_norm else 'no clip'}",
             "equal": f"a relative error of at most {task.tolerance:.0e} in {config.precision.dtype}: initial weights, "
             "and loss, gradients, their norm and weights of each step",
+            "also": _further(task),
         }
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(style="bold")
@@ -299,6 +302,20 @@ def _optimizer(config: Config) -> str:
     optimizer = config.optimizer
     reads_eps = "eps" in hyper_parameters(optimizer.name)
     return f"{optimizer.name}, eps {optimizer.eps:g}" if reads_eps else optimizer.name
+
+
+def _further(task: Verification) -> str:
+    """What is compared beside the steps."""
+    evaluation, second = "the loss in evaluation mode between gradients and update", task.second
+    if second is None:
+        return evaluation
+    model, data = second.config.model, second.config.data
+    drops = model.hidden_dropout > 0 or model.attention_dropout > 0
+    features = [*(["dropout"] if drops else []), *(["packed documents"] if data.separate_documents else [])]
+    return (
+        f"{evaluation}; a second run with {', '.join([*features, 'a loss scale'])}, a gradient that overflows on one "
+        "rank, a skipped step, and its last step after resuming, from the layout's checkpoint and one process's"
+    )
 
 
 def _count(parameters: int) -> Text:

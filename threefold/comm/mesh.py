@@ -25,7 +25,20 @@ from threefold.torch_private.distributed import (
 
 __all__ = ["Axis", "Event", "Mesh", "Recorder"]
 
-_SHARED_SLOT_BYTES = 2 << 20  # larger ones fall out of the cache that the ranks share
+
+class SharedMemorySizes(NamedTuple):
+    """Sizes by which collectives in shared memory divide their work; they change no result.
+
+    Attributes:
+        slot: bytes of a piece of a message; larger ones fall out of the cache that the ranks share.
+        sharing: bytes of a piece, times the ranks beyond two, from which on they divide its additions.
+    """
+
+    slot: int = 2 << 20
+    sharing: int = 1 << 20
+
+
+USUAL_SIZES = SharedMemorySizes()
 
 
 class PlannedAxis(NamedTuple):
@@ -48,6 +61,7 @@ class Mesh:
         shared_memory: whether collectives of CPU tensors between ranks of one host go through memory that they share;
             False for those of the process group alone.
         heartbeat: where this rank notes what it does; None for one that nobody reads.
+        sizes: of the pieces that collectives in shared memory go in.
 
     Attributes:
         heartbeat: as given.
@@ -68,12 +82,13 @@ class Mesh:
         *,
         shared_memory: bool = True,
         heartbeat: Heartbeat | None = None,
+        sizes: SharedMemorySizes = USUAL_SIZES,
     ) -> None:
         with naming_arguments():
             layout.require_world(dist.get_world_size())
         self.layout = layout
         self.device = torch.device(device)
-        self._shares_memory = shared_memory and self.device.type == "cpu"
+        self._shares_memory, self._sizes = shared_memory and self.device.type == "cpu", sizes
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = layout.coordinates(self.rank)
         self.recorder = Recorder()
@@ -278,7 +293,7 @@ class Mesh:
         # Collectives of gloo cost latency and system time; those in shared memory have little of either.
         several = {axis.name: axis.group for axis in planned if axis.group is not None and len(axis.ranks) > 1}
         sharing = several if self._shares_memory else {}
-        made = SharedMemoryGroup.try_create_all(list(sharing.values()), _SHARED_SLOT_BYTES) if sharing else []
+        made = SharedMemoryGroup.try_create_all(list(sharing.values()), *self._sizes) if sharing else []
         shared = dict(zip(sharing, made, strict=True))
         axes = []
         for name, ranks, group, device_mesh in planned:

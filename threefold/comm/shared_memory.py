@@ -79,8 +79,9 @@ class SharedMemoryGroup:
     Attributes: `size` ranks; `index`, the index of this process among them; `ranks`, their global ranks.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, sharing_bytes: int = _TWO_PHASE_BYTES) -> None:
         """Wrap memory and pipes that are set up already; use `try_create`, which sets them up."""
+        self._sharing_bytes = sharing_bytes
         self.ranks = shared.ranks
         self.index = shared.index
         self.size = len(shared.ranks)
@@ -105,12 +106,20 @@ class SharedMemoryGroup:
 
     @classmethod
     def try_create_all(
-        cls, groups: Sequence[dist.ProcessGroup], capacity: int = DEFAULT_CAPACITY
+        cls,
+        groups: Sequence[dist.ProcessGroup],
+        capacity: int = DEFAULT_CAPACITY,
+        sharing_bytes: int = _TWO_PHASE_BYTES,
     ) -> "list[SharedMemoryGroup | None]":
         """As `try_create`, for several groups at once, in one order on all their ranks: what their ranks wait for each
-        other takes hardly longer than for one group."""
+        other takes hardly longer than for one group.
+
+        Args:
+            groups, capacity: as of `try_create`.
+            sharing_bytes: size of a piece, times the ranks beyond two, from which on they divide its additions.
+        """
         made = share(groups, partial(room_for_rounds, capacity=capacity))
-        return [cls(shared) if shared else None for shared in made]
+        return [cls(shared, sharing_bytes) if shared else None for shared in made]
 
     def close(self) -> None:
         """Close the pipes and free the memory. Peers that wait for this rank then raise `PeerLostError`."""
@@ -211,7 +220,7 @@ class SharedMemoryGroup:
 
     def _divides_additions(self, piece: Tensor) -> bool:
         added = torch.float32.itemsize if piece.dtype in _HALVES else piece.itemsize
-        return (self.size - 2) * piece.numel() * added >= _TWO_PHASE_BYTES
+        return (self.size - 2) * piece.numel() * added >= self._sharing_bytes
 
     def _exchange(self, operation: str, piece: Tensor) -> _Views:
         """One round in which every rank contributes `piece`; returns all slots, each with its rank's piece."""

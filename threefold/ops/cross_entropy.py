@@ -28,12 +28,13 @@ from threefold.ops.sizes import LOGITS_AT_ONCE
 from threefold.torch_private.tensors import assert_async
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE) -> Tensor:
     """`F.cross_entropy(..., reduction="none")`, computed in fp32 at least.
 
     Args:
         logits: [T, V].
         labels: int64 [T], -100 to ignore a token.
+        at_once: logits that it goes over at once on a CPU; changes no result.
 
     Returns:
         [T], zero for ignored labels; in fp32, or fp64 for fp64 logits.
@@ -41,16 +42,17 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     if torch.compiler.is_compiling() and logits.device.type != "cpu":
         wide = logits if logits.itemsize >= 4 else logits.float()
         return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    losses: Tensor = _CrossEntropy.apply(logits, labels)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, at_once)
     return losses
 
 
-def tops_and_sums(logits: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LOGITS_AT_ONCE) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, or `least` where that is larger, and Σ exp(logit − it); one pass over memory.
 
     Args:
         logits: [T, V], V > 0.
         least: [T], in the dtype to compute in.
+        at_once: as of `cross_entropy`.
 
     Returns:
         two tensors [T], in fp32 at least.
@@ -61,8 +63,8 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None) -> tuple[Tensor, 
         top = top if least is None else torch.maximum(top, least)
         return top, (logits.to(wide) - top.unsqueeze(1)).exp().sum(1)
     tops, sums = (logits.new_empty(len(logits), dtype=wide) for _ in range(2))  # of which one may be kept alone
-    buffer = logits.new_empty(_rows_at_once(logits), logits.shape[1], dtype=wide)
-    for rows in _runs(logits):
+    buffer = logits.new_empty(_rows_at_once(logits, at_once), logits.shape[1], dtype=wide)
+    for rows in _runs(logits, at_once):
         shifted = buffer[: rows.stop - rows.start]
         run = logits[rows] if logits.dtype == wide else shifted.copy_(logits[rows])
         top = run.amax(1) if least is None else torch.maximum(run.amax(1), least[rows])
@@ -70,13 +72,16 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None) -> tuple[Tensor, 
     return tops, sums
 
 
-def scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor) -> Tensor:
+def scaled_exponentials(
+    logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor, at_once: int = LOGITS_AT_ONCE
+) -> Tensor:
     """exp(logit − top) · factor in each row, and `added` to it at `column`; rounded once.
 
     Args:
         logits: [T, V], V > 0.
         top, factor, added: [T], in the dtype to compute in.
         column: int64 [T], in [0, V).
+        at_once: as of `cross_entropy`.
 
     Returns:
         [T, V], in the dtype of `logits`.
@@ -89,8 +94,8 @@ def scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Ten
         return others.to(logits.dtype).scatter(1, column, there.to(logits.dtype))
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     is_wide, shift = out.dtype == top.dtype, top.unsqueeze(1)
-    buffer = top.new_empty(0 if is_wide else _rows_at_once(logits), logits.shape[1])
-    for rows in _runs(logits):
+    buffer = top.new_empty(0 if is_wide else _rows_at_once(logits, at_once), logits.shape[1])
+    for rows in _runs(logits, at_once):
         if is_wide:
             run = torch.sub(logits[rows], shift[rows], out=out[rows])
         else:
@@ -101,25 +106,26 @@ def scaled_exponentials(logits: Tensor, top: Tensor, factor: Tensor, column: Ten
     return out
 
 
-def _runs(logits: Tensor) -> Iterator[slice]:
+def _runs(logits: Tensor, at_once: int) -> Iterator[slice]:
     """Rows of `logits` to go over at once: all on a GPU, few enough on a CPU for its caches to hold a wide copy. In a
     dry run, where there is nothing to compute and all need the same memory, the first of them alone."""
-    count, at_once = len(logits), _rows_at_once(logits)
-    firsts = range(0, count, max(1, at_once))
+    count, rows = len(logits), max(1, _rows_at_once(logits, at_once))
+    firsts = range(0, count, rows)
     for first in firsts[:1] if logits.untyped_storage().device.type == "meta" else firsts:
-        yield slice(first, min(first + at_once, count))
+        yield slice(first, min(first + rows, count))
 
 
-def _rows_at_once(logits: Tensor) -> int:
+def _rows_at_once(logits: Tensor, at_once: int) -> int:
     count, columns = logits.shape
-    fitting = max(1, LOGITS_AT_ONCE // max(1, columns))
+    fitting = max(1, at_once // max(1, columns))
     return min(count, fitting) if logits.device.type == "cpu" else count
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        top, total = tops_and_sums(logits)
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, at_once: int) -> Tensor:
+        ctx.at_once = at_once
+        top, total = tops_and_sums(logits, at_once=at_once)
         ignored = labels == IGNORE_INDEX
         target = logits.gather(1, labels.masked_fill(ignored, 0).unsqueeze(1)).squeeze(1)
         ctx.save_for_backward(logits, labels, top, total)
@@ -127,16 +133,18 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, labels, top, total = ctx.saved_tensors
         ignored = labels == IGNORE_INDEX
         grad, column = grad.masked_fill(ignored, 0), labels.masked_fill(ignored, 0)
-        return scaled_exponentials(logits, top, grad / total, column, -grad), None
+        return scaled_exponentials(logits, top, grad / total, column, -grad, ctx.at_once), None, None
 
 
 # Torch's compiler would find the logits of both passes to be the same, and keep them.
 @torch.compiler.disable
-def chunked_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE
+) -> Tensor:
     """`F.cross_entropy(F.linear(x, weight), labels, reduction="none")`, of whose logits `chunk` columns exist at once.
 
     Args:
@@ -144,17 +152,20 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, chunk: int)
         weight: [V, H].
         labels: int64 [...], -100 to ignore a token.
         chunk: columns of the logits, at least 1.
+        at_once: as of `cross_entropy`.
 
     Returns:
         [...], zero for ignored labels; in fp32, or fp64 for fp64 inputs.
     """
     flat = labels.flatten()
-    top, total, target = logit_sums(x.flatten(0, -2), weight, flat, chunk)
+    top, total, target = logit_sums(x.flatten(0, -2), weight, flat, chunk, at_once)
     losses = total.log() - (target - top)
     return losses.masked_fill(flat == IGNORE_INDEX, 0).view(labels.shape)
 
 
-def logit_sums(x: Tensor, weight: Tensor, column: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+def logit_sums(
+    x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row of the logits `x @ weight.T`: the maximum, Σ exp(logit − maximum), and the logit at `column`.
 
     Args:
@@ -162,11 +173,12 @@ def logit_sums(x: Tensor, weight: Tensor, column: Tensor, chunk: int) -> tuple[T
         weight: [V, H], V may be 0.
         column: int64 [T]; where it is outside of [0, V) the logit is given as zero.
         chunk: columns of the logits that exist at once, at least 1.
+        at_once: as of `cross_entropy`.
 
     Returns:
         three tensors [T], in fp32 at least; the maximum is a constant to autograd.
     """
-    out: tuple[Tensor, Tensor, Tensor] = _LogitSums.apply(x, weight, column, chunk)
+    out: tuple[Tensor, Tensor, Tensor] = _LogitSums.apply(x, weight, column, chunk, at_once)
     return out
 
 
@@ -185,7 +197,9 @@ class _LogitSums(torch.autograd.Function):
     `column`, zero where there is none; in fp32 at least."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, column: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
         top = x.new_full((len(x),), -torch.inf, dtype=wide)
         total, target = torch.zeros_like(top), torch.zeros_like(top)
@@ -193,12 +207,12 @@ class _LogitSums(torch.autograd.Function):
             logits = product(x, rows)
             place, there = _within(column - first, len(rows))
             target += logits.gather(1, place).squeeze(1).masked_fill_(~there, 0)
-            higher, added = tops_and_sums(logits, top)
+            higher, added = tops_and_sums(logits, top, at_once)
             total.mul_((top - higher).exp_()).add_(added)
             top = higher
             del logits  # before the next ones are made
         ctx.save_for_backward(x, weight, column, top)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.at_once = chunk, at_once
         ctx.mark_non_differentiable(top)
         return top, total, target
 
@@ -210,13 +224,13 @@ class _LogitSums(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for first, rows in _chunks(weight, ctx.chunk):
             place, there = _within(column - first, len(rows))
-            grad = scaled_exponentials(product(x, rows), top, total, place.squeeze(1), target * there)
+            grad = scaled_exponentials(product(x, rows), top, total, place.squeeze(1), target * there, ctx.at_once)
             if grad_x is not None:
                 grad_x += product(grad, rows.t())
             if grad_weight is not None:
                 grad_weight[first : first + len(rows)] = product(grad.t(), x.t())
             del grad
-        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, None, None
+        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, None, None, None
 
 
 def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:

@@ -120,14 +120,14 @@ def parallelize(
     # Activation checkpointing (recompute), of modules that draw in sequence with their random streams; chunked losses.
     streams = RandomStreams(training.seed, how.mesh.coordinates, how.mesh.device)
     give_streams(streams, nn.ModuleList(stages))
-    _chunk_losses(stages, training.loss_chunk_size)
+    _chunk_losses(stages, training.loss_chunk_size, training.pieces.logits_at_once)
     apply_recompute(stages, training.recompute, training.recompute_every, streams)
     # torch.compile.
     if training.compile:
         compile_layers(stages, how.deferred is not None)
     # Data parallelism, or ZeRO.
     _allocate(stages, how, constructed)
-    gradients = _make_gradients(stages, how, training.gradient_compression)
+    gradients = _make_gradients(stages, how, training.gradient_compression, training.pieces.bucket_bytes)
     # Initial weights.
     weights = make_weights(whole_parameters(stages), how.master_dtype)
     initialise_(weights, plan, training.seed, gradients, constructed)
@@ -145,13 +145,14 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
                 setattr(stage.get_submodule(module), attribute, first)
 
 
-def _chunk_losses(stages: Sequence[Stage], size: int) -> None:
-    """Have losses compute `size` columns of the logits at a time; 0 for all at once."""
+def _chunk_losses(stages: Sequence[Stage], size: int, logits_at_once: int) -> None:
+    """Have losses compute `size` columns of the logits at a time, 0 for all at once, and go over so many logits of them
+    at once."""
     for stage in stages:
         for name, module in list(stage.named_modules()):
             if isinstance(module, LinearCrossEntropy):
                 parent, _, attribute = name.rpartition(".")
-                stage.get_submodule(parent).register_module(attribute, module.in_chunks(size))
+                stage.get_submodule(parent).register_module(attribute, module.in_chunks(size, logits_at_once))
 
 
 def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: ConstructedModel) -> None:
@@ -197,7 +198,7 @@ def _allocate_on(
     replace_parameters(model, allocated)
 
 
-def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str) -> Gradients:
+def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str, bucket_bytes: int) -> Gradients:
     """Sharded gradients with ZeRO, else buckets; those of experts are summed over the replicas that hold them."""
     if how.zero is not None:
         return ShardedGradients(stages, how.zero)
@@ -206,7 +207,7 @@ def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str)
     longest = {local(parameter): longest_shard(parameter) for parameter in parameters}
 
     def buckets(leaves: list[Tensor], axis: Axis) -> GradientBuckets:
-        return GradientBuckets(leaves, axis, dtype, wire=wire, longest=longest, tp=mesh.tp)
+        return GradientBuckets(leaves, axis, dtype, bucket_bytes, wire, longest, mesh.tp)
 
     experts = [local(parameter) for parameter in parameters if is_of_experts(parameter)]
     others = [local(parameter) for parameter in parameters if not is_of_experts(parameter)]

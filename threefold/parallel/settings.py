@@ -1,6 +1,6 @@
 """What the training of a model needs to know of a run, apart from the model and the layout: explicit settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -8,6 +8,25 @@ import torch
 from threefold.config import Config
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.dtypes import DTYPES
+from threefold.ops.sizes import LOGITS_AT_ONCE
+from threefold.parallel.data.grad_buckets import BUCKET_BYTES
+
+
+@dataclass(frozen=True)
+class PieceSizes:
+    """Sizes of the pieces that work is divided into: they change no result up to rounding, only memory and time.
+
+    `threefold verify` makes them tiny, so that the small tensors of a shrunk model have several pieces too.
+
+    Attributes:
+        bucket_bytes: size from which a bucket of gradients is closed and the next started.
+        norm_elements: neighbouring elements whose squares are added up in the gradients' own dtype.
+        logits_at_once: logits that the loss goes over at once on a CPU.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+    norm_elements: int = 1 << 14
+    logits_at_once: int = LOGITS_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,7 @@ class TrainingSettings:
         recompute_every: of the layers that recompute treats, every so many-th.
         compile: whether layers run through `torch.compile`.
         loss_chunk_size: entries of the vocabulary whose logits are in memory at once; 0 for all.
+        pieces: sizes that work is divided by.
     """
 
     seed: int = 0
@@ -52,10 +72,11 @@ class TrainingSettings:
     recompute_every: int = 1
     compile: bool = False
     loss_chunk_size: int = 0
+    pieces: PieceSizes = field(default_factory=PieceSizes)
 
     @classmethod
-    def of(cls, config: Config) -> "TrainingSettings":
-        """Those of a resolved config."""
+    def of(cls, config: Config, pieces: PieceSizes | None = None) -> "TrainingSettings":
+        """Those of a resolved config, with pieces of the usual sizes unless others are given."""
         parallel, train = config.parallel, config.train
         return cls(
             seed=train.seed,
@@ -74,6 +95,7 @@ class TrainingSettings:
             recompute_every=train.recompute_every,
             compile=train.compile,
             loss_chunk_size=train.loss_chunk_size,
+            pieces=pieces or PieceSizes(),
         )
 
     @cached_property

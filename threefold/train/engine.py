@@ -15,7 +15,7 @@ from threefold.config.model import OWN
 from threefold.models.loss_terms import LossFunction
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.gradient_step import GradientStep
-from threefold.parallel.settings import TrainingSettings
+from threefold.parallel.settings import PieceSizes, TrainingSettings
 from threefold.train.divergence import DivergenceError
 from threefold.train.gradient_norm import GradientNorm
 from threefold.train.loss_scale import LossScale
@@ -86,6 +86,8 @@ class Engine(GradientStep):
         config: resolved.
         stop: sums over the ranks, in each step and evaluation, which of them ask to end the run.
         loss: of the last layer's output and the batch, for a model that does not compute it in its last layer.
+        loss_scale: of the backward pass; None for that of the config, which only fp16 has.
+        pieces: sizes that work is divided by; None for the usual ones.
     """
 
     def __init__(
@@ -96,20 +98,23 @@ class Engine(GradientStep):
         config: Config,
         stop: Stop | None = None,
         loss: LossFunction | None = None,
+        loss_scale: LossScale | None = None,
+        pieces: PieceSizes | None = None,
     ) -> None:
         positions = config.data.sequence_length // config.parallel.cp
         if config.parallel.sequence_parallel:
             positions //= config.parallel.tp
         activation = (config.train.micro_batch_size, positions, config.model.hidden_size)
         declared = loss is None and config.model.architecture != OWN  # else the runner finds the shapes
-        super().__init__(make_model, plan, mesh, TrainingSettings.of(config), activation if declared else None)
+        settings = TrainingSettings.of(config, pieces)
+        super().__init__(make_model, plan, mesh, settings, activation if declared else None)
         self.config, self.loss, self.stop = config, loss, stop or Stop()
         self._terms: dict[str, float] = {}
         self.optimizer = Optimizer(
             self.model.weights, self.gradients, config.optimizer, plan, self.parallelism.sharding_axes
         )
-        self._norm = GradientNorm(self.model, self.optimizer.entries)
-        self.loss_scale = LossScale.of(config.precision)
+        self._norm = GradientNorm(self.model, self.optimizer.entries, settings.pieces.norm_elements)
+        self.loss_scale = loss_scale or LossScale.of(config.precision)
 
     def train_step(self, batch: Any, step: int) -> StepResult:
         """One update from a global batch.

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import is_split
+from threefold.parallel.settings import PieceSizes
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.optimizer import Entry
-
-_NORM_PIECE = 1 << 14  # elements
 
 
 class GradientNorm:
@@ -19,10 +18,11 @@ class GradientNorm:
     Args:
         model: which it trains.
         entries: its weights.
+        piece: elements whose squares are added up in the gradients' own dtype.
     """
 
-    def __init__(self, model: TrainableModel, entries: Sequence[Entry]) -> None:
-        self._gradients = model.gradients
+    def __init__(self, model: TrainableModel, entries: Sequence[Entry], piece: int = PieceSizes.norm_elements) -> None:
+        self._gradients, self._piece = model.gradients, piece
         self._counted = [entry.leaf for entry in entries if _is_counted(model, entry)]
         self._others = [entry.leaf for entry in entries if not _is_counted(model, entry)]
         self._device = model.parallelism.mesh.device
@@ -48,7 +48,7 @@ class GradientNorm:
     def _of(self, leaves: Sequence[Tensor]) -> Tensor:
         if not leaves:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return squared_norm(self._gradients.joined(leaves))
+        return squared_norm(self._gradients.joined(leaves), self._piece)
 
 
 def _is_counted(model: TrainableModel, entry: Entry) -> bool:
@@ -59,8 +59,8 @@ def _is_counted(model: TrainableModel, entry: Entry) -> bool:
     )
 
 
-def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of all elements, in fp64.
+def squared_norm(tensors: Sequence[Tensor], piece: int = PieceSizes.norm_elements) -> Tensor:
+    """Sum of squares of all elements, in fp64; those of `piece` neighbours are added up in their own dtype.
 
     Torch adds the squares of a tensor up in its own dtype, which for fp32 and millions of elements loses three digits;
     by short pieces it loses none that matter, at a third of the cost of working in fp64 throughout.
@@ -69,9 +69,9 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     norms, rest = [], []
     for tensor in tensors:
         flat = tensor.flatten()
-        in_pieces = flat.numel() // _NORM_PIECE * _NORM_PIECE
+        in_pieces = flat.numel() // piece * piece
         if in_pieces:
-            norms.append(torch.linalg.vector_norm(flat[:in_pieces].view(-1, _NORM_PIECE), dim=1, dtype=wide))
+            norms.append(torch.linalg.vector_norm(flat[:in_pieces].view(-1, piece), dim=1, dtype=wide))
         if in_pieces < flat.numel() or not in_pieces:
             rest.append(flat[in_pieces:])
     if rest:

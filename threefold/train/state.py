@@ -53,6 +53,35 @@ def engine_tensors(engine: Engine) -> dict[str, Tensor]:
     return tensors
 
 
+def checkpoint_tensors(engine: Engine) -> dict[str, Tensor]:
+    """`engine_tensors`, and the random streams where modules have drawn from them: the tensors of a checkpoint."""
+    tensors = engine_tensors(engine)
+    if engine.streams.used:
+        tensors |= engine.streams.stored(engine.mesh.layout.shape)
+    return tensors
+
+
+def loss_scale_facts(engine: Engine) -> tuple[float | None, int]:
+    """`loss_scale` and `good_steps` of the facts of a checkpoint."""
+    scale = engine.loss_scale
+    return (scale.value, scale.good_steps) if scale else (None, 0)
+
+
+def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Load a checkpoint of any layout into an engine: weights, optimizer state, loss scale and random streams.
+
+    Raises:
+        DamagedCheckpoint: on every rank, when a checksum differs; the engine's state is undefined then.
+        UserError: on every rank, when it cannot be read.
+    """
+    load_tensors(engine_tensors(engine), checkpoint.path, engine.mesh.world)
+    engine.optimizer.restored()
+    facts, scale = checkpoint.facts, engine.loss_scale
+    if scale is not None and facts.loss_scale is not None:
+        scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
+    _restore_streams(engine, checkpoint)
+
+
 class Checkpoints:
     """Saves and resumes a run. Collective over the world.
 
@@ -133,9 +162,7 @@ class Checkpoints:
         begun = time.monotonic()
         if self.clock is not None:
             self.clock.saving()
-        tensors = engine_tensors(self.engine)
-        if self.engine.streams.used:
-            tensors |= self.engine.streams.stored(self.engine.mesh.layout.shape)
+        tensors = checkpoint_tensors(self.engine)
         texts = self._texts | {WRITER: record_of(self.config.parallel).text}
         if self._background is not None and not last:
             return self._background.save(self.run_dir, self._facts(step), tensors, texts)
@@ -249,13 +276,8 @@ class Checkpoints:
             UserError: on every rank, when it cannot be read.
         """
         self.passed = frozenset(passed)
-        load_tensors(engine_tensors(self.engine), checkpoint.path, self.engine.mesh.world)
-        self.engine.optimizer.restored()
-        facts, scale = checkpoint.facts, self.engine.loss_scale
+        restore_engine(self.engine, checkpoint)
         self.consumed = consumed_by(checkpoint, self.config)
-        if scale is not None and facts.loss_scale is not None:
-            scale.value, scale.good_steps = facts.loss_scale, facts.good_steps
-        self._restore_streams(checkpoint)
         self.carry(checkpoint)
         return checkpoint.step
 
@@ -293,20 +315,9 @@ class Checkpoints:
             # The data's tokenizer.json, where there is one, is the same; the checkpoint has more settings of it.
             self._texts = carried | self._texts | settings
 
-    def _restore_streams(self, checkpoint: Checkpoint) -> None:
-        """Restore this rank's random streams; in another layout, reseed them from the seed and the step."""
-        streams, layout = self.engine.streams, self.engine.mesh.layout
-        names = stored_names(checkpoint.path)
-        if any(name.startswith(stored_as(layout.shape)) for name in names):
-            mine = {name: state for name, state in streams.stored(layout.shape).items() if name in names}
-            load_tensors(mine, checkpoint.path, self.engine.mesh.world)
-            if mine:  # else this rank's stage never drew
-                streams.load_stored(mine, layout.shape)
-        elif any(name.startswith(STREAMS) for name in names):
-            streams.reseed("after", checkpoint.step)
-
     def _facts(self, step: int) -> Facts:
-        dataset, train, scale = self.dataset, self.config.train, self.engine.loss_scale
+        dataset, train = self.dataset, self.config.train
+        scale, good_steps = loss_scale_facts(self.engine)
         return Facts(
             step=step,
             consumed_samples=self.consumed.before(step),
@@ -319,8 +330,21 @@ class Checkpoints:
             special_tokens=None if dataset.rule.is_assumed else dataset.rule.special_tokens,
             beginning=dataset.rule.beginning,
             contents=self.contents(),
-            loss_scale=scale.value if scale else None,
-            good_steps=scale.good_steps if scale else 0,
+            loss_scale=scale,
+            good_steps=good_steps,
             anomalies=self.anomalies(),
             evaluation_missed=self.engine.stop.evaluation_missed,
         )
+
+
+def _restore_streams(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Restore this rank's random streams; in another layout, reseed them from the seed and the step."""
+    streams, layout = engine.streams, engine.mesh.layout
+    names = stored_names(checkpoint.path)
+    if any(name.startswith(stored_as(layout.shape)) for name in names):
+        mine = {name: state for name, state in streams.stored(layout.shape).items() if name in names}
+        load_tensors(mine, checkpoint.path, engine.mesh.world)
+        if mine:  # else this rank's stage never drew
+            streams.load_stored(mine, layout.shape)
+    elif any(name.startswith(STREAMS) for name in names):
+        streams.reseed("after", checkpoint.step)

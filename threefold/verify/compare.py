@@ -16,7 +16,8 @@ SMALL = 1e-3
 """A tensor whose magnitudes are all below this share of the model's largest is measured against that share."""
 
 INITIAL, LOSS, GRADIENT, NORM, WEIGHT = "initial weight", "loss", "gradient", "gradient norm", "weight"
-"""What is compared, in the order it is computed."""
+EVALUATION, CLIPPED, SCALE = "evaluation loss", "clipped gradient", "loss scale"
+"""What is compared."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,12 @@ class Error:
     """How far one thing is from what one process has.
 
     Attributes:
-        what: `INITIAL`, `LOSS`, `GRADIENT`, `NORM` or `WEIGHT`.
+        what: `INITIAL`, `LOSS`, `GRADIENT`, `EVALUATION`, `NORM`, `CLIPPED`, `WEIGHT` or `SCALE`.
         parameter: its name; empty for the loss and the norm.
         step: from 1; 0 for the initial weights.
         rank: where it was seen.
         relative: the difference relative to the largest magnitude in the whole tensor.
+        check: the check of the second run that it belongs to (`second_run`); empty for the first run.
     """
 
     what: str
@@ -58,6 +60,7 @@ class Error:
     step: int
     rank: int
     relative: float
+    check: str = ""
 
 
 class Comparison:
@@ -69,10 +72,13 @@ class Comparison:
         rank: its number.
         floor: a tensor whose magnitudes are all below this share of the model's largest is measured against that
             share; 0 to measure each against its own largest.
+        check: the check of the second run that what is compared belongs to.
     """
 
-    def __init__(self, expected: Trace, held: Mapping[str, Held], rank: int, floor: float = SMALL) -> None:
-        self.expected, self.held, self.rank, self.floor = expected, held, rank, floor
+    def __init__(
+        self, expected: Trace, held: Mapping[str, Held], rank: int, floor: float = SMALL, check: str = ""
+    ) -> None:
+        self.expected, self.held, self.rank, self.floor, self.check = expected, held, rank, floor, check
         self.errors: list[Error] = []
 
     def initial(self, weights: Mapping[str, Tensor]) -> None:
@@ -83,10 +89,20 @@ class Comparison:
         """Compare the gradients of a step (from 0), complete and before the clip."""
         self._tensors(GRADIENT, step + 1, gradients, self.expected.gradients[step])
 
+    def clipped(self, step: int, gradients: Mapping[str, Tensor]) -> None:
+        """Compare the gradients of a step (from 0) after the clip."""
+        coefficient = self.expected.coefficients[step]
+        expected = {name: gradient * coefficient for name, gradient in self.expected.gradients[step].items()}
+        self._tensors(CLIPPED, step + 1, gradients, expected)
+
     def scalars(self, step: int, loss: float, norm: float) -> None:
         """Compare the mean loss and the gradient norm of a step (from 0)."""
-        for what, got, expected in ((LOSS, loss, self.expected.losses), (NORM, norm, self.expected.norms)):
-            self._add(what, "", step + 1, abs(got - expected[step]) / (abs(expected[step]) or 1.0))
+        self.number(LOSS, step, loss, self.expected.losses[step])
+        self.number(NORM, step, norm, self.expected.norms[step])
+
+    def number(self, what: str, step: int, got: float, expected: float) -> None:
+        """Compare a number of a step (from 0)."""
+        self._add(what, "", step + 1, abs(got - expected) / (abs(expected) or 1.0))
 
     def weights(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Compare the weights after the update of a step (from 0).
@@ -113,7 +129,8 @@ class Comparison:
                 yield self.held[name], part, expected[name], max(largest(expected[name]), least) or 1.0
 
     def _add(self, what: str, parameter: str, step: int, relative: float) -> None:
-        self.errors.append(Error(what, parameter, step, self.rank, inf if isnan(relative) else relative))
+        relative = inf if isnan(relative) else relative
+        self.errors.append(Error(what, parameter, step, self.rank, relative, self.check))
 
 
 def coverage(ranks: list[list[Held]], expected: Mapping[str, tuple[int, ...]]) -> str | None:

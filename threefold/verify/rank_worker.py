@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
-from threefold.comm.layout import Layout
-from threefold.comm.mesh import Event, Mesh
+from threefold.comm.mesh import Event
 from threefold.config import Config
+from threefold.config.optimizer import BUILT_IN
 from threefold.models.source import ModelSource
-from threefold.parallel.parameter import axes_of, offset
-from threefold.train.engine import Engine
+from threefold.parallel.parameter import axes_of
 from threefold.verify.batches import BatchSource
-from threefold.verify.compare import Comparison, Error, Held
+from threefold.verify.compare import EVALUATION, Comparison, Error, Held
 from threefold.verify.own_batches import OwnBatches
 from threefold.verify.reference import Trace
+from threefold.verify.second_run import SecondRun, second_errors
+from threefold.verify.tiny_engine import gradients_of, held_parts, tiny_engine, tiny_mesh, weights_of
 
 
 @dataclass(frozen=True)
@@ -42,44 +42,43 @@ def run_rank(
     rows: BatchSource | OwnBatches,
     steps: int,
     folder: str,
+    second: tuple[Config, SecondRun] | None = None,
 ) -> RankReport:
-    """Train for `steps` steps as a rank of the config's layout, and compare with the trace in `folder`."""
-    mesh = Mesh(Layout.of(config.parallel))
-    make_model, plan = source.load(config)
-    engine = Engine(make_model, plan, mesh, config, loss=source.loss(config))
+    """Train for `steps` steps as a rank of the config's layout, and compare with the trace in `folder`.
+
+    Args:
+        source: the model.
+        config: of the layout.
+        rows: the batches.
+        steps: optimizer steps.
+        folder: has the traces of one process.
+        second: the layout's config in the second run, and that run; None for the first run alone.
+    """
+    mesh, expected = tiny_mesh(config), Trace.load(Path(folder))
+    engine = tiny_engine(source, config, mesh, expected.limit)
     held = held_parts(engine)
-    comparison = Comparison(Trace.load(Path(folder)), held, dist.get_rank())
-    comparison.initial(_parts(engine, "master"))
+    comparison = Comparison(expected, held, dist.get_rank())
+    comparison.initial(weights_of(engine))
     sent: dict[str, int] = {}
     for step in range(steps):
         batch = rows.batch(config, step, mesh.dp.index, mesh.dp.size)
         with mesh.recorder.recording() as events:
             term, tokens = engine.compute_gradients(batch, step)
-            gradients = {name: gradient.clone() for name, gradient in _parts(engine, "gradient").items()}
+            if step in expected.evaluations:
+                with mesh.recorder.recording():  # not of a step
+                    evaluated = engine.eval_batch(batch, engine.loss).loss
+                comparison.number(EVALUATION, step, evaluated, expected.evaluations[step])
+            gradients = {name: gradient.clone() for name, gradient in gradients_of(engine).items()}
             result = engine.update(term, tokens, step)
-        sent = _bytes(events)
+        sent = sent or _bytes(events)
         comparison.gradients(step, gradients)
         comparison.scalars(step, result.loss, result.grad_norm)
-        comparison.weights(step, _parts(engine, "master"))
+        if config.optimizer.name in BUILT_IN:  # those of others may change what they are given
+            comparison.clipped(step, gradients_of(engine))
+        comparison.weights(step, weights_of(engine))
     cut = frozenset(axis for entry in engine.optimizer.entries for axis in axes_of(entry.parameter))
-    return RankReport(comparison.errors, list(held.values()), sent, cut)
-
-
-def held_parts(engine: Engine) -> dict[str, Held]:
-    """This rank's shard of each parameter of its stages, by name."""
-    numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
-    stages: dict[str, int] = {}
-    for number, stage in zip(numbers, engine.stages, strict=True):
-        for name, _ in stage.named_parameters():
-            stages.setdefault(engine.plan.whole_name(name), number)
-    return {
-        entry.name: Held(entry.name, stages[entry.name], offset(entry.parameter), tuple(entry.master.shape))
-        for entry in engine.optimizer.entries
-    }
-
-
-def _parts(engine: Engine, attribute: str) -> dict[str, Tensor]:
-    return {entry.name: getattr(entry, attribute).detach() for entry in engine.optimizer.entries}
+    errors = comparison.errors if second is None else comparison.errors + second_errors(source, *second, mesh, folder)
+    return RankReport(errors, list(held.values()), sent, cut)
 
 
 def _bytes(events: Iterable[Event]) -> dict[str, int]:

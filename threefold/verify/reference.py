@@ -20,7 +20,7 @@ from threefold.dtypes import DTYPES
 from threefold.labels import IGNORE_INDEX
 from threefold.models.construct import construct, drawn
 from threefold.models.initial_values import Constant, Drawn, Initial, Normal
-from threefold.models.layers.decoder import SampleInfo
+from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, inputs_from
 from threefold.models.sharding import ModelPlan
@@ -34,6 +34,8 @@ from threefold.verify.own_batches import OwnBatches
 from threefold.verify.reference_optimizers import reference_optimizer
 
 FILE = "one-process.pt"
+CLIP_SHARE = 0.5
+"""Share of the first gradient's norm to which gradients are clipped while verifying, where the config clips."""
 
 
 @dataclass
@@ -46,6 +48,9 @@ class Trace:
         gradients: each step's gradients, before the clip and the update.
         weights: the weights after each step.
         leverage: how far the updates of all steps together move each weight per relative error in the gradients.
+        coefficients: what the clip multiplied the gradients of each step by.
+        evaluations: step → the loss of its batch in evaluation mode, before the update.
+        limit: the norm to which gradients were clipped; 0 for no clip.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -54,6 +59,9 @@ class Trace:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     leverage: dict[str, Tensor] = field(default_factory=dict)
+    coefficients: list[float] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    limit: float = 0.0
 
     def save(self, folder: Path) -> None:
         """Write it for the ranks of the layouts."""
@@ -65,6 +73,87 @@ class Trace:
         return cls(**torch.load(folder / FILE, mmap=True, weights_only=True))
 
 
+class OneProcess:
+    """Training on one device, step by step.
+
+    Args:
+        make_model: the model's `forward(tokens, labels, samples)` returns the summed loss of the valid labels; with
+            `loss`, its `forward` takes the inputs of a batch, or it has none and its layers are called one by one.
+        plan: for the initial values, and the layers of a model without a `forward`.
+        config: resolved; its layout is not read.
+        loss: of the model's output and the batch.
+        clip_share: clip to this share of the first gradient's norm, where the config clips at all, so that the clip is
+            active; None for the limit of the config.
+
+    Attributes:
+        trace: of the steps made so far.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        plan: ModelPlan,
+        config: Config,
+        loss: LossFunction | None = None,
+        clip_share: float | None = None,
+    ) -> None:
+        self.plan, self.config, self.loss, self.clip_share = plan, config, loss, clip_share
+        self.model = construct(make_model, config.train.seed).to(DTYPES[config.precision.dtype])
+        self.parameters = dict(self.model.named_parameters())
+        for name, parameter in self.parameters.items():
+            _draw_(parameter, plan.initial(name), name, config.train.seed)
+        self.optimizer = reference_optimizer(self.parameters, config.optimizer, plan)
+        leverage = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+        limit = 0.0 if clip_share else config.optimizer.clip_grad_norm
+        self.trace = Trace(initial=_copies(self.parameters), leverage=leverage, limit=limit)
+
+    def step(self, batch: Any, step: int, updates: bool = True, evaluates: bool = False) -> None:
+        """One step.
+
+        Args:
+            batch: the global batch.
+            step: its number, from 0; for the dropout masks and the learning rate.
+            updates: whether the weights are updated.
+            evaluates: whether the loss of the batch is evaluated before the update.
+        """
+        trace, parameters = self.trace, self.parameters
+        self.model.zero_grad()
+        mean = self._mean_loss(batch, step)
+        mean.backward()
+        gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
+        if evaluates:
+            self.model.eval()
+            with torch.no_grad():
+                trace.evaluations[len(trace.losses)] = self._mean_loss(batch, None).item()
+            self.model.train()
+        trace.losses.append(mean.item())
+        trace.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
+        trace.norms.append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
+        if updates:
+            self._update(step)
+        else:
+            trace.coefficients.append(1.0)
+        trace.weights.append(_copies(parameters))
+
+    def _update(self, step: int) -> None:
+        trace, parameters = self.trace, self.parameters
+        if not trace.limit and self.clip_share and self.config.optimizer.clip_grad_norm:
+            trace.limit = trace.norms[-1] * self.clip_share
+        torch.nn.utils.clip_grad_norm_(parameters.values(), trace.limit or float("inf"))
+        clipped = torch.nn.utils.get_total_norm([_gradient(parameter) for parameter in parameters.values()]).item()
+        trace.coefficients.append(clipped / trace.norms[-1] if trace.norms[-1] else 1.0)
+        lr = learning_rate(step + 1, self.config.optimizer)
+        self.optimizer.step(lr)
+        for name in parameters:
+            trace.leverage[name] += lr * self.optimizer.leverage(name)
+
+    def _mean_loss(self, batch: Any, step: int | None) -> Tensor:
+        """The mean loss of a batch; without a step, nothing is dropped."""
+        if self.loss is None:
+            return _token_loss(self.model, batch, step, self.config)
+        return _own_loss(self.model, self.plan, batch, step, self.config, self.loss)
+
+
 def one_process(
     make_model: Callable[[], nn.Module],
     plan: ModelPlan,
@@ -72,44 +161,24 @@ def one_process(
     rows: BatchSource | OwnBatches,
     steps: int,
     loss: LossFunction | None = None,
+    clip_share: float | None = None,
 ) -> Trace:
     """Train for `steps` steps on one device.
 
     Args:
-        make_model: the model's `forward(tokens, labels, samples)` returns the summed loss of the valid labels; with
-            `loss`, its `forward` takes the inputs of a batch, or it has none and its layers are called one by one.
-        plan: for the initial values, and the layers of a model without a `forward`.
-        config: resolved; its layout is not read.
+        make_model, plan, config, loss, clip_share: as of `OneProcess`.
         rows: the global batches.
-        loss: of the model's output and the batch.
     """
-    model = construct(make_model, config.train.seed).to(DTYPES[config.precision.dtype])
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        _draw_(parameter, plan.initial(name), name, config.train.seed)
-    optimizer = reference_optimizer(parameters, config.optimizer, plan)
-    trace = Trace(initial=_copies(parameters))
-    trace.leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    run = OneProcess(make_model, plan, config, loss, clip_share)
     for step in range(steps):
-        batch = rows.batch(config, step)
-        model.zero_grad()
-        mean = (
-            _token_loss(model, batch, step, config)
-            if loss is None
-            else _own_loss(model, plan, batch, step, config, loss)
-        )
-        mean.backward()
-        gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
-        trace.losses.append(mean.item())
-        trace.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
-        trace.norms.append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
-        torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad_norm or float("inf"))
-        lr = learning_rate(step + 1, config.optimizer)
-        optimizer.step(lr)
-        for name in parameters:
-            trace.leverage[name] += lr * optimizer.leverage(name)
-        trace.weights.append(_copies(parameters))
-    return trace
+        run.step(rows.batch(config, step), step, evaluates=step == evaluated_step(steps))
+    return run.trace
+
+
+def evaluated_step(steps: int) -> int:
+    """The step, from 0, between whose gradients and update the loss is evaluated too: one that others follow, which
+    what the evaluation leaves behind would change."""
+    return min(1, steps - 1)
 
 
 def write_trace(
@@ -119,28 +188,32 @@ def write_trace(
     steps: int,
     folder: str,
 ) -> list[float]:
-    """Run one process and write its trace to `folder`; returns the losses."""
+    """Run one process, with a clip that is active, and write its trace to `folder`; returns the losses."""
     make_model, plan = source.load(config)
-    trace = one_process(make_model, plan, config, rows, steps, source.loss(config))
+    trace = one_process(make_model, plan, config, rows, steps, source.loss(config), CLIP_SHARE)
     trace.save(Path(folder))
     return trace.losses
 
 
-def _token_loss(model: nn.Module, batch: Any, step: int, config: Config) -> Tensor:
+def _token_loss(model: nn.Module, batch: Any, step: int | None, config: Config) -> Tensor:
     """The mean loss of a batch of tokens, which the model computes."""
-    keys = sample_keys(config.train.seed, step, batch.rows)
+    keys = None if step is None else sample_keys(config.train.seed, step, batch.rows)
     counted = batch.labels != IGNORE_INDEX
-    samples = SampleInfo(keys, batch.documents, counted.double() / counted.sum())
+    weights = None if step is None else counted.double() / counted.sum()
+    samples = SampleInfo(keys, batch.documents, weights, batch.positions)
     mean: Tensor = model(batch.tokens, batch.labels, samples) / counted.sum()
     return mean
 
 
-def _own_loss(model: nn.Module, plan: ModelPlan, batch: Any, step: int, config: Config, loss: LossFunction) -> Tensor:
+def _own_loss(
+    model: nn.Module, plan: ModelPlan, batch: Any, step: int | None, config: Config, loss: LossFunction
+) -> Tensor:
     """The mean loss of a batch of the user's own model: forward once through the model, or through its layers."""
     if isinstance(batch, Batch):
         batch = (batch.tokens, batch.labels)
     size = batch_size(batch)
-    samples = SampleInfo(sample_keys(config.train.seed, step, torch.arange(size)))
+    keys = None if step is None else sample_keys(config.train.seed, step, torch.arange(size))
+    samples = NOTHING if keys is None else SampleInfo(keys)
     dtype = DTYPES[config.precision.dtype]
     if type(model).forward is not nn.Module.forward:
         whole = LayerSignature.of("the model", model)

@@ -6,14 +6,27 @@ from typing import Any, Final, Literal
 
 from threefold.comm.layout import Layout
 from threefold.comm.layout_spec import LayoutSpec
-from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Error, Held
+from threefold.verify.compare import (
+    CLIPPED,
+    EVALUATION,
+    GRADIENT,
+    INITIAL,
+    LOSS,
+    NORM,
+    SCALE,
+    WEIGHT,
+    Error,
+    Held,
+)
 from threefold.verify.rank_worker import RankReport
+from threefold.verify.second_run import CHECKS
 
 EQUAL: Final = "equal"
 DEPARTS: Final = "departs"
 FAILED: Final = "error"
 UNSPLIT: Final = "unsplit"
-_FIRST = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT)
+_FIRST = (INITIAL, EVALUATION, GRADIENT, LOSS, NORM, CLIPPED, WEIGHT, SCALE)
+_ORDER = ("", *CHECKS)
 Verdict = Literal["equal", "departs", "error", "unsplit"]
 
 
@@ -22,7 +35,7 @@ class LocatedError:
     """An error with the rank and stage where it occurred.
 
     Attributes:
-        what, parameter, step, relative: as in `Error`.
+        what, parameter, step, relative, check: as in `Error`.
         rank: the global rank.
         dp, tp, pp, cp: its coordinates.
         stage: the pipeline stage of the parameter; of a loss or norm, the rank's pp coordinate.
@@ -38,16 +51,20 @@ class LocatedError:
     pp: int
     cp: int
     stage: int
+    check: str = ""
 
     def __str__(self) -> str:
-        """`gradient of blocks.0.mlp.up.weight, step 1`."""
+        """`gradient of blocks.0.mlp.up.weight, step 1`, with the check of the second run that saw it."""
         of = f" of {self.parameter}" if self.parameter else ""
-        return f"{self.what}{of}" + (f", step {self.step}" if self.step else "")
+        seen = f" in the check of {self.check}" if self.check else ""
+        return f"{self.what}{of}" + (f", step {self.step}" if self.step else "") + seen
 
     @property
     def short(self) -> str:
         """`step 1 grad blocks.0.mlp.up.weight`, for the table."""
-        what = {INITIAL: "init", GRADIENT: "grad", NORM: "grad norm"}.get(self.what, self.what)
+        what = {INITIAL: "init", GRADIENT: "grad", NORM: "grad norm", CLIPPED: "clipped"}.get(self.what, self.what)
+        if self.check:
+            return " ".join(part for part in (f"{self.check}:", what, self.parameter) if part)
         return " ".join(part for part in (f"step {self.step}" if self.step else "", what, self.parameter) if part)
 
     def where(self, layout: Layout) -> str:
@@ -82,6 +99,7 @@ class LayoutResult:
         message: of the error where the verdict is `error`, of a departure that is not numerical, or the axes over which
             nothing is sharded.
         details: the traceback of an error.
+        checks: of the second run, each with its largest relative error, in order.
     """
 
     spec: LayoutSpec
@@ -95,6 +113,7 @@ class LayoutResult:
     parameters: int = 0
     message: str = ""
     details: str = ""
+    checks: tuple[tuple[str, float], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As docs/verify.md describes it."""
@@ -112,6 +131,7 @@ class LayoutResult:
             "bytes_per_step": dict(self.sent),
             "parameters_per_rank": self.parameters,
             "message": self.message,
+            "checks": dict(self.checks),
         }
 
 
@@ -130,10 +150,16 @@ def judge(
     wrong = [place for place in places if not place.relative <= tolerance]
     first = min(
         wrong,
-        key=lambda place: (place.step, _FIRST.index(place.what), number.get(place.parameter, 0), place.rank),
+        key=lambda place: (
+            _ORDER.index(place.check),
+            place.step,
+            _FIRST.index(place.what),
+            number.get(place.parameter, 0),
+            place.rank,
+        ),
         default=None,
     )
-    early = {place.parameter for place in wrong if first and place.step == first.step and place.parameter}
+    early = {place.parameter for place in wrong if first and _are_together(place, first) and place.parameter}
     departing = sorted(early, key=lambda name: number.get(name, 0))
     idle = "" if wrong or missing else _nothing_split(spec, reports, order)
     return LayoutResult(
@@ -147,6 +173,7 @@ def judge(
         sent=_most([report.sent for report in reports]),
         parameters=max(sum(prod(part.shape) for part in report.held) for report in reports),
         message=missing or idle,
+        checks=tuple((check, found) for check in CHECKS if (found := _largest(places, check)) is not None),
     )
 
 
@@ -166,17 +193,26 @@ def _nothing_split(spec: LayoutSpec, reports: list[RankReport], order: list[str]
 def _nearest_to_loss(wrong: list[LocatedError], first: LocatedError | None, number: dict[str, int]) -> str:
     if first is None or first.what != GRADIENT:
         return ""
-    now = [place for place in wrong if place.step == first.step]
+    now = [place for place in wrong if _are_together(place, first)]
     if any(place.what == LOSS for place in now):
         return ""
     return max((place.parameter for place in now if place.what == GRADIENT), key=lambda name: number.get(name, 0))
 
 
+def _are_together(one: LocatedError, other: LocatedError) -> bool:
+    return (one.check, one.step) == (other.check, other.step)
+
+
+def _largest(places: list[LocatedError], check: str) -> float | None:
+    return max((place.relative for place in places if place.check == check), default=None)
+
+
 def _located(error: Error, held: list[Held], spec: LayoutSpec) -> LocatedError:
     at = spec.layout.coordinates(error.rank)
     stage = next((part.stage for part in held if part.name == error.parameter), at.pp)
+    coordinates = (at.dp, at.tp, at.pp, at.cp, stage)
     return LocatedError(
-        error.what, error.parameter, error.step, error.relative, error.rank, at.dp, at.tp, at.pp, at.cp, stage
+        error.what, error.parameter, error.step, error.relative, error.rank, *coordinates, check=error.check
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from threefold.comm.layout_spec import LayoutSpec
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
-from threefold.config.model import ModelConfig
+from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules.batch import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
@@ -15,6 +15,8 @@ from threefold.data.formats.own_data import is_own_data
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """Target sizes of shrinking, unless a layout needs more."""
+_DROPOUT = 0.1
+"""Of the second run, where the config has none."""
 UNKNOWN_VOCABULARY = 8191
 """Vocabulary size where neither config nor data has one; odd, so that its shards are uneven."""
 LEAST_EPS = 1e-5
@@ -151,6 +153,25 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
     if not base.train.global_batch_size % layout.dp and "gradient_accumulation_steps" not in settings["train"]:
         wanted = next((count for count in _micro_batches(spec) if share % count == 0), None)
         settings["train"]["gradient_accumulation_steps"] = wanted
+    return resolve(config_of(settings), vocab_size=1)
+
+
+def with_further_features(config: Config, attention_dropout: bool, documents: bool) -> Config:
+    """The config of the second run: with dropout where the model has any, and with packed documents.
+
+    Args:
+        config: of the first run.
+        attention_dropout: whether attention drops too; else as in `config`.
+        documents: whether documents are kept apart.
+    """
+    if config.model.architecture == OWN:
+        return config
+    settings = _settings(config)
+    unused = {name for name, _ in config.model.unused()}
+    for name in ("hidden_dropout", *(["attention_dropout"] if attention_dropout else [])):
+        if name not in unused:
+            settings["model"][name] = getattr(config.model, name) or _DROPOUT
+    settings["data"]["separate_documents"] = documents
     return resolve(config_of(settings), vocab_size=1)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 from threefold.comm.layout_spec import LayoutSpec
@@ -23,7 +24,8 @@ from threefold.verify.own_batches import OwnBatches
 from threefold.verify.rank_worker import run_rank
 from threefold.verify.reference import Trace, write_trace
 from threefold.verify.report import FAILED, LayoutResult, judge
-from threefold.verify.shrunk_config import compose
+from threefold.verify.second_run import SecondRun, write_second_trace
+from threefold.verify.shrunk_config import compose, with_further_features
 
 PATIENCE = {True: timedelta(minutes=30), False: timedelta(minutes=2)}
 """Timeout of a collective, full-size and shrunk."""
@@ -38,7 +40,8 @@ class Verification:
         steps: optimizer steps.
         rows: the batches.
         source: the model.
-        full: whether the model has the full size of the config file.
+        full: whether the model has the full size of the config file; there is no second run then.
+        thorough: whether attention drops in the second run too.
     """
 
     config: Config
@@ -46,10 +49,21 @@ class Verification:
     rows: BatchSource | OwnBatches
     source: ModelSource = field(default_factory=ConfigSource)
     full: bool = False
+    thorough: bool = False
 
     @property
     def tolerance(self) -> float:
         return TOLERANCE[self.config.precision.dtype]
+
+    @cached_property
+    def second(self) -> SecondRun | None:
+        """The second run; None for a model of full size, for which it would take long."""
+        if self.full:
+            return None
+        own_loss = self.source.loss(self.config) is not None
+        config = with_further_features(self.config, self.thorough, documents=not own_loss)
+        random = not own_loss and isinstance(self.rows, BatchSource) and not self.rows.is_nested
+        return SecondRun(config, RandomBatches() if random else self.rows, self.steps)
 
 
 def choose_batches(config: Config, loss: LossFunction | None = None) -> BatchSource:
@@ -84,6 +98,8 @@ class Verifier:
         try:
             self.pool.run(1, check_source, task.source, task.config)
             self.pool.run(1, write_trace, task.source, task.config, task.rows, task.steps, str(self.folder))
+            if task.second is not None:
+                self.pool.run(1, write_second_trace, task.source, task.second, str(self.folder))
         except WorkerError as error:
             if isinstance(error.error, UserError):
                 raise error.error from None
@@ -100,8 +116,9 @@ class Verifier:
         task, started = self.task, time.perf_counter()
         config = compose(task.config, spec)
         try:
+            second = None if task.second is None else (compose(task.second.config, spec), task.second)
             reports = self.pool.run(
-                spec.world_size, run_rank, task.source, config, task.rows, task.steps, str(self.folder)
+                spec.world_size, run_rank, task.source, config, task.rows, task.steps, str(self.folder), second
             )
         except WorkerError as error:
             seconds = time.perf_counter() - started

@@ -142,8 +142,9 @@ def test_the_state_of_one_layout_goes_on_in_another(pool, ranks: int, script: Sc
         assert worst(found, alone) < 1e-10
 
 
-def in_parts() -> tuple[list[float], list[float]]:
-    """A model prepared first, its optimizer and loader later; and a model alone with an optimizer of torch."""
+def in_parts() -> tuple[list[float], list[float], list[list[list[float]]]]:
+    """A model prepared first, its optimizer and loader later; and a model alone with an optimizer of torch. Third, the
+    rows that this rank gets from a loader that is prepared with a model, and from one that is prepared alone."""
     x = torch.linspace(-1, 2, 10).view(5, 2)
     losses: tuple[list[float], list[float]] = ([], [])
     torch.manual_seed(0)
@@ -151,6 +152,8 @@ def in_parts() -> tuple[list[float], list[float]]:
     again, optimizer = t3.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader, _ = t3.prepare(DataLoader(TensorDataset(x), 5), model)
     assert again is model
+    alone = t3.prepare(DataLoader(TensorDataset(x), 5))
+    own_rows = [[row for (rows,) in each for row in rows.tolist()] for each in (loader, alone)]
     for _ in range(3):
         for (rows,) in loader:
             t3.backward(model(rows).square().mean())
@@ -165,13 +168,18 @@ def in_parts() -> tuple[list[float], list[float]]:
         t3.backward(model(own).square().mean(), count=len(own))
         plain_optimizer.step()
         losses[1].append(model.sync.loss)
-    return losses
+    return *losses, own_rows
 
 
 def test_objects_can_be_prepared_one_after_another(pool) -> None:
     expected = pool.run(1, in_parts)[0]
     assert expected[0] == pytest.approx(expected[1])
-    for found in pool.run(2, in_parts):
+    ranks = pool.run(2, in_parts)
+    for place, whole in enumerate(expected[2]):
+        shares = [rank[2][place] for rank in ranks]
+        assert sorted(map(len, shares)) == [2, 3]  # a loader that every rank reads whole has the same losses
+        assert sorted(row for share in shares for row in share) == whole
+    for found in ranks:
         assert found[0] == pytest.approx(expected[0], rel=1e-5)
         assert found[1] == pytest.approx(expected[0], rel=1e-5)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import embedding, linear
+from threefold.ops.sizes import LOGITS_AT_ONCE
 from threefold.random.positions import Positions, Slice
 
 
@@ -89,16 +90,28 @@ class PositionEmbedding(nn.Embedding):
 
 
 class CrossEntropy(nn.Module):
-    """The loss of each token, computed in fp32 at least."""
+    """The loss of each token, computed in fp32 at least.
+
+    Args:
+        logits_at_once: logits that it goes over at once on a CPU; changes no result.
+    """
+
+    def __init__(self, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+        super().__init__()
+        self.logits_at_once = logits_at_once
+
+    def in_runs(self, logits_at_once: int) -> "CrossEntropy":
+        """The same loss, which goes over so many logits at once."""
+        return CrossEntropy(logits_at_once)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """`logits` [..., V], `labels` int64 [...] → [...]; zero for ignored labels."""
-        return cross_entropy(logits.flatten(0, -2), labels.flatten()).view(labels.shape)
+        return cross_entropy(logits.flatten(0, -2), labels.flatten(), self.logits_at_once).view(labels.shape)
 
     def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
         """The same of the logits `x` [..., H] times `weight` [V, H], of which `chunk` columns are in memory at once."""
         check_labels(labels, len(weight))
-        return chunked_cross_entropy(x, weight, labels, chunk)
+        return chunked_cross_entropy(x, weight, labels, chunk, self.logits_at_once)
 
 
 class LinearCrossEntropy(nn.Module):
@@ -114,9 +127,9 @@ class LinearCrossEntropy(nn.Module):
         self.chunk_size = chunk_size
         self.cross_entropy = cross_entropy or CrossEntropy()
 
-    def in_chunks(self, chunk_size: int) -> "LinearCrossEntropy":
-        """The same loss, with so many columns of the logits in memory at once."""
-        return LinearCrossEntropy(chunk_size, self.cross_entropy)
+    def in_chunks(self, chunk_size: int, logits_at_once: int = LOGITS_AT_ONCE) -> "LinearCrossEntropy":
+        """The same loss, with so many columns of the logits in memory at once, gone over by so many logits."""
+        return LinearCrossEntropy(chunk_size, self.cross_entropy.in_runs(logits_at_once))
 
     def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:
         """`x` [..., H], the layer `output` that makes logits [..., V] of it, `labels` int64 [...] → [...].

@@ -14,6 +14,7 @@ from threefold.comm.mesh import Axis
 from threefold.comm.shards import shard_bounds
 from threefold.labels import IGNORE_INDEX
 from threefold.ops.cross_entropy import check_labels, scaled_exponentials, tops_and_sums
+from threefold.ops.sizes import LOGITS_AT_ONCE
 from threefold.parallel.tensor.chunked_loss import parallel_chunked_cross_entropy
 
 
@@ -23,16 +24,21 @@ class ParallelCrossEntropy(nn.Module):
     Args:
         vocab_size: whole size V of the vocabulary; need not be divisible by the axis.
         axis: the mesh axis that the vocabulary is split over.
+        logits_at_once: logits that it goes over at once on a CPU; changes no result.
 
     Example:
         >>> head = threefold.ColumnParallelLinear(512, 50257, mesh.tp, gather_output=False)
         >>> loss = threefold.ParallelCrossEntropy(50257, mesh.tp)(head(x), labels).mean()
     """
 
-    def __init__(self, vocab_size: int, axis: Axis) -> None:
+    def __init__(self, vocab_size: int, axis: Axis, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
-        self.axis, self.vocab_size = axis, vocab_size
+        self.axis, self.vocab_size, self.logits_at_once = axis, vocab_size, logits_at_once
         self.start, self.end = shard_bounds(vocab_size, axis.size, axis.index)
+
+    def in_runs(self, logits_at_once: int) -> "ParallelCrossEntropy":
+        """The same loss, which goes over so many logits at once."""
+        return ParallelCrossEntropy(self.vocab_size, self.axis, logits_at_once)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token.
@@ -48,7 +54,8 @@ class ParallelCrossEntropy(nn.Module):
             RuntimeError: a label is neither in the vocabulary nor -100 (on a GPU as a device-side assertion).
         """
         check_labels(labels, self.vocab_size)
-        flat = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), self.start, self.axis)
+        shard = (self.start, self.axis, self.logits_at_once)
+        flat = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), *shard)
         return flat.view(labels.shape)
 
     def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -64,17 +71,18 @@ class ParallelCrossEntropy(nn.Module):
             RuntimeError: as `forward` does.
         """
         check_labels(labels, self.vocab_size)
-        return parallel_chunked_cross_entropy(x, weight, labels, chunk, self.start, self.axis)
+        return parallel_chunked_cross_entropy(x, weight, labels, chunk, self.start, self.axis, self.logits_at_once)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis, at_once: int) -> Tensor:
+        ctx.at_once = at_once
         columns = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
         # Finite, so that a shard whose logits are all −∞ adds zero to the sum, and no NaN.
         least = logits.new_full(labels.shape, torch.finfo(wide).min, dtype=wide)
-        own_top, total = tops_and_sums(logits, least) if columns else (least, torch.zeros_like(least))
+        own_top, total = tops_and_sums(logits, least, at_once) if columns else (least, torch.zeros_like(least))
         top = all_reduce_max(own_top, axis)
         column = labels - start
         mine = (column >= 0) & (column < columns)
@@ -87,9 +95,10 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, top, sums, column, mine, counted = ctx.saved_tensors
         if not logits.numel():
-            return torch.zeros_like(logits), None, None, None
+            return torch.zeros_like(logits), None, None, None, None
         scale = grad.masked_fill(~counted, 0)
-        return scaled_exponentials(logits, top, scale / sums[0], column, -(scale * mine)), None, None, None
+        factor, added = scale / sums[0], -(scale * mine)
+        return scaled_exponentials(logits, top, factor, column, added, ctx.at_once), None, None, None, None

@@ -1,0 +1,152 @@
+"""What verifying sees of a long run, and at the bounds of pieces: each mistake, put back on purpose, is found."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.mistakes import Patch
+from tests.support.sweep import sweep
+from tests.verify.support import MistakenPool, config, task, verify
+from threefold.parallel import gradient_step
+from threefold.parallel.data import grad_buckets, zero
+from threefold.train import gradient_norm
+from threefold.verify import second_run
+from threefold.verify.report import DEPARTS, EQUAL
+from threefold.verify.second_run import CHECKS, MIXED, MOVED, OVERFLOW, RESUMED
+
+SEEN_AT_ONCE = ""
+"""In the first run."""
+
+
+def clip_by_the_squared_coefficient() -> list[Patch]:
+    scale = grad_buckets.GradientBuckets.scale_
+    return [(grad_buckets.GradientBuckets, "scale_", lambda self, factor: scale(self, factor**2))]
+
+
+def only_the_first_bucket_is_summed() -> list[Patch]:
+    start = grad_buckets.GradientBuckets._start
+
+    def first_alone(self: grad_buckets.GradientBuckets, bucket: Any) -> None:
+        start(self, bucket)
+        if bucket is not self._buckets[0]:
+            bucket.work = None
+
+    return [(grad_buckets.GradientBuckets, "_start", first_alone)]
+
+
+def large_tensors_are_not_in_the_norm() -> list[Patch]:
+    squared = gradient_norm.squared_norm
+
+    def of_small(tensors: list[Tensor], piece: int) -> Tensor:
+        small = [tensor for tensor in tensors if tensor.numel() < piece]
+        return squared(small, piece) if small else torch.zeros((), dtype=torch.float64)
+
+    return [(gradient_norm, "squared_norm", of_small)]
+
+
+def gathered_weights_are_kept() -> list[Patch]:
+    return [(zero.ShardedGradients, "weights_changed", lambda self: None)]
+
+
+def overflow_that_another_rank_counts_is_unseen() -> list[Patch]:
+    return [(gradient_norm.GradientNorm, "squared_or_overflow", gradient_norm.GradientNorm.squared)]
+
+
+def good_steps_are_not_restored() -> list[Patch]:
+    restore = second_run.restore_engine
+
+    def restored(engine: Any, checkpoint: Any) -> None:
+        restore(engine, checkpoint)
+        engine.loss_scale.good_steps = 0
+
+    return [(second_run, "restore_engine", restored)]
+
+
+def optimizer_state_is_not_saved() -> list[Patch]:
+    tensors = second_run.checkpoint_tensors
+
+    def cleared(engine: Any) -> dict[str, Tensor]:
+        found = tensors(engine)
+        return {name: value if name.startswith("model.") else value * 0 for name, value in found.items()}
+
+    return [(second_run, "checkpoint_tensors", cleared)]
+
+
+def replicas_draw_the_same_masks() -> list[Patch]:
+    keys = gradient_step.sample_keys
+    return [(gradient_step, "sample_keys", lambda seed, step, rows: keys(seed, step, rows - rows[0]))]
+
+
+def documents_are_ignored() -> list[Patch]:
+    local = gradient_step.GradientStep._local_batch
+
+    def across(self: Any, batch: Any, *rest: Any) -> Any:
+        return local(self, replace(batch, documents=None), *rest)
+
+    return [(gradient_step.GradientStep, "_local_batch", across)]
+
+
+def evaluation_scales_the_gradients() -> list[Patch]:
+    evaluate = gradient_step.GradientStep.eval_batch
+
+    def scaling(self: Any, *rest: Any) -> Any:
+        self.gradients.scale_(1.01)
+        return evaluate(self, *rest)
+
+    return [(gradient_step.GradientStep, "eval_batch", scaling)]
+
+
+MISTAKES = [
+    (clip_by_the_squared_coefficient, "dp2", SEEN_AT_ONCE, "clipped gradient"),
+    (only_the_first_bucket_is_summed, "dp2", SEEN_AT_ONCE, "gradient"),
+    (large_tensors_are_not_in_the_norm, "dp2", SEEN_AT_ONCE, "gradient norm"),
+    (gathered_weights_are_kept, "dp2 zero1", SEEN_AT_ONCE, "gradient"),
+    (evaluation_scales_the_gradients, "dp2", SEEN_AT_ONCE, "gradient"),
+    (replicas_draw_the_same_masks, "dp2", MIXED, "gradient"),
+    (documents_are_ignored, "cp2", MIXED, "gradient"),
+    (overflow_that_another_rank_counts_is_unseen, "dp2", OVERFLOW, "loss scale"),
+    (good_steps_are_not_restored, "dp2", RESUMED, "loss scale"),
+    (optimizer_state_is_not_saved, "dp2", RESUMED, "weight"),
+]
+
+
+@sweep(
+    ("mistake", "layout", "check", "what"), MISTAKES, ids=[each[0].__name__ for each in MISTAKES], quick=(0, 1, 3, 7, 8)
+)
+def test_mistake_is_found(pool, tmp_path: Path, mistake, layout: str, check: str, what: str) -> None:
+    [result] = verify(MistakenPool(pool, mistake), task(layout), tmp_path, layout)
+    assert result.verdict == DEPARTS, result.message
+    assert result.first is not None
+    assert result.first.check == check
+    if what != "loss scale":  # a rank that updates spoils its weights too
+        assert result.first.what == what
+
+
+@sweep("dtype", ["fp64", "fp32"], quick=(1,))
+def test_every_check_is_made_and_is_in_the_document(pool, tmp_path: Path, dtype: str) -> None:
+    todo = task("dp2·tp2", dtype=dtype)
+    [result] = verify(pool, todo, tmp_path, "dp2·tp2")
+    assert result.verdict == EQUAL, (result.first, result.message)
+    checks = result.to_json()["checks"]
+    assert tuple(checks) == CHECKS
+    assert all(0 < relative <= todo.tolerance for relative in checks.values()), checks
+
+
+def test_a_run_without_a_clip_stays_without(pool, tmp_path: Path) -> None:
+    given = config(optimizer={"clip_grad_norm": 0.0})
+    [result] = verify(pool, task("dp2", given=given), tmp_path, "dp2")
+    assert result.verdict == EQUAL
+
+
+def test_a_model_of_full_size_has_no_second_run() -> None:
+    todo = task("dp2")
+    assert todo.second is not None
+    assert todo.second.config.data.separate_documents
+    assert todo.second.config.model.hidden_dropout == 0.1
+    assert todo.second.config.model.attention_dropout == 0.0
+    assert replace(todo, thorough=True).second.config.model.attention_dropout == 0.1
+    assert replace(todo, full=True).second is None
+    assert MOVED in CHECKS
