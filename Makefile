@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 NEXT := $(BIN)/threefold generate demo/run --prompt 'In Python, a list'
 
-.PHONY: demo test test-slow test-gpu test-sweep lint benchmark docs clean
+.PHONY: demo test test-slow test-gpu test-sweep test-mutations lint benchmark docs clean
 
 # What `make demo` adds to its command line, such as DEMO_OPTIONS="--set train.max_steps=20".
 DEMO_OPTIONS ?=
@@ -42,6 +42,10 @@ test-gpu: .venv/ready
 test-sweep: .venv/ready
 	$(BIN)/pytest -m sweep
 
+# Makes the mistakes of the catalogue one at a time and sees that a test and `threefold verify` find each.
+test-mutations: .venv/ready
+	$(BIN)/python -m tests.mutations.run
+
 lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -50,6 +54,7 @@ lint: .venv/ready
 	$(BIN)/python docs/house.py --check
 	$(BIN)/python docs/capabilities.py --check
 	$(BIN)/python docs/api.py --check
+	$(BIN)/python -m tests.mutations.run --write-docs --check
 
 # Ratios against what a user would pick instead; needs an idle machine, takes about ten minutes.
 benchmark: .venv/ready
@@ -67,13 +72,15 @@ benchmark: .venv/ready
 	$(BIN)/python benchmarks/generation.py
 
 # The reference of the settings, from the schema; what goes with what, from the rules; the rooms, from the imports; the
-# tests of each capability, from docs/capabilities.toml; the public names, from their docstrings.
+# tests of each capability, from docs/capabilities.toml; the public names, from their docstrings; the mistakes, from their
+# catalogue.
 docs: .venv/ready
 	$(BIN)/threefold config reference > docs/config.md
 	$(BIN)/threefold config compatibility > docs/compatibility.md
 	$(BIN)/python docs/house.py
 	$(BIN)/python docs/capabilities.py
 	$(BIN)/python docs/api.py
+	$(BIN)/python -m tests.mutations.run --write-docs
 
 clean:
 	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

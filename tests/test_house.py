@@ -269,6 +269,7 @@ FOLDERS_OF_THEIR_OWN = {
     "gpu": "compares a GPU with the CPU, whatever the room",
     "support": "helpers of the tests",
     "fuzz": "damages the files of every reader in turn",
+    "mutations": "makes mistakes in any file of the package, one at a time",
 }
 """Folders of tests/ that threefold/ does not have, and why."""
 

@@ -40,6 +40,13 @@ def test_global_stream_agrees_in_a_tensor_group_and_local_differs() -> None:
     assert not draw(streams(0, cp=1), "global").equal(together[0])  # other positions
 
 
+def test_no_two_replicas_stages_or_context_ranks_draw_the_same() -> None:
+    places = [(dp, pp, cp, 0) for dp in range(2) for pp in range(2) for cp in range(2)]
+    for name in ("global", "local"):
+        drawn = {tuple(draw(RandomStreams(3, place), name).tolist()) for place in places}
+        assert len(drawn) == len(places)
+
+
 def test_streams_leave_torchs_own_alone() -> None:
     random, outside = streams(0), torch.get_rng_state()
     assert not draw(random, "global").equal(draw(random, "global"))

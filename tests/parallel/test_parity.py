@@ -75,6 +75,10 @@ def test_variant(pool, expected, layout: tuple[int, int, int], changes: dict) ->
     check(pool, expected, Case(**{"dtype": "fp64", **changes}).with_layout(*layout))
 
 
+def test_a_norm_below_the_limit_clips_nothing(pool, expected) -> None:
+    check(pool, expected, Case(dtype="fp64", optimizer="sgd", clip=1e3))
+
+
 @sweep("activation", get_args(Activation), quick=(4,))
 def test_activation_functions_and_dropout_of_embeddings(pool, expected, activation: str) -> None:
     model = (("activation", activation), ("embedding_dropout", 0.4))

@@ -10,7 +10,7 @@ from tests.support.parity import Case, make_engine, shard_of
 from tests.support.precision import narrow_sum
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.parallel.data.grad_buckets import GradientBuckets, JoinedGradients
+from threefold.parallel.data.grad_buckets import GradientBuckets, JoinedGradients, buckets_by_dtype
 
 
 def ordered_events() -> list[str]:
@@ -92,6 +92,22 @@ def test_narrow_gradients_are_added_up_wide(pool) -> None:
     assert pool.run(1, narrow_sum)[0].item() == 1000.0
 
 
+def sums_of_several_dtypes() -> list[float]:
+    mesh = Mesh(Layout())
+    weights = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    buckets = buckets_by_dtype(weights, mesh.dp)
+    buckets.begin(1000)
+    for _ in range(1000):
+        for weight in weights:
+            weight.sum().backward()
+    buckets.finish()
+    return [buckets[weight].item() for weight in weights]
+
+
+def test_narrow_gradients_beside_wide_ones_are_added_up_wide(pool) -> None:
+    assert pool.run(1, sums_of_several_dtypes)[0] == [1000.0] * 3
+
+
 def gradients_of_steps(dtype: torch.dtype) -> list[list[list[float]]]:
     """Gradients after steps in which autograd gives each weight two, the first alone one, and some are added by hand.
 
@@ -141,6 +157,22 @@ def test_no_gradient_of_a_step_is_left_in_the_next(pool, dtype) -> None:
             [[15, 15], [0, 0], [0, 0]],
             [[0, 0], [24, 27], [6, 6]],
         ]
+
+
+def scaled_buckets() -> list[list[float]]:
+    mesh = Mesh(Layout(dp=torch.distributed.get_world_size()))
+    weights = [nn.Parameter(torch.ones(size)) for size in (2, 3, 5)]
+    buckets = GradientBuckets(weights, mesh.dp, torch.float32, bucket_bytes=1)
+    buckets.begin(1)
+    torch.cat(weights).sum().backward()
+    buckets.finish()
+    buckets.scale_(0.25)
+    return [buckets[weight].tolist() for weight in weights]
+
+
+def test_every_bucket_is_summed_and_scaled(pool) -> None:
+    for scaled in pool.run(2, scaled_buckets):
+        assert scaled == [[0.5] * 2, [0.5] * 3, [0.5] * 5]
 
 
 SIZES = (1, 2, 1, 2, 1)

@@ -140,6 +140,26 @@ def test_evaluation_sees_the_updated_weights(pool, stage: int) -> None:
         assert losses == pytest.approx(alone, rel=1e-12)
 
 
+def evaluated_after_a_restore(case: Case) -> list[float]:
+    """Loss of a batch, and again with other weights, as a rollback sets them: without a backward pass between."""
+    engine = make_engine(case)
+    batch = shard_of(case, 0, engine.mesh.dp.index)
+    before = engine.evaluate(batch)[0]
+    with torch.no_grad():
+        for entry in engine.optimizer.entries:
+            entry.master.mul_(0.5)
+    engine.optimizer.restored()
+    return [before, engine.evaluate(batch)[0]]
+
+
+@sweep("stage", [1, 2, 3], quick=(0,))
+def test_evaluation_sees_restored_weights(pool, stage: int) -> None:
+    (alone,) = pool.run(1, evaluated_after_a_restore, Case(dtype="fp64"))
+    assert alone[0] != alone[1]
+    for losses in pool.run(2, evaluated_after_a_restore, zero(stage, dp=2, dropout=0.0)):
+        assert losses == pytest.approx(alone, rel=1e-12)
+
+
 def positions_unused_by_the_first(case: Case) -> Tensor:
     engine = make_engine(case)
     used = PositionEmbedding.forward

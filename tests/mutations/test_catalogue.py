@@ -1,0 +1,72 @@
+"""The catalogue of mistakes fits the package as it is; that each is found, `make test-mutations` sees."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mutations.catalogue import DOES_NOT_APPLY, NOT_SEEN, ROOT, Mistake, catalogue
+from tests.mutations.page import check_page
+from tests.mutations.run import Copy, check_unchanged, judged
+
+MISTAKES = catalogue()
+
+
+def test_every_patch_applies() -> None:
+    """A refactoring that moves the text of a mistake has to change its entry."""
+    texts = {each.file: (ROOT / each.file).read_text(encoding="utf-8") for each in MISTAKES}
+    counts = {each.name: texts[each.file].count(each.old) for each in MISTAKES}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+    assert [each.name for each in MISTAKES if each.old == each.new or not each.file.startswith("threefold/")] == []
+
+
+def test_every_patch_leaves_python() -> None:
+    for each in MISTAKES:
+        text = (ROOT / each.file).read_text(encoding="utf-8")
+        compile(text.replace(each.old, each.new), each.name, "exec")
+
+
+def test_every_entry_names_a_test_and_a_command_that_exist() -> None:
+    assert len({each.name for each in MISTAKES}) == len(MISTAKES) >= 60
+    lost = {
+        each.name: each.test
+        for each in MISTAKES
+        if not (ROOT / each.test_file).is_file() or f"def {each.test_name}(" not in (ROOT / each.test_file).read_text()
+    }
+    assert lost == {}
+    configs = {path.name for path in (Path(__file__).parent / "configs").iterdir()}
+    assert {each.name: each.verify for each in MISTAKES if each.command and each.command[0] not in configs} == {}
+    assert [each.name for each in MISTAKES if each.verify in (DOES_NOT_APPLY, NOT_SEEN)] == []
+
+
+def test_the_page_shows_the_catalogue() -> None:
+    assert check_page() == 0
+
+
+def test_text_that_is_not_there_once_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("one\ntwo\ntwo\n")
+    entry = Mistake("name", "It says.", "subject", "a.py", "two", "three", "tests/a.py::test_a", "no: a reason")
+    with pytest.raises(ValueError, match=r"`old` occurs 2 times in a\.py"):
+        entry.put_into(tmp_path)
+    assert (tmp_path / "a.py").read_text() == "one\ntwo\ntwo\n"
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
+    made = Copy(tmp_path_factory.mktemp("mutations"))
+    yield made
+    made.close()
+
+
+@pytest.mark.sweep
+def test_without_a_mistake_all_is_well(copy: Copy) -> None:
+    assert check_unchanged(copy, MISTAKES, tests=True, verify=True) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_the_mistake_is_found(copy: Copy, mistake: Mistake) -> None:
+    verdict = judged(copy, mistake)
+    assert verdict.test is not None
+    assert verdict.test.caught, verdict.test.how
+    assert verdict.verify is None or verdict.verify.caught, verdict.verify.how
