@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.support.odd_parameters import STEPS, Strided, Tables, departures, in_layout, plain, prepared
+from tests.support.odd_parameters import STEPS, Recurrent, Strided, Tables, departures, in_layout, plain, prepared
 from tests.support.sweep import sweep
 from threefold import Column, Row, Shard
 
@@ -24,6 +24,12 @@ LAYOUTS = [
 def test_weights_in_any_order_in_memory(pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
     ranks = sizes.get("dp", 1) * sizes.get("tp", 1) * sizes.get("pp", 1)
     assert departures(plain(Strided), pool.run(ranks, in_layout, Strided, sizes, options, {})) == []
+
+
+@sweep(("sizes", "options"), LAYOUTS, quick=(6,))
+def test_recurrent_weights(pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    ranks = sizes.get("dp", 1) * sizes.get("tp", 1) * sizes.get("pp", 1)
+    assert departures(plain(Recurrent), pool.run(ranks, in_layout, Recurrent, sizes, options, {})) == []
 
 
 @sweep(("sizes", "options"), [({}, {}), ({"dp": 2}, {}), ({"dp": 2}, {"zero": 3})], quick=(2,))

@@ -30,6 +30,19 @@ class Strided(nn.Module):
         return x + F.linear(x, self.gaps) + self.convolution(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Recurrent(nn.Module):
+    """Modules of torch that keep their weights in a list as well, or under names of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.lstm(x)[0]
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
 class Padded(nn.Module):
     """A table with a row that no sample trains."""
 

@@ -34,7 +34,7 @@ def check_modules(model: nn.Module) -> None:
     known = set(modules.values())
     for name, module in modules.items():
         for attribute, value in vars(module).items():
-            if attribute not in _OF_MODULES:
+            if attribute not in _OF_MODULES and not _follows_parameters(module, attribute):
                 _check_attribute(name, module, attribute, value, known)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -106,6 +106,11 @@ def _inside(value: Any, depth: int = 3) -> Iterator[Tensor | nn.Module]:
                 yield each
             else:
                 yield from _inside(each, depth - 1)
+
+
+def _follows_parameters(module: nn.Module, attribute: str) -> bool:
+    """Whether torch sets the attribute anew where a parameter of the module is set."""
+    return isinstance(module, nn.RNNBase) and attribute == "_flat_weights"
 
 
 def _is_recomputed(module: nn.Module, attribute: str) -> bool:
