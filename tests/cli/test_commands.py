@@ -1,6 +1,8 @@
 """Commands up to the point where workers start: what they print, and the status they end with."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,44 @@ def test_run_replaces_no_config_of_the_users(threefold, config_file: Path, tmp_p
     (folder / "logs").mkdir()  # as a run leaves it that failed before its first checkpoint
     with_wrong = threefold("train", mine, "--run-dir", folder, "--set", "train.max_steps=0")
     assert "train.max_steps" in with_wrong.error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("--version",),
+        ("doctor",),
+        ("train", "/nowhere.yaml"),
+        ("generate", "/nowhere", "--prompt", "a"),
+        ("checkpoint", "show", "/nowhere"),
+        ("data", "verify", "/nowhere"),
+        ("estimate", "/nowhere.yaml", "--hardware", "h100"),
+    ],
+)
+def test_a_deleted_working_directory_is_told_by_every_command(
+    threefold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    ended = threefold(*command)
+    assert (ended.status, ended.output) == (2, "")
+    assert ended.error == (
+        "Error: The working directory cannot be used (No such file or directory), as where it has been deleted; change "
+        "to one that exists, as with cd ~.\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_new_process_in_a_deleted_working_directory_ends_with_the_sentence(tmp_path: Path) -> None:
+    """Whatever is imported before the command."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    there = f"import os, sys; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); "
+    start = "os.execv(sys.executable, [sys.executable, '-m', 'threefold', 'doctor'])"
+    ended = subprocess.run([sys.executable, "-c", there + start], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("Error: The working directory cannot be used")
 
 
 def test_run_dir_that_cannot_be_made(threefold, config_file: Path) -> None:

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -42,6 +43,7 @@ DIVERGED: Final = ".diverged"
 """Ending of a checkpoint after which the loss was not finite; kept, and never resumed from."""
 
 _NAME = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED)})?")
+_ANY = re.compile(rf"step_(\d{{8,}})(\.old)?({'|'.join(map(re.escape, (PARTIAL, REPLACED, DIVERGED)))})?")
 
 
 @dataclass(frozen=True)
@@ -146,13 +148,30 @@ def newest(run_dir: Path) -> Checkpoint | None:
     return found[-1] if found else None
 
 
+def remains(run_dir: Path) -> list[Path]:
+    """All that has the name of a checkpoint in any state: complete or not, partial, replaced or diverged; oldest first,
+    those with the shortest name first."""
+    parent = run_dir / FOLDER
+    paths = list(parent.iterdir()) if parent.is_dir() else []
+    found = {path: int(name[1]) for path in paths if (name := _ANY.fullmatch(path.name))}
+    return sorted(found, key=lambda path: (found[path], len(path.name)))
+
+
 def remove_partial(run_dir: Path) -> None:
     """Delete the incomplete checkpoints that interrupted saving left, and what complete ones have replaced."""
-    for path in (run_dir / FOLDER).glob(f"step_*{PARTIAL}"):
+    for path in remains(run_dir):
+        is_replaced = path.name.endswith(REPLACED) and path.with_name(path.name.removesuffix(REPLACED)).exists()
+        if is_replaced or path.name.endswith(PARTIAL):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, as far as that is possible; of a link the link alone."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
         shutil.rmtree(path, ignore_errors=True)
-    for path in (run_dir / FOLDER).glob(f"step_*{REPLACED}"):
-        if path.with_name(path.name.removesuffix(REPLACED)).exists():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def superfluous(steps: Sequence[int], keep: int, keep_every: int | None = None) -> list[int]:
@@ -194,6 +213,9 @@ def prune(
         path = counted[old]
         # Renamed to a partial one first, so that an interrupted deletion leaves nothing that looks complete.
         partial = path.rename(path.with_name(path.name + PARTIAL))
+        if partial.is_symlink():  # to where the user keeps it
+            partial.unlink()
+            continue
         for name in os.listdir(str(partial)):
             file = partial / name
             if not file.is_dir() or file.is_symlink():

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import Tensor
 
-from threefold.checkpoint.folder import DIVERGED, complete, path_of, remove_partial
+from threefold.checkpoint.folder import DIVERGED, complete, path_of, remove, remove_partial
 from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, write_manifest
 from threefold.checkpoint.tensors import save_tensors
 from threefold.comm.mesh import Axis
@@ -97,13 +97,13 @@ def put_in_place(partial: Path, path: Path) -> None:
         if exchange_paths(partial, path):  # now the partial one is the old one
             replaced = partial
         else:
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove(replaced)
             path.rename(replaced)
             partial.rename(path)
     else:
         partial.rename(path)
     sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
 
 
 def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, Path] | None:

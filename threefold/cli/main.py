@@ -70,6 +70,7 @@ def main() -> None:
     atexit.register(gc.freeze)
     try:
         try:
+            _require_working_directory()
             app()  # turns Ctrl-C into its status
         finally:
             sys.stdout.flush()
@@ -79,6 +80,21 @@ def main() -> None:
         if error.errno not in _OF_A_PATH or error.filename is None:
             raise
         sys.exit(_tell(UserError(f"Cannot use {shown(os.fsdecode(error.filename))}: {error.strerror}")))
+
+
+def _require_working_directory() -> None:
+    """Check that the working directory is there, as without one the library of matrix products ends the process.
+
+    Raises:
+        UserError: it is not.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(
+            f"The working directory cannot be used ({error.strerror}), as where it has been deleted; change to one "
+            "that exists, as with cd ~."
+        ) from None
 
 
 def _tell(error: Exception) -> int:

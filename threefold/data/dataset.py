@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
+
+import numpy as np
 
 from threefold.config import Config
 from threefold.config.data import DataConfig
@@ -23,6 +25,10 @@ from threefold.data.samples import MixturePart, Samples
 from threefold.data.text.sources import is_json_lines
 from threefold.data.text.text_encoding import TextRule
 from threefold.errors import UserError
+from threefold.labels import IGNORE_INDEX
+
+_AT_ONCE: Final = 64
+"""Samples that are read together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +117,28 @@ class Dataset:
         ]
         return parts[0].samples if len(parts) == 1 else MixedSamples.of(parts)
 
+    def require_labels(self, name: str, samples: Samples) -> None:
+        """Check that the samples of each source have a label, which those of documents of one token have not.
+
+        Samples are read until one has; those of the user's own code are not, as reading them may take long.
+
+        Args:
+            name: the split.
+            samples: its samples.
+
+        Raises:
+            UserError: one has none; its files are damaged.
+        """
+        for source, part in zip(self.sources, samples.parts if len(self.sources) > 1 else (None,), strict=True):
+            found = samples if part is None else part.samples
+            if isinstance(source.data, OwnData) or _has_label(found):
+                continue
+            key = "data.path" if part is None else "data.mixture"
+            raise UserError(
+                f"{key} has {source.name}, where no token of the {name} split counts for the loss, as where each "
+                "document is a single token; give data with documents of two tokens or more."
+            )
+
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Tokens and documents of each source, under resolved settings.
 
@@ -131,6 +159,14 @@ class Dataset:
             for source in self.sources
             if not isinstance(source.data, OwnData)
         )
+
+
+def _has_label(samples: Samples) -> bool:
+    for first in range(0, len(samples), _AT_ONCE):
+        _, labels = samples.labelled(np.arange(first, min(first + _AT_ONCE, len(samples))))
+        if (labels != IGNORE_INDEX).any():
+            return True
+    return False
 
 
 def _encoded(lines: JsonLines, sequence_length: int) -> Corpus | EncodedLines:

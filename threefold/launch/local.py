@@ -30,6 +30,7 @@ from threefold.launch.output import log_file
 from threefold.launch.process import die_with_parent, shared_objects
 from threefold.launch.signals import NUMBERS, Asked, StopRequested, StopSignals, signals_blocked, unblock_signals
 from threefold.launch.worker import Job, NextAttempt, RankInfo, never, shorten_name_lookups, stay_on_loopback, work
+from threefold.output.links import replace_link
 from threefold.train.callbacks.base import CallbackFailed
 
 StartMethod = Literal["fork", "spawn"]
@@ -183,7 +184,7 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
             traceback.print_exception(error)
             sys.stderr.flush()
         return
-    with suppress(OSError), log_file(job.run_dir, rank).open("a", encoding="utf-8") as log:
+    with suppress(OSError), replace_link(log_file(job.run_dir, rank)).open("a", encoding="utf-8") as log:
         traceback.print_exception(error, file=log)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from threefold.errors import OutputLost
+from threefold.output.links import replace_link
 
 _CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 """ANSI escape sequences: colours, cursor movements and titles."""
@@ -111,7 +112,7 @@ def _append(log: Path) -> int:
     """A descriptor that appends to a log; /dev/null where it cannot be opened."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        return os.open(replace_link(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     except OSError as error:
         _warn(2, log, error)
         return os.open(os.devnull, os.O_WRONLY)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from threefold.checkpoint.folder import FOLDER, newest
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.folder import FOLDER, newest, remains
+from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checkpoint.resume import Resume, continues, find_resumption, has_all_steps
 from threefold.checkpoint.saving.remote import look_at_remote
 from threefold.checkpoint.warm_start import find_warm_start
@@ -113,8 +115,9 @@ def _checked(config: Config, progress: Progress) -> _Checked:
     config = dataset.complete(config)
     resolved = resolve(config, dataset.vocab_size)
     samples = dataset.samples("train", resolved.data, progress)
+    dataset.require_labels("train", samples)
     if resolved.train.evaluates:
-        dataset.samples("valid", resolved.data, progress)
+        dataset.require_labels("valid", dataset.samples("valid", resolved.data, progress))
     config, resolved = _counted(config, dataset, len(samples))
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size, resolved.parallel.backend)
     others = []
@@ -301,6 +304,7 @@ def prepare_training(
     """
     began = time.time()
     require_folder(run_dir)
+    _require_place(run_dir)
     launched = joined_rank() or find_launched_rank()
     if launched is not None and launched.attempt:
         resume = resume or "auto"
@@ -366,14 +370,56 @@ def _require_no_foreign(run_dir: Path) -> None:
 
     replaced = (CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE, goodput.FILE)
     found = [name for name in replaced if os.path.lexists(run_dir / name)]
-    used = (LOCK_FILE, FOLDER, log_file(run_dir, 0).parent.name)
-    if found and not any(os.path.lexists(run_dir / name) for name in used):
+    if found and not _is_used(run_dir):
         raise UserError(
             f"--run-dir is {shown(run_dir)}, which no run has used and whose {found[0]} the run would replace; choose "
             f"another, such as {shown(run_dir / 'run')}."
         )
 
 
+def _is_used(run_dir: Path) -> bool:
+    """Whether a run has used a folder."""
+    files = (run_dir / LOCK_FILE, log_file(run_dir, 0), *(path / MANIFEST for path in remains(run_dir)))
+    return any(os.path.lexists(path) for path in files)
+
+
 def _require_no_checkpoints(run_dir: Path) -> None:
+    """Check that a run which begins anew finds no checkpoint, complete or not, that it would replace.
+
+    What a run has begun to write and not completed is no loss.
+
+    Raises:
+        UserError: it finds one.
+    """
     if newest(run_dir):
         raise UserError(f"{run_dir} already has checkpoints; resume with --resume, or choose another --run-dir.")
+    used = _is_used(run_dir)
+    if found := [path for path in remains(run_dir) if not (used and path.name.endswith(PARTIAL))]:
+        try:
+            read_manifest(found[-1]).check_sizes()
+            what = "is there"
+        except DamagedCheckpoint as damage:
+            what = f"is no complete checkpoint ({damage.reason})"
+        raise UserError(
+            f"{shown(found[-1])} {what}, and a run that begins anew would replace it; choose another --run-dir, "
+            "restore it and resume with --resume, or move it away."
+        )
+
+
+def _require_place(run_dir: Path) -> None:
+    """Check, before the first step, that RUN/checkpoints can be a folder.
+
+    Raises:
+        UserError: it is something else, or nothing can be made in it.
+    """
+    folder = run_dir / FOLDER
+    if os.path.lexists(folder) and not folder.is_dir():
+        what = "a link to something that is no folder" if folder.is_symlink() else "no folder"
+        raise UserError(
+            f"{shown(folder)} is {what}, and the run's checkpoints go there; move it, or choose another --run-dir."
+        )
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{shown(folder)} cannot be written, and the run's checkpoints go there; make it writable, or choose "
+            "another --run-dir."
+        )

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from threefold.output.links import replace_link
+
 
 def sync(path: Path) -> None:
     """Put a file's content, or the names in a folder, on the disk."""
@@ -15,7 +17,7 @@ def sync(path: Path) -> None:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a file that is on the disk afterwards."""
-    with path.open("w", encoding="utf-8") as file:
+    with replace_link(path).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -1,6 +1,7 @@
 """`threefold data verify`: one flipped bit in any file is found and the file named; whole files are passed."""
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -100,6 +101,23 @@ def test_each_flipped_bit_of_a_cache_is_found(tmp_path: Path, tokenizer: Path) -
         if file.name != TOKENS_FILE:
             assert np.array_equal(lines.encoded(16, SILENT).tokens[:], whole)
         file.write_bytes(content)
+    assert problems(path) == []
+
+
+def test_each_flipped_bit_of_the_hash_of_encoded_lines_is_found(tmp_path: Path, tokenizer: Path) -> None:
+    """It says which entry of the cache is that of the lines."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps({"text": "w5 w7 w9"}) + "\n")
+    os.utime(path, (1e9, 1e9))  # or the file may still change, and no hash is kept
+    lines = JsonLines(path, tokenizer)
+    (stamp,) = lines.encoded(16, SILENT).folder.parent.glob("*.hash")
+    assert stamp in [one.path for one in audit(path, None, SILENT)]
+    content = stamp.read_bytes()
+    for bit in range(0, 8 * len(content), len(content)):
+        flip(stamp, bit)
+        (sentence,) = problems(path)
+        assert str(stamp) in sentence
+        stamp.write_bytes(content)
     assert problems(path) == []
 
 

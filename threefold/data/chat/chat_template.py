@@ -116,7 +116,8 @@ class ChatRenderer:
 
         self.template = template
         try:
-            self._compiled = template_environment().from_string(template.template)
+            self._environment = template_environment()
+            self._compiled = self._environment.from_string(template.template)
         except jinja2.TemplateError as error:
             raise UserError(f"{template.origin} is no chat template that can be used ({_reason(error)}).") from None
 
@@ -138,7 +139,8 @@ class ChatRenderer:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            with self._compiled.environment.track_answers(blocks, spans):  # type: ignore[attr-defined]
+            self._environment.begin()
+            with self._environment.track_answers(blocks, spans):  # type: ignore[attr-defined]
                 for block in self._compiled.generate(values):
                     blocks.append(block)
         except Exception as error:  # a template is a program: it may fail in any way

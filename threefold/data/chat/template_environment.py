@@ -4,13 +4,22 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from functools import wraps
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+MOST_STEPS: Final = 2_000_000
+"""Of one rendering; a template that goes through all messages for each of them takes a million for a thousand."""
+
+_CALL: Final = 5
+"""Steps of a call, which takes as long."""
+_SIZED: Final = ("batch", "slice", "center", "indent")
+"""Filters that make as much as a number says."""
 
 
 class _Answers(jinja2.ext.Extension):
@@ -75,11 +84,96 @@ class _Namespace(jinja2.utils.Namespace):
             raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
 
 
-def template_environment() -> jinja2.Environment:
+class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox that counts the steps of a template, of which one rendering may take `MOST_STEPS`.
+
+    Steps are counted, and not seconds, so that a template is refused on every machine or on none: passes of loops,
+    calls of macros and functions, items that filters go through, sizes given to them, and items that `*` makes.
+    """
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._steps = 0
+        self.filters = {name: self._counted(function, name in _SIZED) for name, function in self.filters.items()}
+
+    def begin(self) -> None:
+        """Count the steps of another rendering."""
+        self._steps = 0
+
+    @property
+    def step(self) -> bool:
+        """True; counts a step. Compiled templates read it where a pass begins, as the sandbox makes calls slow."""
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            self.take(0)
+        return True
+
+    def take(self, steps: int = 1) -> None:
+        """Count steps.
+
+        Raises:
+            TemplateRuntimeError: there were too many.
+        """
+        self._steps += steps
+        if self._steps > MOST_STEPS:
+            raise jinja2.exceptions.TemplateRuntimeError(
+                f"it takes more than {MOST_STEPS:,} steps, as loops in loops do; write it with fewer"
+            )
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.take(_CALL)
+        found = super().call(context, function, *args, **kwargs)
+        if isinstance(found, range):
+            self.take(len(found))
+        return found
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and right > 0:
+            self.take(left.bit_length() * right)
+        elif operator == "*":
+            if isinstance(left, int) and isinstance(right, int):
+                self.take((left.bit_length() + right.bit_length()) >> 10)
+            for items, number in ((left, right), (right, left)):
+                if isinstance(items, str | list | tuple) and isinstance(number, int):
+                    self.take(len(items) * max(0, number))
+        return super().call_binop(context, operator, left, right)
+
+    def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
+        found: Iterator[jinja2.nodes.For | jinja2.nodes.Macro] = source.find_all((jinja2.nodes.For, jinja2.nodes.Macro))
+        for node in list(found):
+            step = jinja2.nodes.EnvironmentAttribute("step").set_lineno(node.lineno)
+            if isinstance(node, jinja2.nodes.For) and node.test is not None:  # evaluated where the body is not
+                node.test = jinja2.nodes.And(step, node.test).set_lineno(node.lineno)
+            else:
+                node.body.insert(0, jinja2.nodes.ExprStmt(step).set_lineno(node.lineno))
+        source.set_environment(self)
+        return super()._generate(source, *args, **kwargs)
+
+    def _counted(self, function: Callable[..., Any], is_sized: bool) -> Callable[..., Any]:
+        """A filter that counts what it goes through, and where numbers are sizes these."""
+
+        @wraps(function)  # with what tells Jinja that it takes the environment or the context
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, int):
+                    self.take(abs(each) if is_sized else 0)
+                elif isinstance(each, list | tuple | dict):
+                    self.take(len(each))
+                elif isinstance(each, str):
+                    self.take(len(each) >> 10)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def template_environment() -> TemplateEnvironment:
     """A new one."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, jinja2.ext.loopcontrols]
     )
+    del environment.globals["lipsum"]  # makes text of any length
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)

@@ -131,6 +131,20 @@ def is_entry(folder: Path) -> bool:
     return re.fullmatch("[0-9a-f]{32}", folder.name) is not None and os.path.isdir(folder)
 
 
+def is_stamp(path: Path) -> bool:
+    """Whether a file of a cache keeps the hash of the file that was encoded, damaged or not."""
+    return re.fullmatch("[0-9a-f]{32}[.]hash", path.name) is not None
+
+
+def is_stamp_whole(path: Path) -> bool:
+    """Whether such a file is as it was written."""
+    try:
+        known = read_json(path)
+    except UserError:
+        return False
+    return isinstance(known, dict) and unseal(known) is not None
+
+
 def _all_files(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 

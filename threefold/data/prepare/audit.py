@@ -9,7 +9,14 @@ import numpy as np
 
 from threefold.checksums import checksum
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.formats.token_cache import CACHE_ENDING, FACTS, entry_checksums, is_entry
+from threefold.data.formats.token_cache import (
+    CACHE_ENDING,
+    FACTS,
+    entry_checksums,
+    is_entry,
+    is_stamp,
+    is_stamp_whole,
+)
 from threefold.data.formats.token_files import holds_tokens, is_own, read_stored
 from threefold.data.prepare.summary import summarize
 from threefold.data.progress import Progress
@@ -51,8 +58,9 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
     Raises:
         UserError: there are no token files.
     """
-    if entries := _cache_entries(path):
-        return [one for entry in entries for one in _audit_entry(entry, progress)]
+    cache = _cache_of(path)
+    if found := [one for entry in _entries(cache) for one in _audit_entry(entry, progress)] + _audit_stamps(cache):
+        return found
     if is_own(path) and os.path.isdir(path):
         return list(_audit_folder(path, progress))
     return _audit_foreign(path, tokenizer, progress)
@@ -99,14 +107,36 @@ def _unended(files: TokenFiles) -> int | None:
     return int(np.argmax(wrong)) if wrong.any() else None
 
 
-def _cache_entries(path: Path) -> list[Path]:
-    if is_json_lines(path) and os.path.isfile(path):
-        path = path.with_name(path.name + CACHE_ENDING)
-        if not os.path.isdir(path):
-            raise UserError(f"{shown(path)} does not exist, as no run has encoded these JSON lines yet.")
+def _cache_of(path: Path) -> Path:
+    """The folder with the cache of a file of JSON lines; any other path as it is."""
+    if not (is_json_lines(path) and os.path.isfile(path)):
+        return path
+    path = path.with_name(path.name + CACHE_ENDING)
     if not os.path.isdir(path):
+        raise UserError(f"{shown(path)} does not exist, as no run has encoded these JSON lines yet.")
+    return path
+
+
+def _entries(cache: Path) -> list[Path]:
+    if not os.path.isdir(cache):
         return []
-    return [path] if is_entry(path) else sorted(entry for entry in path.iterdir() if is_entry(entry))
+    return [cache] if is_entry(cache) else sorted(entry for entry in cache.iterdir() if is_entry(entry))
+
+
+def _audit_stamps(cache: Path) -> list[Audit]:
+    """The hashes that a cache keeps of the files that were encoded."""
+    if not os.path.isdir(cache):
+        return []
+    found = []
+    for path in sorted(path for path in cache.iterdir() if is_stamp(path)):
+        problem = (
+            f"{shown(path)} is damaged (its checksum is not the one that was written); delete it, a part of a cache"
+        )
+        try:
+            found.append(Audit(path, require_file(path), "as written", "" if is_stamp_whole(path) else problem))
+        except UserError as error:
+            found.append(Audit(path, None, "", str(error)))
+    return found
 
 
 def _audit_entry(folder: Path, progress: Progress) -> Iterator[Audit]:

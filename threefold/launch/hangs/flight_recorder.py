@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from threefold.launch.output import log_file
+from threefold.output.links import replace_link
 
 _COLLECTIVES: Final = 2000
 """The newest ones, which are kept."""
@@ -33,7 +34,7 @@ def write_records(run_dir: Path | None, rank: int) -> None:
     if run_dir is None or records is None:
         return
     with suppress(OSError):
-        Path(f"{_prefix(run_dir)}{rank}").write_bytes(records)
+        replace_link(Path(f"{_prefix(run_dir)}{rank}")).write_bytes(records)
 
 
 def _prefix(run_dir: Path) -> Path:

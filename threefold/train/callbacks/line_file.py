@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from threefold.output.links import replace_link
+
 LARGEST_BACKLOG = 1 << 20
 """Bytes of lines that are kept in memory until a full disk has space again."""
 
@@ -55,7 +57,7 @@ class LineFile:
     def _open(self, append: bool) -> None:
         # Non-blocking, or a FIFO of this name would block the run.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if append else os.O_TRUNC)
-        self._descriptor = os.open(self.path, flags, 0o644)
+        self._descriptor = os.open(replace_link(self.path), flags, 0o644)
         found = os.fstat(self._descriptor)
         self._size = found.st_size if stat.S_ISREG(found.st_mode) else None
 

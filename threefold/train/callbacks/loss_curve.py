@@ -6,6 +6,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+from threefold.output.links import replace_link
 from threefold.train.callbacks.base import Callback, RunContext
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import reason_of
@@ -38,7 +39,7 @@ class LossCurve(Callback):
     def after_fit(self) -> None:
         # No failure of the plotting library fails a finished run.
         try:
-            draw(self.path, list(read_metrics(self.metrics)), self.vocab_size, self.title)
+            draw(replace_link(self.path), list(read_metrics(self.metrics)), self.vocab_size, self.title)
         except Exception as error:
             self.say(f"Warning: {self.path} cannot be drawn ({reason_of(error)}).")
 

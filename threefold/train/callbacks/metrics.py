@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.output.durable import sync
+from threefold.output.links import replace_link
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import LineFile
@@ -129,7 +130,7 @@ class MetricsFile(Callback):
             self.say(warning)
         fresh = self.path.with_name(self.path.name + ".tmp")
         try:
-            with fresh.open("w", encoding="utf-8") as file:
+            with replace_link(fresh).open("w", encoding="utf-8") as file:
                 lines = sorted((*found.lines, *found.goodput), key=lambda line: int(line["step"]))
                 file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= last)
                 file.flush()

@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+from threefold.output.links import replace_link
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.line_file import reason_of
@@ -61,6 +62,6 @@ class PhaseTimers(Callback):
 
     def close(self) -> None:
         try:
-            self.path.write_text(json.dumps(self.seconds, indent=1) + "\n", encoding="utf-8")
+            replace_link(self.path).write_text(json.dumps(self.seconds, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             say(f"Warning: {self.path} cannot be written ({reason_of(error)}).")

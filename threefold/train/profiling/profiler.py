@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
+from threefold.output.links import replace_link
 from threefold.torch_private.profiling import quieten_kineto
 from threefold.train.callbacks.base import Callback, StepRecord
 from threefold.train.callbacks.console import say
@@ -117,7 +118,7 @@ class Profiler(Callback):
         suffix = ".json.gz" if ranks >= _COMPRESSED_FROM else ".json"
         profiled.add_metadata("rank", str(self._mesh.rank))
         profiled.add_metadata("layout", str(self._mesh.layout))
-        profiled.export_chrome_trace(str(self._folder / f"rank-{self._mesh.rank:04}{suffix}"))
+        profiled.export_chrome_trace(str(replace_link(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
 
     def _report(self, stages: list[tuple[int, list[Span]]], problems: list[str]) -> None:
         """Write the spans, draw them, and say where all of it is."""
@@ -129,7 +130,9 @@ class Profiler(Callback):
         held = [{"pp_rank": place, "spans": [span._asdict() for span in spans]} for place, spans in stages]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n", encoding="utf-8")
+            replace_link(path).write_text(
+                json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n", encoding="utf-8"
+            )
             pictures = self._request.draw(path)
         except (OSError, UserError) as error:
             say(f"Warning: {path} cannot be written ({reason_of(error)}).")

@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 
 from threefold.errors import UserError
 from threefold.files import read_text
+from threefold.output.links import replace_link
 from threefold.sealed_json import is_intact, seal_text
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
 from threefold.train.callbacks.console import say
@@ -130,7 +131,7 @@ class GoodputLedger(Callback):
             goodput.at = self.attempt.began
         with self._failures_reported():
             # Non-blocking, or a FIFO of this name would block the run.
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
+            self._descriptor = os.open(replace_link(self.path), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
             os.ftruncate(self._descriptor, _SIZE)
         self._write()
 
