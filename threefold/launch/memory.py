@@ -77,8 +77,8 @@ def explain_allocation(error: BaseException) -> str:
         "the GPU's memory" if "CUDA" in text else f"the memory of this machine, {_gb(memory())} for all its processes"
     )
     return (
-        f"{where}, is not enough: {what}; use a smaller train.micro_batch_size, train.recompute, parallel.zero, or more "
-        "ranks of tp or pp on more machines"
+        f"{where}, is not enough: {what}; use a smaller train.micro_batch_size, train.recompute, parallel.zero, or "
+        "more ranks of tp or pp on more machines"
     )
 
 
