@@ -99,6 +99,8 @@ def test_all_ranks_end(tmp_path: Path, launcher: str, how: str, rank: int, other
     elif (launcher, rank) == ("slurm", 0):
         assert told[0].startswith("RankFailed: rank 0 failed: its process ended without a report, or its host is out ")
         assert told[0].endswith(f"(log: {log_file(tmp_path / 'run', 0)})")
+    elif launcher == "slurm":
+        assert told[0].startswith("RankFailed: a rank failed: its process ended without a report, or its host is out ")
     elif launcher == "torchrun":
         assert f"(local_rank: {rank})" in errors[0]
         assert "Signal 9 (SIGKILL)" in errors[0]
