@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.runs import command, end_of, read_until, start
+from tests.cli.runs import command, read_until, start
 from tests.support.cpu_waits import CpuWaits
+from tests.support.processes import errors_of
 
 
 @pytest.mark.slow
@@ -84,7 +85,7 @@ def test_all_ranks_of_a_training_run_end_when_one_is_killed(config_file: Path, t
     with CpuWaits(*(process.pid for process in processes)) as waits:
         killed = time.monotonic()
         os.kill(max(ranks), signal.SIGKILL)
-        ended = [end_of(process) for process in processes]
+        errors_of(processes, lambda: processes_of(run))
         assert waits.seconds_since(killed) <= 10
-    assert all(code != 0 for code, _, _ in ended)
+    assert all(process.returncode != 0 for process in processes)
     assert processes_of(run) == {}

@@ -1,8 +1,18 @@
-"""What ranks tell each other over the store while they set their memory up."""
+"""What ranks tell each other over the store while they set their memory up, and who else reaches it."""
 
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch.distributed as dist
 
-from threefold.comm.shared_memory_setup import StoreExchange
+from threefold.comm import shared_memory_setup
+from threefold.comm.shared_memory import SharedMemoryGroup
+from threefold.comm.shared_memory_setup import Room, StoreExchange
+
+NOBODY = 65534
 
 
 def told_and_voted(against: tuple[int, ...]) -> tuple[str, bool, bool]:
@@ -26,3 +36,85 @@ def test_ranks_are_told_and_agree(pool) -> None:
 def test_one_vote_against_is_enough(pool) -> None:
     assert pool.run(3, told_and_voted, (1,)) == [("früher", False, True)] * 3
     assert pool.run(3, told_and_voted, (0, 1, 2)) == [("früher", False, True)] * 3
+
+
+def set_up(change: Callable[[Path], Path]) -> bool:
+    """Whether the ranks share memory whose folder has been changed between its making and its use."""
+    before = shared_memory_setup._make_folder
+
+    def make(room: Room, size: int) -> Path | None:
+        made = before(room, size)
+        assert made is not None
+        return change(made)
+
+    shared_memory_setup._make_folder = make
+    try:
+        group = SharedMemoryGroup.try_create(dist.group.WORLD, 4096)
+    finally:
+        shared_memory_setup._make_folder = before
+    if group is not None:
+        group.close()
+    return group is not None
+
+
+def as_it_is(folder: Path) -> Path:
+    return folder
+
+
+def open_to_others(folder: Path) -> Path:
+    folder.chmod(0o755)
+    return folder
+
+
+def of_another_user(folder: Path) -> Path:
+    os.chown(folder, NOBODY, NOBODY)
+    return folder
+
+
+def behind_a_link(folder: Path) -> Path:
+    link = folder.with_name(f"{folder.name}-link")
+    link.symlink_to(folder)
+    return link
+
+
+def tried_by_another_user(folder: Path) -> Path:
+    """Fails where a process of another user gets at anything in the folder."""
+    child = os.fork()
+    if not child:
+        reached = 0
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            attempts: list[Callable[[], object]] = [lambda: os.listdir(folder)]
+            attempts += [lambda name=name: os.open(folder / name, os.O_RDWR) for name in ("memory", "turnstile-0")]
+            attempts += [lambda: os.listdir(f"/proc/{os.getppid()}/fd")]
+            for attempt in attempts:
+                try:
+                    attempt()
+                    reached += 1
+                except PermissionError:
+                    continue
+        except BaseException:
+            reached = 99
+        os._exit(reached)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return folder
+
+
+def test_memory_is_shared_in_a_folder_of_this_user_alone(pool) -> None:
+    """Another user of the host can reach the store that names the folder, and what is in the memory is unpickled."""
+    try:
+        assert pool.run(2, set_up, as_it_is) == [True, True]
+        assert pool.run(2, set_up, open_to_others) == [False, False]
+        assert pool.run(2, set_up, behind_a_link) == [False, False]
+    finally:
+        for left in Path("/dev/shm").glob("threefold-*-link"):
+            shutil.rmtree(left.resolve(), ignore_errors=True)
+            left.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_reaches_no_memory_and_cannot_put_his_own_in_its_place(pool) -> None:
+    assert pool.run(2, set_up, tried_by_another_user) == [True, True]
+    assert pool.run(2, set_up, of_another_user) == [False, False]

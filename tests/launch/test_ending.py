@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import ready
 from tests.support.cpu_waits import CpuWaits
-from tests.support.processes import runs
+from tests.support.processes import errors_of, runs
 from tests.support.sweep import sweep
 from threefold.launch.output import log_file
 
@@ -84,7 +84,7 @@ def test_all_ranks_end(tmp_path: Path, launcher: str, how: str, rank: int, other
     script.write_text(RUN.format(folder=str(tmp_path), rank=rank, how=how, others=others, ranks=RANKS))
     processes = started(launcher, script)
     with CpuWaits(*(process.pid for process in processes)) as waits:
-        errors = [process.communicate(timeout=600)[1] for process in processes]
+        errors = errors_of(processes, lambda: [int(file.read_text()) for file in tmp_path.glob("pid_*")])
         assert waits.seconds_since(float((tmp_path / "failed_at").read_text())) <= LIMIT
     pids = [int(file.read_text()) for file in tmp_path.glob("pid_*")]
     assert len(pids) == RANKS
@@ -99,6 +99,8 @@ def test_all_ranks_end(tmp_path: Path, launcher: str, how: str, rank: int, other
     elif (launcher, rank) == ("slurm", 0):
         assert told[0].startswith("RankFailed: rank 0 failed: its process ended without a report, or its host is out ")
         assert told[0].endswith(f"(log: {log_file(tmp_path / 'run', 0)})")
+    elif launcher == "slurm":
+        assert told[0].startswith("RankFailed: a rank failed: its process ended without a report, or its host is out ")
     elif launcher == "torchrun":
         assert f"(local_rank: {rank})" in errors[0]
         assert "Signal 9 (SIGKILL)" in errors[0]

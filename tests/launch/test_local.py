@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support import ready
 from tests.support.cpu_waits import CpuWaits
@@ -167,6 +168,23 @@ def test_exceptions_are_what_the_console_says() -> None:
     assert cause([aborted, lost]) is lost
     assert isinstance(killed.exception(None), RankFailed)
     assert isinstance(from_exception(0, UserError("x")).exception(None), UserError)
+
+
+def test_a_rank_that_lost_another_does_not_blame_itself() -> None:
+    """Nor does it show a user the path of a class of torch."""
+    from threefold.comm.turnstile import PeerLostError
+    from threefold.launch.failure import from_exception, of_lost_peer
+
+    def told(error: Exception) -> str:
+        return of_lost_peer(from_exception(2, error), error).message(None)
+
+    gone = "failed: its process ended without a report, or its host is out of reach of rank 2"
+    assert told(PeerLostError("rank 1 ended while rank 2 was in all_reduce_")) == f"rank 1 {gone}"
+    lost = dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed.")
+    assert told(lost) == f"a rank {gone}"
+    assert told(RuntimeError("Connection closed by peer [127.0.0.1]:4711")) == f"a rank {gone}"
+    assert told(ValueError("a connection of mine")) == "rank 2 failed: ValueError: a connection of mine"
+    assert told(UserError("no peer")) == "no peer"
 
 
 SIGNALLED = """

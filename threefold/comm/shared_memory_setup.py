@@ -123,7 +123,7 @@ class _Sharing:
         self._room = room(len(self._ranks))
         self._peers = [peer for peer in range(len(self._ranks)) if peer != self._index]
         self._folder: Path | None = None
-        self._place = Path()
+        self._at: int | None = None
         self._begun: tuple[mmap.mmap, tuple[int, ...], dict[int, int]] | None = None
         self._own: int | None = None
         self._opened = contextlib.ExitStack()  # closes the pipes again unless every rank gets to the end
@@ -136,8 +136,9 @@ class _Sharing:
 
     def open(self) -> None:
         host, place = json.loads(self._exchange.told("folder"))
-        self._place = Path(place)
-        mine = partial(self._map_and_open, self._room) if self._room and place and host == [*_host()] else _nothing
+        if self._room and place and host == [*_host()]:
+            self._at = _open_private(place)
+        mine = partial(self._map_and_open, self._room) if self._room and self._at is not None else _nothing
         self._begun = self._voted("opened", mine)
 
     def open_own(self) -> None:
@@ -155,6 +156,8 @@ class _Sharing:
 
     def close(self) -> None:
         self._opened.close()
+        if self._at is not None:
+            os.close(self._at)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)  # what is open stays; nothing is left if we are killed now
 
@@ -166,10 +169,15 @@ class _Sharing:
             for pipe, content in zip(pipes, room.pipes.values(), strict=True):
                 os.write(pipe, content)
         readers = {peer: self._pipe(_alive(peer), os.O_RDONLY) for peer in self._peers}
-        return _map_memory(self._place), pipes, readers
+        return self._map_memory(), pipes, readers
+
+    def _map_memory(self) -> mmap.mmap:
+        with open(os.open("memory", os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._at), "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
 
     def _pipe(self, name: str, mode: int) -> int:
-        descriptor = os.open(self._place / name, mode | os.O_NONBLOCK)  # opening must not wait for the other end
+        flags = mode | os.O_NONBLOCK | os.O_NOFOLLOW
+        descriptor = os.open(name, flags, dir_fd=self._at)  # opening must not wait for the other end
         self._opened.callback(os.close, descriptor)
         return descriptor
 
@@ -220,17 +228,28 @@ def _make_folder(room: Room, size: int) -> Path | None:
     return None
 
 
+def _open_private(folder: str) -> int | None:
+    """A descriptor of a folder that nobody but this user can have made or changed; None where it is another.
+
+    Its name comes over a store that other users of the host can reach, and what is in it is unpickled.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    found = os.fstat(descriptor)
+    if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 def _reserve(descriptor: int, length: int) -> None:
     """Give the file `length` bytes that are really there: touching a page too many would kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, length)
     else:
         os.write(descriptor, bytes(length))
-
-
-def _map_memory(folder: Path) -> mmap.mmap:
-    with open(folder / "memory", "r+b") as file:
-        return mmap.mmap(file.fileno(), 0)
 
 
 class StoreExchange:

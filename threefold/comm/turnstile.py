@@ -12,6 +12,7 @@ with their processes: each rank holds the only end for writing of one more pipe,
 """
 
 import os
+import re
 import select
 import struct
 import weakref
@@ -25,7 +26,13 @@ _FIRST = 2  # even, for the turnstile that has tickets from the beginning, and n
 
 
 class PeerLostError(ConnectionError):
-    """A process of the group has ended while this one was waiting for it."""
+    """A process of the group has ended while this one was waiting for it; the message begins with its rank."""
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that has ended; None where the message does not begin with it."""
+        found = re.match(r"rank (\d+) ended", str(self))
+        return int(found[1]) if found else None
 
 
 class Turnstile:

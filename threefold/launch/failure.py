@@ -47,6 +47,7 @@ class Failure:
         of_process: whether it is that of a `ProcessFault`, which a new process may not have.
         raised: the exception, pickled; None where there is none that can be.
         traceback: of the exception, as text.
+        of_another: whether it is another rank that failed, nobody knows which; `rank` has noticed.
     """
 
     rank: int
@@ -58,13 +59,14 @@ class Failure:
     of_process: bool = False
     raised: bytes | None = None
     traceback: str = ""
+    of_another: bool = False
 
     def message(self, run_dir: Path | None) -> str:
         """One line: the rank, its error and its log; of a `UserError` only its message."""
         if self.user_error:
             return self.error
         log = f" (log: {log_file(run_dir, self.rank)})" if run_dir else ""
-        return f"rank {self.rank} failed: {self.error}{log}"
+        return f"{'a rank' if self.of_another else f'rank {self.rank}'} failed: {self.error}{log}"
 
     @property
     def is_final(self) -> bool:
@@ -108,6 +110,29 @@ _LOST: Final = re.compile(r"connection|broken pipe|\bpeer|pair closure|nccl", re
 """Words of gloo, NCCL and the store where the process at the other end has gone."""
 
 
+def of_lost_peer(failure: Failure, error: BaseException) -> Failure:
+    """The failure of the rank that a rank has lost the connection to, from that of the rank which noticed; where that
+    is not known, of some other rank.
+
+    Args:
+        failure: of the rank that noticed.
+        error: that it raised.
+    """
+    from threefold.comm.turnstile import PeerLostError  # imports torch
+
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, PeerLostError) and error.rank is not None:
+        return Failure(error.rank, _gone(failure.rank), failure.when, silent=True)
+    if failure.user_error or not (isinstance(error, OSError | RuntimeError) and _LOST.search(failure.error)):
+        return failure
+    return Failure(failure.rank, _gone(failure.rank), failure.when, of_another=True)
+
+
+def _gone(noticed_by: int) -> str:
+    return f"its process ended without a report, or its host is out of reach of rank {noticed_by}"
+
+
 def lost_rank_zero(failure: Failure) -> Failure:
     """The failure of rank 0, whose process can no longer be reached, from that of a rank which noticed.
 
@@ -115,8 +140,7 @@ def lost_rank_zero(failure: Failure) -> Failure:
     """
     if failure.user_error or not _LOST.search(failure.error):
         return failure
-    error = f"its process ended without a report, or its host is out of reach of rank {failure.rank}"
-    return Failure(0, error, failure.when, silent=True)
+    return Failure(0, _gone(failure.rank), failure.when, silent=True)
 
 
 def pickled(error: BaseException) -> bytes | None:

@@ -12,7 +12,7 @@ from threefold.comm.heartbeat import Heartbeat, RunSection, wait_code
 from threefold.errors import UserError
 from threefold.launch.device import Backend, require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank
-from threefold.launch.failure import REPORTS, Failure, RankFailed, from_exception, lost_rank_zero
+from threefold.launch.failure import REPORTS, Failure, RankFailed, from_exception, lost_rank_zero, of_lost_peer
 from threefold.launch.local import Again, StartMethod, run_local, write_traceback
 from threefold.launch.output import failure_file
 from threefold.launch.process import require_room
@@ -142,7 +142,7 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
                 return work(job, info, store)
     except Exception as error:
         write_traceback(job, launched.rank, error)
-        failure = _to_report(store, from_exception(launched.rank, error), job.run_dir)
+        failure = _to_report(store, from_exception(launched.rank, error), error, job.run_dir)
         if failure is not None:
             raise RankFailed(failure.message(job.run_dir)) from error
         sys.exit(1)
@@ -192,7 +192,7 @@ def _enter(stack: ExitStack, own: Ownership, launched: LaunchedRank, store: Any,
     return str(store.get(_OWNED).decode())
 
 
-def _to_report(store: Any, failure: Failure, run_dir: Path | None) -> Failure | None:
+def _to_report(store: Any, failure: Failure, error: Exception, run_dir: Path | None) -> Failure | None:
     """The failure that this rank reports; None where another rank has reported one.
 
     Under Slurm the process of rank 0 holds the store in which ranks see who failed first. Where it has ended without a
@@ -201,15 +201,16 @@ def _to_report(store: Any, failure: Failure, run_dir: Path | None) -> Failure | 
     """
     if store is None:  # the ranks have not met
         return failure
+    known = of_lost_peer(failure, error)
     try:
         first = int(store.add(REPORTS, 1)) == 1
     except Exception:  # the store is unreachable
-        reported = lost_rank_zero(failure)
+        reported = lost_rank_zero(failure) if known is failure or known.of_another else known
         reports = failure.rank == 1 or reported is failure if run_dir is None else _claim(run_dir, reported)
         return reported if reports else None
     if first and run_dir is not None:
-        _claim(run_dir, failure)
-    return failure if first else None
+        _claim(run_dir, known)
+    return known if first else None
 
 
 def _claim(run_dir: Path, failure: Failure) -> bool:
