@@ -1,8 +1,9 @@
 """Private functions of torch that concern tensors: those whose results are compared with a documented one's."""
 
 import torch
+from torch import nn
 
-from threefold.torch_private.tensors import fused_adam_
+from threefold.torch_private.tensors import fused_adam_, has_gradient_hooks, has_module_hooks, persistent_buffers
 
 
 def test_fused_adam() -> None:
@@ -21,3 +22,24 @@ def test_fused_adam() -> None:
             constants = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2, "eps": 1e-3}
             fused_adam_(ours, gradients, means, squares, counts.unbind(), decoupled, **constants)
         assert all(map(torch.equal, ours, theirs)), f"torch._fused_adam(w)_ is no longer what {kind.__name__} calls"
+
+
+def test_hooks_are_seen() -> None:
+    for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
+        for device in ("cpu", "meta"):
+            parameter = nn.Parameter(torch.ones(2, device=device))
+            assert not has_gradient_hooks(parameter)
+            register(parameter, lambda gradient: None)
+            assert has_gradient_hooks(parameter), f"torch keeps the hooks of {register.__name__} elsewhere"
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        module = nn.Identity()
+        assert not has_module_hooks(module)
+        getattr(module, f"register_{kind}_hook")(lambda *arguments: None)
+        assert has_module_hooks(module), f"torch keeps {kind} hooks elsewhere"
+
+
+def test_persistent_buffers_are_those_of_the_state_dict() -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.ones(2))
+    module.register_buffer("derived", torch.ones(2), persistent=False)
+    assert [name for name, _ in persistent_buffers(module)] == list(module.state_dict()) == ["kept"]

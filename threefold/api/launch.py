@@ -228,7 +228,7 @@ def _run_here(
     values: list[Any] = [None] * launched.world_size
     dist.all_gather_object(values, dumps(value))
     dist.destroy_process_group()
-    return [pickle.loads(each) for each in values]
+    return [pickle.loads(result) for result in values]
 
 
 def join_launched(launched: LaunchedRank, device: DeviceSetting) -> None:

@@ -90,10 +90,11 @@ class Plan:
         _refuse_running_statistics(modules)
         _refuse_frozen(parameters)
         layers, stacked = self._expanded(modules)
-        split, bare = self._rules(modules, parameters, [name for name, _ in model.named_buffers()])
+        buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        split, bare = self._rules(modules, parameters, buffers)
         _require_decided(parameters, split, bare, modules)
         for what, patterns, names in (
-            ("shard", split, modules),
+            ("shard", split, (*modules, *parameters, *buffers)),
             ("initial", self.initial, parameters),
             ("costs", self.costs, layers),
         ):
@@ -250,7 +251,7 @@ def _require_use(what: str, patterns: Iterable[str], names: Collection[str]) -> 
     """Check that each pattern matches a name."""
     for pattern in patterns:
         if not any(name and matches(name, pattern) for name in names):
-            kind = {"shard": "module, parameter or buffer", "initial": "parameter", "costs": "layer"}[what]
+            kind = {"shard": "module or parameter", "initial": "parameter", "costs": "layer"}[what]
             close = get_close_matches(pattern, [name for name in names if name], n=1)
             near = f"; the nearest is {close[0]!r}" if close else ""
             raise UserError(f"{what} has {pattern!r}, which no {kind} of the model has for a name{near}.")

@@ -180,9 +180,9 @@ def _set_buffers(stage: Stage, constructed: ConstructedModel, how: Parallelism) 
             parent, _, attribute = name.rpartition(".")
             dim = bare_cut(stage.model_plan.bare, name, how.mesh.tp)
             whole = constructed.buffer(name)
-            value = whole if dim is None else local_part(whole, how.mesh.tp, dim)
+            value = whole if dim is None else local_part(whole, how.mesh.tp, dim).clone()
             dtype = how.dtype if value.is_floating_point() else value.dtype
-            setattr(stage.get_submodule(parent), attribute, value.to(how.mesh.device, dtype).contiguous())
+            setattr(stage.get_submodule(parent), attribute, value.to(how.mesh.device, dtype))
 
 
 def _allocate_on(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
+from torch import nn
 
 from threefold.config import Config
 from threefold.errors import UserError
@@ -50,7 +51,9 @@ def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None
     make_model, plan = source.load(config)
     own_loss = source.loss(config) is not None
     computes = _forward_check(make_model, plan, own_loss, config)
-    return partial(_check_plan_layout, make_model, plan, own_loss, computes)
+    with torch.device("meta"):
+        model = make_model() if plan.constructed else None
+    return partial(_check_plan_layout, model, plan, own_loss, computes)
 
 
 def _forward_check(
@@ -71,7 +74,7 @@ def _forward_check(
 
 
 def _check_plan_layout(
-    make_model: MakeModel,
+    model: nn.Module | None,
     plan: ModelPlan,
     own_loss: bool,
     computes: Callable[[int], UserError | None],
@@ -81,9 +84,7 @@ def _check_plan_layout(
     if own_loss:
         check_whole_sequences(config.parallel.cp, config.parallel.sequence_parallel)
     check_tensor_axis(plan, tp)
-    if plan.constructed:
-        with torch.device("meta"):
-            model = make_model()
+    if model is not None:
         check_cut_modules(model, plan, tp)
         check_sharded_parameters(model, config.parallel.zero)
         if (failure := computes(tp)) is not None and not config.parallel.sequence_parallel:

@@ -296,3 +296,16 @@ def test_the_representation_has_the_whole_shape_and_that_of_this_rank(pool) -> N
         "RowParallelLinear(weight (4, 5), (4, 2) on tp rank 1 of 2, input_is_parallel=False)",
         "VocabParallelEmbedding(weight (7, 4), (3, 4) on tp rank 1 of 2, rows 4:7)",
     ]
+
+
+def test_layers_of_a_mesh_of_one_process_without_a_group() -> None:
+    axis = Mesh.alone().tp
+    up, down = ColumnParallelLinear(4, 6, axis, name="a"), RowParallelLinear(6, 4, axis)
+    table = VocabParallelEmbedding(7, 4, axis, name="c")
+    y = down(up(table(torch.arange(7))))
+    y.sum().backward()
+    assert down.bias is not None
+    assert up.bias is not None
+    torch.testing.assert_close(y, (table.weight @ up.weight.T + up.bias) @ down.weight.T + down.bias)
+    assert up.weight.grad is not None
+    assert up.weight.grad.shape == (6, 4)

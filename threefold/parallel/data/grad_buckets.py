@@ -41,7 +41,8 @@ class _Place:
 
     def __init__(self, flat: Tensor, leaf: Tensor) -> None:
         # In the order in memory of a leaf without gaps, as autograd has it: fused optimizers go by the memory alone.
-        self.view = flat.as_strided(leaf.shape, torch.empty_like(leaf, device="meta").stride())
+        stride = leaf.stride() if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
+        self.view = flat.as_strided(leaf.shape, stride)
         self.gap = flat[leaf.numel() :]
         self.is_set = True
         self._is_grad = flat.dtype == leaf.dtype
