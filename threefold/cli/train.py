@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -101,6 +102,7 @@ def train(
     with StopSignals() as signals:
         try:
             from threefold.config import load_config
+            from threefold.config.model import OWN
             from threefold.launch.training_run import prepare_training, require_folder
 
             given = load_config(config, with_model(overrides, model))
@@ -117,6 +119,10 @@ def train(
                 _say(
                     f"{folder} has completed all its {run.config.train.max_steps:,} steps; there is nothing left to do."
                 )
+            if run.config.model.architecture == OWN:
+                from threefold.verify.self_check import self_check
+
+                run = replace(run, check=self_check)
             stopped = run.start(console, signals, lambda: _tell(run.config.compact()))
         except StopRequested as request:
             if not request.again:

@@ -11,6 +11,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
 from threefold.models.source import ModelSource
+from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parameter import axes_of, offset
 from threefold.train.engine import Engine
 from threefold.verify.batches import BatchSource
@@ -42,9 +43,10 @@ def run_rank(
     rows: BatchSource | OwnBatches,
     steps: int,
     folder: str,
+    mesh: Mesh | None = None,
 ) -> RankReport:
     """Train for `steps` steps as a rank of the config's layout, and compare with the trace in `folder`."""
-    mesh = Mesh(Layout.of(config.parallel))
+    mesh = mesh or Mesh(Layout.of(config.parallel))
     make_model, plan = source.load(config)
     engine = Engine(make_model, plan, mesh, config, loss=source.loss(config))
     held = held_parts(engine)
@@ -61,6 +63,7 @@ def run_rank(
         comparison.gradients(step, gradients)
         comparison.scalars(step, result.loss, result.grad_norm)
         comparison.weights(step, _parts(engine, "master"))
+    comparison.buffers(steps - 1, stored_buffers(engine.stages))
     cut = frozenset(axis for entry in engine.optimizer.entries for axis in axes_of(entry.parameter))
     return RankReport(comparison.errors, list(held.values()), sent, cut)
 

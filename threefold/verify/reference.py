@@ -28,6 +28,7 @@ from threefold.models.source import ModelSource
 from threefold.random.dropout import sample_keys
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
+from threefold.torch_private.tensors import persistent_buffers
 from threefold.train.schedule import learning_rate
 from threefold.verify.batches import BatchSource
 from threefold.verify.own_batches import OwnBatches
@@ -45,6 +46,7 @@ class Trace:
         losses, norms: each step's loss, and gradient norm before the clip.
         gradients: each step's gradients, before the clip and the update.
         weights: the weights after each step.
+        buffers: the persistent buffers after the last step.
         leverage: how far the updates of all steps together move each weight per relative error in the gradients.
     """
 
@@ -54,6 +56,7 @@ class Trace:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     leverage: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it for the ranks of the layouts."""
@@ -93,11 +96,7 @@ def one_process(
     for step in range(steps):
         batch = rows.batch(config, step)
         model.zero_grad()
-        mean = (
-            _token_loss(model, batch, step, config)
-            if loss is None
-            else _own_loss(model, plan, batch, step, config, loss)
-        )
+        mean = reference_loss(model, plan, batch, step, config, loss)
         mean.backward()
         gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
         trace.losses.append(mean.item())
@@ -109,7 +108,19 @@ def one_process(
         for name in parameters:
             trace.leverage[name] += lr * optimizer.leverage(name)
         trace.weights.append(_copies(parameters))
+    for prefix, module in model.named_modules():
+        for name, buffer in persistent_buffers(module):
+            trace.buffers[plan.whole_name(f"{prefix}.{name}" if prefix else name)] = buffer
     return trace
+
+
+def reference_loss(
+    model: nn.Module, plan: ModelPlan, batch: Any, step: int, config: Config, loss: LossFunction | None
+) -> Tensor:
+    """The mean loss of a global batch, in one pass of the plain model; arguments as of `one_process`."""
+    if loss is None:
+        return _token_loss(model, batch, step, config)
+    return _own_loss(model, plan, batch, step, config, loss)
 
 
 def write_trace(

@@ -6,14 +6,14 @@ from typing import Any, Final, Literal
 
 from threefold.comm.layout import Layout
 from threefold.comm.layout_spec import LayoutSpec
-from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Error, Held
+from threefold.verify.compare import BUFFER, GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Error, Held
 from threefold.verify.rank_worker import RankReport
 
 EQUAL: Final = "equal"
 DEPARTS: Final = "departs"
 FAILED: Final = "error"
 UNSPLIT: Final = "unsplit"
-_FIRST = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT)
+_FIRST = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT, BUFFER)
 Verdict = Literal["equal", "departs", "error", "unsplit"]
 
 
