@@ -1,4 +1,4 @@
-"""Layers whose result depends on the layout are refused by name; initial values drawn by numpy are the same on ranks."""
+"""Layers whose result depends on the layout are refused by name; weights drawn by numpy are the same on every rank."""
 
 import random
 from functools import partial

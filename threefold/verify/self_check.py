@@ -179,14 +179,13 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
         reason = f"one process does not run it ({told(error)})"
     if reason:
         return _Prepared((f"Not verified against one process: {reason}.",))
+    name = source.describe(config)
     if found.refusal:
-        raise UserError(
-            f"{source.describe(config)}: {found.refusal}; or set train.verify to false to train all the same."
-        )
+        raise UserError(f"{name}: {found.refusal}; or set train.verify to false to train all the same.")
     if found.drawing and (compares or config.train.recompute != "none"):
         raise UserError(
-            f"{source.describe(config)}: {found.drawing}, whose numbers depend on the layout, its micro-batches and what is computed "
-            "again; use threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; or set "
+            f"{name}: {found.drawing}, whose numbers depend on the layout, its micro-batches and what is computed again; "
+            "use threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; or set "
             "train.verify to false to train all the same."
         )
     return _Prepared(found.notes, key, compares)
@@ -230,9 +229,9 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
     if result.verdict == DEPARTS and result.first is not None:
         first = result.first
         raise UserError(
-            f"{source.describe(config)} does not compute in {layout} what it computes in one process: the first departure is the "
-            f"{first} ({first.where(spec.layout)}), by a relative error of {first.relative:.1e}; `threefold verify` "
-            "shows the others, and train.verify: false trains all the same."
+            f"{source.describe(config)} does not compute in {layout} what it computes in one process: the first "
+            f"departure is the {first} ({first.where(spec.layout)}), by a relative error of {first.relative:.1e}; "
+            "`threefold verify` shows the others, and train.verify: false trains all the same."
         )
     worst = 0.0 if result.worst is None else result.worst.relative
     return f"Verified {layout} against one process: {STEPS} steps of {samples} samples are equal ({worst:.0e})"
