@@ -1,4 +1,4 @@
-"""What an own model keeps or draws outside its state dict: found by running its forward pass twice from one state."""
+"""State and random draws of an own model outside its state dict, found by running its forward pass from one state."""
 
 import random
 from collections import deque
@@ -28,7 +28,7 @@ _GENERATORS: Final[dict[str, Callable[[], object]]] = {
 
 @dataclass(frozen=True)
 class HiddenState:
-    """What was found.
+    """Findings of `find_hidden_state`.
 
     Attributes:
         refusal: a clause about state that is no buffer and that the loss depends on; empty where there is none.
@@ -141,7 +141,7 @@ def _from_one_state(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(model: nn.Module) -> dict[tuple[str, str], object]:
-    """What stands for the value of each attribute of each module, and of each buffer that is not persistent."""
+    """Marks of the values of each attribute of each module, and of each buffer that is not persistent."""
     found: dict[tuple[str, str], object] = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():

@@ -70,7 +70,7 @@ _KEPT: Final = 32
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What rank 0 has found before the ranks compare.
+    """Findings of rank 0 before the ranks compare.
 
     Attributes:
         lines: to print.
@@ -184,15 +184,15 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
         raise UserError(f"{name}: {found.refusal}; or set train.verify to false to train all the same.")
     if found.drawing and (compares or config.train.recompute != "none"):
         raise UserError(
-            f"{name}: {found.drawing}, whose numbers depend on the layout, its micro-batches and what is computed again; "
-            "use threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; or set "
+            f"{name}: {found.drawing}, whose numbers depend on the layout, its micro-batches and what is computed "
+            "again; use threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; or set "
             "train.verify to false to train all the same."
         )
     return _Prepared(found.notes, key, compares)
 
 
 def _too_large(config: Config, small: Config, make_model: MakeModel, rows: BatchSource) -> str:
-    """Why a model is not run in one process; empty where it is."""
+    """Return why a model is not run in one process; empty where it is."""
     if config.train.device != "cpu":
         return f"the run is on {config.train.device}; use threefold verify"
     with torch.device("meta"):
