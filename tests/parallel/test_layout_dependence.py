@@ -1,4 +1,4 @@
-"""Layers whose result depends on the layout are refused by name; what numpy draws initially is the same on ranks."""
+"""Layers whose result depends on the layout are refused by name; weights drawn by numpy are the same on every rank."""
 
 import random
 from functools import partial

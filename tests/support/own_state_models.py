@@ -40,25 +40,32 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+RULES = {
+    "embed": Vocab(),
+    "blocks.*.part": Replicated(),
+    "blocks.*.up": Column(),
+    "blocks.*.down": Row(),
+    "head": Vocab(),
+}
+PLAN = Plan(layers=["embed", "blocks.*", "head"], shard=RULES)
+
+
 class Model(nn.Module):
     """Embedding, blocks and head; the blocks have a part of one kind."""
 
-    plan = Plan(
-        layers=["embed", "blocks.*", "head"],
-        shard={
-            "embed": Vocab(),
-            "blocks.*.part": Replicated(),
-            "blocks.*.up": Column(),
-            "blocks.*.down": Row(),
-            "head": Vocab(),
-        },
-    )
+    plan = PLAN
 
     def __init__(self, vocab_size: int = WORDS, kind: str = "plain") -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab_size, WIDTH)
         self.blocks = nn.ModuleList(Block(kind, f"blocks.{number}") for number in range(2))
         self.head = nn.Linear(WIDTH, vocab_size)
+
+
+class Cut(Model):
+    """The same with a part whose layers are cut too."""
+
+    plan = Plan(layers=PLAN.layers, shard={**RULES, "blocks.*.part.up": Column(), "blocks.*.part.down": Row()})
 
 
 def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -123,6 +130,21 @@ class RunningRange(Part):
     def forward(self, x: Tensor, samples: object) -> Tensor:
         self.largest = torch.maximum(self.largest, x.detach().abs().max())
         return x * self.gain / self.largest
+
+
+class RunningVariance(Part):
+    """Keeps a running variance of each batch, which the mean of the replicas' is not, for evaluations alone."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.register_buffer("variance", torch.ones(()))
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.variance.mul_(0.5).add_(0.5 * x.mean((1, 2)).var())
+            return x * self.gain
+        return x * self.gain / self.variance
 
 
 class SamplesSeen(Part):
@@ -212,6 +234,27 @@ class NumpyWeights(Part):
         self.gain = nn.Parameter(torch.tensor(values, dtype=torch.float32, device="cpu"))
 
 
+class UnkeyedWeights(Part):
+    """Its initial weight is drawn by a generator that the operating system seeds."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        values = np.random.default_rng().random(WIDTH)
+        self.gain = nn.Parameter(torch.tensor(values, dtype=torch.float32, device="cpu"))
+
+
+class SplitStatistics(Part):
+    """Normalizes a cut activation over the features at hand."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        y = self.up(x * self.gain)
+        return x + self.down(y / y.square().mean(-1, keepdim=True).sqrt())
+
+
 def looked_up(**options: object) -> nn.Module:
     """An embedding of rounded activations."""
     return LookUp(nn.Embedding(11, WIDTH, **options))  # type: ignore[arg-type]
@@ -241,6 +284,9 @@ PARTS: dict[str, Callable[[str], nn.Module]] = {
     "noted": Noted,
     "cached": Cached,
     "F.dropout": TorchDrawn,
+    "variance": RunningVariance,
+    "unkeyed weights": UnkeyedWeights,
+    "split statistics": SplitStatistics,
     "random": PythonDrawn,
     "numpy": NumpyDrawn,
     "numpy weights": NumpyWeights,

@@ -27,7 +27,7 @@ class StateRun(Run):
             "data": {"path": f"{file}:Sums", "sequence_length": own_state_models.LENGTH, "split": "80,20"},
             "model": {
                 "architecture": "own",
-                "file": f"{file}:Model",
+                "file": f"{file}:{'Cut' if str(self.data) == 'split statistics' else 'Model'}",
                 "vocab_size": own_state_models.WORDS,
                 "arguments": {"kind": str(self.data)},
             },

@@ -1,6 +1,7 @@
 """A training run from Python: what `threefold train` does, with objects of one's own."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from threefold.models.loss_terms import LossFunction
 from threefold.train.callbacks.base import Callback
 from threefold.train.callbacks.console import say
 from threefold.train.callbacks.registry import require_packages
+from threefold.verify.self_check import self_check
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +125,7 @@ class Trainer:
         if test_interval is not None:
             config = changed(config, "train", {"eval_every_epochs": test_interval, "eval_every": None})
         with StopSignals(process_ends=False) as signals:
-            run = prepare_training(config, self.run_dir, resume=resume)
+            run = replace(prepare_training(config, self.run_dir, resume=resume), check=self_check)
             stopped = None if run.finished else run.start_here(self.callbacks, self.source, signals)
         rank = joined_rank() or find_launched_rank()
         if stopped is not None and not stopped.reason and (rank is None or rank.rank == 0):

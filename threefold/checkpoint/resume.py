@@ -40,6 +40,7 @@ _FREE_KEYS = frozenset(
         "train.micro_batch_size",
         "train.gradient_accumulation_steps",
         "train.device",
+        "train.verify",
         "train.timeout",
         "train.max_restarts",
         "precision.loss_scale",  # the checkpoint has its current value

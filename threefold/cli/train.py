@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -109,12 +110,12 @@ def train(
     profiled = _profile_steps(profile)
     with StopSignals() as signals:
         try:
+            from threefold.config.model import OWN
             from threefold.launch.training_run import prepare_training, require_folder
 
             given = read_config(config, overrides, model, trust_code)
             if model is None and resume is not ResumeChoice.NO and not given.model.file:
                 from threefold.checkpoint.code import remembered_model
-                from threefold.config.model import OWN
 
                 require_folder(folder)
                 # A config that names another architecture is not that of the checkpoint, which resuming tells.
@@ -131,6 +132,10 @@ def train(
                 _say(
                     f"{folder} has completed all its {run.config.train.max_steps:,} steps; there is nothing left to do."
                 )
+            if run.config.model.architecture == OWN:
+                from threefold.verify.self_check import self_check
+
+                run = replace(run, check=self_check)
             stopped = run.start(console, signals, lambda: _tell(run.config.compact()), debug_rank)
         except StopRequested as request:
             if not request.again:

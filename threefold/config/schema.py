@@ -139,6 +139,10 @@ class TrainConfig(Section):
     init_from: PathText = ""
     """Folder of a run whose newest checkpoint has the initial weights, such as one that `threefold checkpoint import`
     made. Default: none, they are drawn from `seed`."""
+    verify: bool = True
+    """For an own model: whether a run compares its layout with one process before its first step, on two steps of a few
+    samples, and looks for state that no checkpoint has. What was found equal, by RUN/verified.json, is not compared
+    again."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; `auto` takes CUDA when this machine has a GPU for each of its ranks, else the CPU."""
     eval_every: int = Field(default=100, ge=0, le=MOST_STEPS)

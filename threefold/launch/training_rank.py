@@ -12,6 +12,7 @@ from threefold.train.recovery.attempt import Attempt
 if TYPE_CHECKING:
     from threefold.models.source import ModelSource
     from threefold.train.callbacks.base import Callback
+    from threefold.train.entry_point import SelfCheck
     from threefold.train.profiling.profiler import ProfileRequest
     from threefold.train.stop import Stopped
 
@@ -24,6 +25,7 @@ def train_as_rank(
     began: float,
     attempt: Attempt,
     profile_steps: int = 0,
+    check: "SelfCheck | None" = None,
     callbacks: "Sequence[Callback]" = (),
     source: "ModelSource | None" = None,
 ) -> "Stopped | None":
@@ -48,6 +50,7 @@ def train_as_rank(
         attempt,
         peak_rate_of(info, config.precision.dtype),
         _request(profile_steps) if profile_steps else None,
+        check,
     )
 
 

@@ -44,6 +44,7 @@ from threefold.train.recovery.attempt import Attempt
 if TYPE_CHECKING:
     from threefold.models.source import ModelSource
     from threefold.train.callbacks.base import Callback
+    from threefold.train.entry_point import SelfCheck
     from threefold.train.stop import Stopped
 
 CONFIG_FILE = "config.yaml"
@@ -154,6 +155,7 @@ class TrainingRun:
         fallbacks: with which ranks that are started here can go on; their configs resolved.
         began: when it was prepared, as `time.time` has it; `train.max_seconds` counts from then on.
         profile_steps: how many of its steps are profiled.
+        check: of an own model's layout, before the first step; a function of a module.
     """
 
     config: Config
@@ -164,6 +166,7 @@ class TrainingRun:
     fallbacks: tuple[Fallback, ...] = ()
     began: float = field(default_factory=time.time)
     profile_steps: int = 0
+    check: "SelfCheck | None" = None
 
     def start(
         self,
@@ -269,7 +272,7 @@ class TrainingRun:
         """The arguments of the ranks of an attempt, by default of that of the launcher that started this process."""
         attempt = attempt or launched_attempt(self.run_dir, self.began, self.layout)
         resume = (self.resume or "auto") if attempt.number else self.resume
-        return config, self.run_dir, resume, self.began, attempt, self.profile_steps
+        return config, self.run_dir, resume, self.began, attempt, self.profile_steps, self.check
 
     @contextmanager
     def _folder(self, announce: Callable[[], None] = lambda: None) -> Iterator[None]:

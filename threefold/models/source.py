@@ -50,6 +50,10 @@ class ModelSource(ABC):
         """A config, not resolved yet, whose `model` section says where the model comes from."""
         return config
 
+    def files(self, config: Config) -> tuple[Path, ...]:
+        """The Python files of an own model and its loss, as far as they are known; empty where none are."""
+        return ()
+
 
 @dataclass(frozen=True)
 class ConfigSource(ModelSource):
@@ -66,6 +70,9 @@ class ConfigSource(ModelSource):
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         return file_source(config.model).loss(config) if config.model.architecture == OWN else None
+
+    def files(self, config: Config) -> tuple[Path, ...]:
+        return file_source(config.model).files(config) if config.model.architecture == OWN else ()
 
     def __str__(self) -> str:
         return "the model of the config"
@@ -145,6 +152,9 @@ class FileSource(ModelSource):
         if name == "make_model":
             return name, {"config": config}
         return name, bound_arguments(factory, config, f"{self.path.name}: {name}")
+
+    def files(self, config: Config) -> tuple[Path, ...]:
+        return (self.path,)
 
     def describe(self, config: Config) -> str:
         return str(self)
@@ -238,6 +248,11 @@ class ObjectSource(ModelSource):
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         return self.own_loss or loss_of(self._class)
+
+    def files(self, config: Config) -> tuple[Path, ...]:
+        parts = [self._class, *([] if self.own_loss is None else [self.own_loss])]
+        found = [getattr(inspect.getmodule(part), "__file__", None) for part in parts]
+        return tuple(Path(each) for each in found if each) if all(found) else ()
 
     def describe(self, config: Config) -> str:
         return str(self)

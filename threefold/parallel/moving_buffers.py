@@ -62,7 +62,7 @@ class _Buffer:
 
     @property
     def held(self) -> Tensor:
-        """What the first of the modules has now that has not what it was given."""
+        """The tensor of the first module that has not what it was given."""
         held = [getattr(module, attribute) for module, attribute in self.places]
         return next((each for each in held if each is not self.given and each is not self.value), held[0])
 

@@ -43,6 +43,9 @@ from threefold.train.state import Checkpoints
 from threefold.train.stop import Stop, Stopped
 from threefold.train.token_check import TokenCheck
 
+SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
+"""Checks a run's layout, in its ranks, and raises a `UserError` on all of them."""
+
 
 def train(
     config: Config,
@@ -57,6 +60,7 @@ def train(
     attempt: Attempt | None = None,
     peak_rate: float | None = None,
     profile: ProfileRequest | None = None,
+    verify: SelfCheck | None = None,
 ) -> Stopped | None:
     """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
 
@@ -73,6 +77,7 @@ def train(
         attempt: which of the run this is; None for the first.
         peak_rate: as of `RunContext`.
         profile: which steps are profiled; None for none.
+        verify: called before the model is made, in the first attempt.
 
     Returns:
         None after the last step; else the step at which a signal or a callback ended the run, the same on every rank.
@@ -94,6 +99,9 @@ def train(
     start = Start(config, run_dir, resume, mesh.world, kept, attempt)  # before any rank changes the folder
     if mesh.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
+    if verify is not None and not attempt.number:
+        mesh.heartbeat.activity(Activity.MODEL)
+        verify(config, run_dir, source, mesh)
     stop = Stop(asked, run_dir, watches=mesh.rank == 0)
     mesh.heartbeat.activity(Activity.DATA)
     dataset = open_dataset(config)

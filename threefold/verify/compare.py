@@ -16,7 +16,7 @@ SMALL = 1e-3
 """A tensor whose magnitudes are all below this share of the model's largest is measured against that share."""
 
 INITIAL, LOSS, GRADIENT, NORM, WEIGHT = "initial weight", "loss", "gradient", "gradient norm", "weight"
-EVALUATION, CLIPPED, SCALE = "evaluation loss", "clipped gradient", "loss scale"
+BUFFER, EVALUATION, CLIPPED, SCALE = "buffer", "evaluation loss", "clipped gradient", "loss scale"
 """What is compared."""
 
 
@@ -47,8 +47,8 @@ class Error:
     """How far one thing is from what one process has.
 
     Attributes:
-        what: `INITIAL`, `LOSS`, `GRADIENT`, `EVALUATION`, `NORM`, `CLIPPED`, `WEIGHT` or `SCALE`.
-        parameter: its name; empty for the loss and the norm.
+        what: `INITIAL`, `LOSS`, `GRADIENT`, `EVALUATION`, `NORM`, `CLIPPED`, `WEIGHT`, `BUFFER` or `SCALE`.
+        parameter: its name, or that of a buffer; empty for the loss and the norm.
         step: from 1; 0 for the initial weights.
         rank: where it was seen.
         relative: the difference relative to the largest magnitude in the whole tensor.
@@ -114,6 +114,15 @@ class Comparison:
             leverage = self.expected.leverage.get(held.name)
             allowance = scale if leverage is None else held.of(leverage) + scale
             self._add(WEIGHT, held.name, step + 1, largest((got - held.of(whole)) / allowance))
+
+    def buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
+        """Compare the persistent buffers after a step (from 0), the last, which every rank holds whole."""
+        for name, got in buffers.items():
+            expected = self.expected.buffers.get(name)
+            if expected is not None and expected.is_floating_point() and expected.shape == got.shape:
+                finite = expected.isfinite()  # a mask may be of infinite ones
+                parts = got.masked_fill(~finite, 0.0), expected.masked_fill(~finite, 0.0)
+                self._add(BUFFER, name, step + 1, relative_error(*parts))
 
     def _tensors(self, what: str, step: int, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         for held, part, whole, scale in self._pairs(got, expected):

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from threefold.comm.mesh import Event
+from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
 from threefold.config.optimizer import BUILT_IN
 from threefold.models.source import ModelSource
+from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parameter import axes_of
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import EVALUATION, Comparison, Error, Held
@@ -43,6 +44,7 @@ def run_rank(
     steps: int,
     folder: str,
     second: tuple[Config, SecondRun] | None = None,
+    mesh: Mesh | None = None,
 ) -> RankReport:
     """Train for `steps` steps as a rank of the config's layout, and compare with the trace in `folder`.
 
@@ -53,8 +55,9 @@ def run_rank(
         steps: optimizer steps.
         folder: has the traces of one process.
         second: the layout's config in the second run, and that run; None for the first run alone.
+        mesh: of the layout; None for one that is made here.
     """
-    mesh, expected = tiny_mesh(config), Trace.load(Path(folder))
+    mesh, expected = mesh or tiny_mesh(config), Trace.load(Path(folder))
     engine = tiny_engine(source, config, mesh, expected.limit)
     held = held_parts(engine)
     comparison = Comparison(expected, held, dist.get_rank())
@@ -76,6 +79,7 @@ def run_rank(
         if config.optimizer.name in BUILT_IN:  # those of others may change what they are given
             comparison.clipped(step, gradients_of(engine))
         comparison.weights(step, weights_of(engine))
+    comparison.buffers(steps - 1, stored_buffers(engine.stages))
     cut = frozenset(axis for entry in engine.optimizer.entries for axis in axes_of(entry.parameter))
     errors = comparison.errors if second is None else comparison.errors + second_errors(source, *second, mesh, folder)
     return RankReport(errors, list(held.values()), sent, cut)

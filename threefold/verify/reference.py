@@ -30,6 +30,7 @@ from threefold.models.source import ModelSource
 from threefold.random.dropout import sample_keys
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
+from threefold.torch_private.tensors import persistent_buffers
 from threefold.train.schedule import learning_rate
 from threefold.verify.batches import BatchSource
 from threefold.verify.own_batches import OwnBatches
@@ -49,6 +50,7 @@ class Trace:
         losses, norms: each step's loss, and gradient norm before the clip.
         gradients: each step's gradients, before the clip and the update.
         weights: the weights after each step.
+        buffers: the persistent buffers after the last step.
         leverage: how far the updates of all steps together move each weight per relative error in the gradients.
         coefficients: what the clip multiplied the gradients of each step by.
         evaluations: step → the loss of its batch in evaluation mode, before the update.
@@ -64,6 +66,7 @@ class Trace:
     coefficients: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
     limit: float = 0.0
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it for the ranks of the layouts."""
@@ -118,16 +121,13 @@ class OneProcess:
             updates: whether the weights are updated.
             evaluates: whether the loss of the batch is evaluated before the update.
         """
-        trace, parameters = self.trace, self.parameters
+        trace, parameters, before = self.trace, self.parameters, self._buffers()
         self.model.zero_grad()
         mean = self._mean_loss(batch, step)
         mean.backward()
         gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
         if evaluates:
-            self.model.eval()
-            with torch.no_grad():
-                trace.evaluations[len(trace.losses)] = self._mean_loss(batch, None).item()
-            self.model.train()
+            trace.evaluations[len(trace.losses)] = self._evaluate(batch)
         trace.losses.append(mean.item())
         trace.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         trace.norms.append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
@@ -135,7 +135,33 @@ class OneProcess:
             self._update(step)
         else:
             trace.coefficients.append(1.0)
+            self._put_back(before)
         trace.weights.append(_copies(parameters))
+
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """The persistent buffers as they are, by their names in the whole model."""
+        found: dict[str, Tensor] = {}
+        for prefix, module in self.model.named_modules():
+            for name, buffer in persistent_buffers(module):
+                found[self.plan.whole_name(f"{prefix}.{name}" if prefix else name)] = buffer
+        return found
+
+    @torch.no_grad()
+    def _evaluate(self, batch: Any) -> float:
+        before = self._buffers()
+        self.model.eval()
+        loss = self._mean_loss(batch, None).item()
+        self.model.train()
+        self._put_back(before)
+        return loss
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    @torch.no_grad()
+    def _put_back(self, buffers: dict[str, Tensor]) -> None:
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
 
     def _update(self, step: int) -> None:
         trace, parameters = self.trace, self.parameters
@@ -151,9 +177,7 @@ class OneProcess:
 
     def _mean_loss(self, batch: Any, step: int | None) -> Tensor:
         """The mean loss of a batch; without a step, nothing is dropped."""
-        if self.loss is None:
-            return _token_loss(self.model, batch, step, self.config)
-        return _own_loss(self.model, self.plan, batch, step, self.config, self.loss)
+        return reference_loss(self.model, self.plan, batch, step, self.config, self.loss)
 
 
 def one_process(
@@ -174,6 +198,7 @@ def one_process(
     run = OneProcess(make_model, plan, config, loss, clip_share)
     for step in range(steps):
         run.step(rows.batch(config, step), step, evaluates=step == evaluated_step(steps))
+    run.trace.buffers = run.persistent_buffers()
     return run.trace
 
 
@@ -181,6 +206,19 @@ def evaluated_step(steps: int) -> int:
     """The step, from 0, between whose gradients and update the loss is evaluated too: one that others follow, which
     what the evaluation leaves behind would change."""
     return min(1, steps - 1)
+
+
+def reference_loss(
+    model: nn.Module, plan: ModelPlan, batch: Any, step: int | None, config: Config, loss: LossFunction | None
+) -> Tensor:
+    """The mean loss of a global batch, in one pass of the plain model; arguments as of `one_process`.
+
+    Args:
+        step: from 0, for the dropout masks; None for a pass in which nothing is dropped.
+    """
+    if loss is None:
+        return _token_loss(model, batch, step, config)
+    return _own_loss(model, plan, batch, step, config, loss)
 
 
 def write_trace(

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 from threefold.comm.layout import Layout
 from threefold.comm.layout_spec import LayoutSpec
 from threefold.verify.compare import (
+    BUFFER,
     CLIPPED,
     EVALUATION,
     GRADIENT,
@@ -25,7 +26,7 @@ EQUAL: Final = "equal"
 DEPARTS: Final = "departs"
 FAILED: Final = "error"
 UNSPLIT: Final = "unsplit"
-_FIRST = (INITIAL, EVALUATION, GRADIENT, LOSS, NORM, CLIPPED, WEIGHT, SCALE)
+_FIRST = (INITIAL, EVALUATION, GRADIENT, LOSS, NORM, CLIPPED, WEIGHT, BUFFER, SCALE)
 _ORDER = ("", *CHECKS)
 Verdict = Literal["equal", "departs", "error", "unsplit"]
 

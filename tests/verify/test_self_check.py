@@ -1,0 +1,169 @@
+"""A run of an own model checks its layout before its first step, in its own ranks, and remembers what it found."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import own_state_models
+from tests.train.support import train
+from tests.train.test_own_state import StateRun, losses, micro_batches, run_of
+from threefold.errors import UserError
+from threefold.launch.worker_pool import WorkerError
+from threefold.verify.self_check import FILE, self_check
+
+ALONE = micro_batches(1)
+
+
+def checked_rank(run: StateRun, folder: Path, resume: bool = False) -> str:
+    """Train as `threefold train` does, with the check before the first step; returns what was printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(run.config, folder, resume, verify=self_check)
+    return printed.getvalue()
+
+
+def refusal(pool, run: StateRun, folder: Path) -> str:
+    """The sentence that ends a run before its first step."""
+    with pytest.raises(WorkerError) as told:
+        pool.run(run.world_size, checked_rank, run, folder)
+    assert isinstance(told.value.error, UserError)
+    assert not list((folder / "checkpoints").glob("*"))
+    assert not (folder / "verify.partial").exists()
+    return str(told.value.error)
+
+
+def test_batch_norm_by_hand_is_refused_before_the_first_step(pool, tmp_path: Path) -> None:
+    said = refusal(pool, run_of("batch norm by hand", dp=2, steps=1), tmp_path / "run")
+    assert said.startswith(
+        "own_state_models.py:Model does not compute in dp 2 · tp 1 · pp 1 what it computes in one process: the first "
+        "departure is the gradient of embed.weight, step 1 (dp replica 0 of 2, rank 0), by a relative error of "
+    ), said
+    assert said.endswith("`threefold verify` shows the others, and train.verify: false trains all the same.")
+    [printed] = pool.run(1, checked_rank, run_of("batch norm by hand", steps=1, set=ALONE), tmp_path / "alone")
+    assert "Verified" not in printed
+    off = run_of("batch norm by hand", dp=2, steps=1, set=(("train.verify", False),))
+    pool.run(2, checked_rank, off, tmp_path / "off")
+    assert len(losses(tmp_path / "off")) == 1
+
+
+DEPARTING = {
+    "running range": {"dp": 2},
+    "batch norm by hand": {"set": micro_batches(4)},
+    "unkeyed weights": {"dp": 2},
+    "split statistics": {"tp": 2},
+    "variance": {"dp": 2},
+    "random": {"dp": 2},
+    "F.dropout": {"tp": 2},
+    "numpy": {"pp": 2},
+    "counter": {},
+    "held tensor": {"set": ALONE},
+}
+"""Part of the model → the layout in which it is refused."""
+SENTENCES = {
+    "variance": "the buffer of blocks.0.part.variance, step 2",
+    "unkeyed weights": "the initial weight of blocks.0.part.gain (",
+    "split statistics": "the gradient of embed.weight, step 1",
+    "random": "own_state_models.py:Model: 'blocks.0.part' draws from random, whose numbers depend on the layout",
+    "F.dropout": "own_state_models.py:Model: 'blocks.0.part' draws from torch, whose numbers depend on the layout",
+    "numpy": "own_state_models.py:Model: 'blocks.0.part' draws from numpy.random, whose numbers depend on the layout",
+    "counter": "The attribute 'calls' of 'blocks.0.part' is no buffer, forward changes it and the loss depends on it",
+    "held tensor": "The attribute 'held' of 'blocks.0.part' is no buffer, forward changes it and the loss depends on",
+}
+
+
+@pytest.mark.parametrize("kind", DEPARTING)
+def test_what_depends_on_the_layout_or_is_in_no_checkpoint_is_refused(pool, tmp_path: Path, kind: str) -> None:
+    said = refusal(pool, run_of(kind, steps=1, **DEPARTING[kind]), tmp_path / "run")
+    assert SENTENCES.get(kind, "does not compute in ") in said, said
+
+
+EQUAL = {
+    "plain": {"dp": 2, "set": (("parallel.zero", 3),)},
+    "tracked": {"dp": 2, "tp": 2, "set": micro_batches(2)},
+    "cached": {"tp": 2, "pp": 2},
+    "numpy weights": {"set": micro_batches(2)},
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_a_layout_that_computes_what_one_process_does_is_verified_once(pool, tmp_path: Path, kind: str) -> None:
+    run = run_of(kind, steps=1, **EQUAL[kind])
+    printed, *_ = pool.run(run.world_size, checked_rank, run, tmp_path / "run")
+    assert printed.count("against one process: 2 steps of ") == 1
+    assert (tmp_path / "run" / FILE).exists()
+    again, *_ = pool.run(run.world_size, checked_rank, run.but(steps=2), tmp_path / "run", True)
+    assert "against one process" not in again
+    assert not (tmp_path / "run" / "verify.partial").exists()
+
+
+def test_no_bit_of_the_run_depends_on_the_check(pool, tmp_path: Path) -> None:
+    run = run_of("tracked", dp=2, steps=2)
+    pool.run(2, checked_rank, run, tmp_path / "checked")
+    pool.run(2, checked_rank, run.but(set=(("train.verify", False),)), tmp_path / "unchecked")
+    assert losses(tmp_path / "checked") == losses(tmp_path / "unchecked")
+    drawing = run_of("F.dropout", steps=2, set=ALONE)
+    pool.run(1, seeded_rank, drawing, tmp_path / "one")
+    pool.run(1, seeded_rank, drawing.but(set=(*ALONE, ("train.verify", False))), tmp_path / "two")
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+
+
+def seeded_rank(run: StateRun, folder: Path) -> None:
+    torch.manual_seed(5)
+    checked_rank(run, folder)
+
+
+def of_file(kind: str, file: Path, **changes: object) -> StateRun:
+    return run_of(kind, **changes).but(set=(("model.file", f"{file}:Model"), *dict(changes).get("set", ())))
+
+
+def test_an_edited_model_is_verified_again(pool, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(Path(own_state_models.__file__).read_text())
+    run = of_file("plain", file, dp=2, steps=1)
+    [printed, _] = pool.run(2, checked_rank, run, tmp_path / "run")
+    assert "against one process" in printed
+    edited = file.read_text().replace("return x * self.gain\n", "return (x - x.mean(0)) * self.gain\n", 1)
+    assert edited != file.read_text()
+    file.write_text(edited)
+    with pytest.raises(WorkerError) as told:
+        pool.run(2, checked_rank, run.but(steps=2), tmp_path / "run", True)
+    assert "mine.py:Model does not compute in dp 2" in str(told.value.error)
+    file.write_text(Path(own_state_models.__file__).read_text() + "\n# Longer.\n")
+    [printed, _] = pool.run(2, checked_rank, run.but(steps=2), tmp_path / "run", True)
+    assert "against one process" in printed
+
+
+def test_numbers_without_an_effect_are_told_and_what_one_process_cannot_run_is_not_verified(
+    pool, tmp_path: Path
+) -> None:
+    [printed] = pool.run(1, checked_rank, run_of("noted", steps=1), tmp_path / "noted")
+    said = "The attribute 'calls' of 'blocks.0.part' is a number that forward changes and no checkpoint has:"
+    assert said in printed
+    assert "'last'" not in printed
+    file = tmp_path / "mine.py"
+    broken = "\n\ndef forward(self, *_):\n    raise RuntimeError('never whole')\n\n\nModel.forward = forward\n"
+    file.write_text(Path(own_state_models.__file__).read_text() + broken)
+    [printed, _] = pool.run(2, checked_rank, of_file("plain", file, dp=2, steps=1), tmp_path / "run")
+    assert "Not verified against one process: one process does not run it (RuntimeError: never whole)." in printed
+
+
+@pytest.mark.parametrize(
+    ("bound", "reason"),
+    [("MOST_PARAMETERS", "the model has 1,458 parameters, more than 1"), ("MOST_WORK", "its 4 samples would take one")],
+)
+def test_what_is_too_large_is_not_verified(pool, tmp_path: Path, bound: str, reason: str) -> None:
+    [printed, _] = pool.run(2, bounded_rank, run_of("plain", dp=2, steps=1), tmp_path / "run", bound)
+    assert f"Not verified against one process: {reason}" in printed
+    assert not (tmp_path / "run" / FILE).exists()
+
+
+def bounded_rank(run: StateRun, folder: Path, bound: str) -> str:
+    from unittest import mock
+
+    from threefold.verify import self_check as module
+
+    with mock.patch.object(module, bound, 1):
+        return checked_rank(run, folder)
