@@ -46,10 +46,10 @@ FEW = 4
 """Steps of the small model."""
 
 
-def random_tokens(folder: Path, vocab: int = VOCAB, sequence: int = SEQUENCE) -> Path:
-    """As many random tokens as the run reads, in documents of a few samples each."""
+def random_tokens(folder: Path, vocab: int = VOCAB, sequence: int = SEQUENCE, used: int = VOCAB) -> Path:
+    """As many random tokens as the run reads, of the vocabulary's first `used`, in documents of a few samples each."""
     tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab)}, unk_token="w1"))
-    documents = np.random.default_rng(0).integers(1, vocab, (30, 4 * sequence))
+    documents = np.random.default_rng(0).integers(1, min(used, vocab), (30, 4 * sequence))
     return write_ids(folder, documents.tolist(), tokenizer, eod=0)
 
 
@@ -143,10 +143,11 @@ def test_the_recipe_of_the_logged_run_on_a_small_model(pool: WorkerPool, tmp_pat
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "alone"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_logged_run_trains_as_in_fp32(pool: WorkerPool, tmp_path: Path) -> None:
     """At a rate of which the losses are seen to fall, as the original's first rates change no digit of them: then the
     gradients count, and with them the loss scale that they are divided by."""
-    data = random_tokens(tmp_path / "tokens", SMALL["vocab_size"], 32)
+    data = random_tokens(tmp_path / "tokens", SMALL["vocab_size"], 32, used=20)
     faster = {"lr": 5e-3, "warmup_steps": 2, "decay_steps": 20}
     steps = {"max_steps": 6}
     fp16 = RECIPES["original"] | {"train": {**RECIPES["original"]["train"], **steps}}
@@ -156,8 +157,8 @@ def test_the_recipe_of_the_logged_run_trains_as_in_fp32(pool: WorkerPool, tmp_pa
     ours, exact = (list(steps_of(tmp_path / name).values()) for name in ("run", "alone"))
     assert len(ours) == len(exact) == 6
     assert [(row["loss_scale"], row["skipped"]) for row in ours] == [(32768.0, False)] * 6
-    assert exact[-1]["loss"] < exact[0]["loss"] - 0.05
+    assert exact[-1]["loss"] < exact[0]["loss"] - 0.5
     for row, right in zip(ours, exact, strict=True):
         assert row["loss"] != right["loss"]  # as it was computed in fp16
-        assert row["loss"] == pytest.approx(right["loss"], rel=2e-3)
-        assert row["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-2)
+        assert row["loss"] == pytest.approx(right["loss"], rel=4e-3)
+        assert row["grad_norm"] == pytest.approx(right["grad_norm"], rel=3e-2)
