@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 
+from tests.support.cases import MOE, MOE_SIZES
 from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, evaluated, write_ids
@@ -123,9 +124,8 @@ def evaluated_in_training(case: Case) -> tuple[float, bool, float]:
 @sweep(("dp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=str, quick=(2,))
 def test_it_drops_nothing(pool: WorkerPool, dp: int, pp: int) -> None:
     """Neither by dropout nor for the capacity of an expert: the loss is that of the model without either."""
-    experts = (("num_experts", 4), ("experts_per_token", 2))
-    plain = Case(dtype="fp64", dp=dp, pp=pp, model=experts)
-    dropping = replace(plain, dropout=0.2, model=(*experts, ("expert_capacity_factor", 0.5)))
+    dropping = replace(MOE, dp=dp, pp=pp)
+    plain = replace(dropping, dropout=0.0, model=(*MOE_SIZES, ("expert_capacity_factor", 0.0)))
     ranks = dp * pp
     expected = pool.run(ranks, evaluated_in_training, plain)[0]
     found = pool.run(ranks, evaluated_in_training, dropping)
