@@ -60,13 +60,19 @@ class TrainableModel(ParallelModel):
         tied: the tied weights (tied embeddings) that other ranks have too.
         streams: the random streams of modules that draw in sequence.
         gradients: of its parameters, summed over the replicas.
-        weights: its parameters, with the master weights; set to their initial values.
+        weights: its parameters, with the master weights; set to their initial values. Those that the plan freezes
+            have no gradients.
     """
 
     tied: TiedWeights
     streams: RandomStreams
     gradients: Gradients
     weights: list[Weight]
+
+    @property
+    def trained(self) -> list[Weight]:
+        """The weights without those that are frozen."""
+        return [weight for weight in self.weights if weight.is_trained]
 
 
 @overload
@@ -112,6 +118,8 @@ def parallelize(
     shard_modules(stages, plan.split, how.context_for(plan), plan.bare)
     # Tied weights.
     _tie(stages, plan)
+    # Frozen weights: sharding made parameters anew.
+    _freeze(stages, plan)
     constructed = ConstructedModel(make_model, seed if training is None else training.seed)
     if training is None:
         _allocate(stages, how, constructed)
@@ -143,6 +151,14 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
             if first is not parameter:
                 module, _, attribute = name.rpartition(".")
                 setattr(stage.get_submodule(module), attribute, first)
+
+
+def _freeze(stages: Sequence[Stage], plan: ModelPlan) -> None:
+    """Have no gradients computed of the parameters that the plan freezes."""
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if plan.whole_name(name) in plan.frozen:
+                parameter.requires_grad_(False)
 
 
 def _chunk_losses(stages: Sequence[Stage], size: int) -> None:
@@ -183,8 +199,8 @@ def _allocate_on(
 ) -> None:
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         shard = torch.empty_like(local(parameter), device=device, dtype=dtype, requires_grad=False)
-        if deferred is None:
-            return fresh_parameter(like(parameter, shard))
+        if deferred is None or not parameter.requires_grad:
+            return fresh_parameter(like(parameter, shard), parameter.requires_grad)
         return stored_as(like(parameter, shard), DeferrableWeight(shard, deferred))
 
     model = nn.ModuleList(stages)
@@ -201,7 +217,7 @@ def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str)
     """Sharded gradients with ZeRO, else buckets; those of experts are summed over the replicas that hold them."""
     if how.zero is not None:
         return ShardedGradients(stages, how.zero)
-    parameters = [parameter for _, parameter in whole_parameters(stages)]
+    parameters = [parameter for _, parameter in whole_parameters(stages) if parameter.requires_grad]
     mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
     longest = {local(parameter): longest_shard(parameter) for parameter in parameters}
 

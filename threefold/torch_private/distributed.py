@@ -169,15 +169,16 @@ def clear_dtensor_cache() -> None:
     debug._clear_sharding_prop_cache()
 
 
-def fresh_parameter(tensor: Tensor) -> nn.Parameter:
-    """`nn.Parameter(tensor)` of a tensor that nothing else refers to; a `DTensor` becomes the parameter itself.
+def fresh_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """`nn.Parameter(tensor, requires_grad)` of a tensor that nothing else refers to; a `DTensor` becomes the parameter
+    itself.
 
     Why: `nn.Parameter` detaches a tensor of another class, which goes through the sharding rules of `DTensor`.
     `_is_param` is how it marks the copy. A `DTensor.from_local` that makes parameters would replace it.
     """
     if not isinstance(tensor, DTensor):
-        return nn.Parameter(tensor)
-    tensor.requires_grad_()._is_param = True
+        return nn.Parameter(tensor, requires_grad)
+    tensor.requires_grad_(requires_grad)._is_param = True
     return tensor  # type: ignore[return-value]
 
 

@@ -49,19 +49,19 @@ def run_rank(
     engine = Engine(make_model, plan, mesh, config, loss=source.loss(config))
     held = held_parts(engine)
     comparison = Comparison(Trace.load(Path(folder)), held, dist.get_rank())
-    comparison.initial(_parts(engine, "master"))
+    comparison.initial(_masters(engine))
     sent: dict[str, int] = {}
     for step in range(steps):
         batch = rows.batch(config, step, mesh.dp.index, mesh.dp.size)
         with mesh.recorder.recording() as events:
             term, tokens = engine.compute_gradients(batch, step)
-            gradients = {name: gradient.clone() for name, gradient in _parts(engine, "gradient").items()}
+            gradients = {entry.name: entry.gradient.clone() for entry in engine.optimizer.entries}
             result = engine.update(term, tokens, step)
         sent = _bytes(events)
         comparison.gradients(step, gradients)
         comparison.scalars(step, result.loss, result.grad_norm)
-        comparison.weights(step, _parts(engine, "master"))
-    cut = frozenset(axis for entry in engine.optimizer.entries for axis in axes_of(entry.parameter))
+        comparison.weights(step, _masters(engine))
+    cut = frozenset(axis for entry in engine.model.weights for axis in axes_of(entry.parameter))
     return RankReport(comparison.errors, list(held.values()), sent, cut)
 
 
@@ -74,12 +74,12 @@ def held_parts(engine: Engine) -> dict[str, Held]:
             stages.setdefault(engine.plan.whole_name(name), number)
     return {
         entry.name: Held(entry.name, stages[entry.name], offset(entry.parameter), tuple(entry.master.shape))
-        for entry in engine.optimizer.entries
+        for entry in engine.model.weights
     }
 
 
-def _parts(engine: Engine, attribute: str) -> dict[str, Tensor]:
-    return {entry.name: getattr(entry, attribute).detach() for entry in engine.optimizer.entries}
+def _masters(engine: Engine) -> dict[str, Tensor]:
+    return {weight.name: weight.master.detach() for weight in engine.model.weights}
 
 
 def _bytes(events: Iterable[Event]) -> dict[str, int]:

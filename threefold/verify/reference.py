@@ -43,7 +43,7 @@ class Trace:
     Attributes:
         initial: the weights before the first step.
         losses, norms: each step's loss, and gradient norm before the clip.
-        gradients: each step's gradients, before the clip and the update.
+        gradients: each step's gradients of the parameters that are trained, before the clip and the update.
         weights: the weights after each step.
         leverage: how far the updates of all steps together move each weight per relative error in the gradients.
     """
@@ -87,7 +87,8 @@ def one_process(
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         _draw_(parameter, plan.initial(name), name, config.train.seed)
-    optimizer = reference_optimizer(parameters, config.optimizer, plan)
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    optimizer = reference_optimizer(trained, config.optimizer, plan)
     trace = Trace(initial=_copies(parameters))
     trace.leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     for step in range(steps):
@@ -99,14 +100,14 @@ def one_process(
             else _own_loss(model, plan, batch, step, config, loss)
         )
         mean.backward()
-        gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
+        gradients = {name: _gradient(parameter) for name, parameter in trained.items()}
         trace.losses.append(mean.item())
         trace.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         trace.norms.append(torch.nn.utils.get_total_norm(list(gradients.values())).item())
-        torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad_norm or float("inf"))
+        torch.nn.utils.clip_grad_norm_(trained.values(), config.optimizer.clip_grad_norm or float("inf"))
         lr = learning_rate(step + 1, config.optimizer)
         optimizer.step(lr)
-        for name in parameters:
+        for name in trained:
             trace.leverage[name] += lr * optimizer.leverage(name)
         trace.weights.append(_copies(parameters))
     return trace

@@ -37,18 +37,18 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
         batch: its replica's rows of a global batch.
         observer: of all operations.
     """
-    weights = engine.model.weights
+    weights, trained = engine.model.weights, engine.model.trained
     with StorageTracker(observer) as tracker, engine.mesh.recorder.recording() as events:
         held = {
             WEIGHTS: tracker.claim(WEIGHTS, (each for weight in weights for each in (weight.leaf, weight.master))),
             OPTIMIZER: tracker.claim(OPTIMIZER, (state for _, _, state in engine.optimizer.states())),
         }
         if engine.parallelism.zero is None:  # else they are made in the step
-            held[GRADIENTS] = tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in weights))
+            held[GRADIENTS] = tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
         tracker.begin()
         loss, counted = engine.compute_gradients(batch, 0)
         held.setdefault(GRADIENTS, 0)
-        held[GRADIENTS] += tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in weights))
+        held[GRADIENTS] += tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
         engine.update(loss, counted, 0)
     return Measured(held, _named(tracker.peak), events)
 
