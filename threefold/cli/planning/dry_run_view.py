@@ -35,6 +35,11 @@ def print_reports(config: "Config", reports: "Sequence[DryRunReport]", hardware:
         (*place, *map(format_bytes, _amounts(report))) for place, report in zip(places, reports, strict=True)
     ]
     print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
+    gathered = ", with ZeRO also gathered weights and gradients that are not shared out yet" * bool(zero)
+    typer.echo(
+        f"weights, gradients, optimizer: between steps; activations: all else at the peak{gathered}. "
+        "threefold estimate tells the peak by cause, and adds what an allocator loses."
+    )
     if collectives := _collectives(reports):
         print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
     typer.echo(_verdict(reports, hardware))

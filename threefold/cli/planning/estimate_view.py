@@ -18,7 +18,7 @@ _LARGE = 2 * 10**9
 
 
 def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
-    """Print an estimate, and in one line what this package's own kernels would make of it."""
+    """Print an estimate; of another system with a line on what this package's own kernels would make of it."""
     from threefold.comm.layout import Layout
 
     config, hardware = found.config, found.hardware
@@ -34,10 +34,10 @@ def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
     typer.echo(f"As with {found.system.name}: {found.system.about}.")
     _print_causes(found)
     _print_memory(found)
-    if own is not None:
+    if own is not None and own.system != found.system:
         typer.echo(
             f"With this package's own kernels: {_seconds(own.step_seconds)} a step, MFU {own.mfu:.1%}; "
-            "--system own shows it by cause."
+            "without --system it is shown by cause."
         )
 
 

@@ -146,8 +146,8 @@ class Estimate:
         }
 
 
-def default_system(config: Config, hardware: Hardware) -> System:
-    """The training system that is usual for such a run on such hardware."""
+def usual_system(config: Config, hardware: Hardware) -> System:
+    """The training system that is usual for such a run on such hardware, as published steps have it."""
     if hardware.device == "cpu":
         return own_system(config, hardware)
     sharded = hardware.sharded_system if config.parallel.zero >= _SHARDED_GRADIENTS else ""
@@ -172,7 +172,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
     Args:
         config: resolved.
         hardware: an entry of the catalogue, or of one's own.
-        system: a training system, or its name; None for the usual one of the hardware.
+        system: a training system, or its name; None for this package.
 
     Raises:
         UserError: the ranks do not fill nodes; the hardware has no matrix rate for the dtype; the model is of one's
@@ -183,7 +183,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
     _require_whole_nodes(config, hardware, world)
     hardware = hardware.shared_by(world)
     if system is None:
-        system = default_system(config, hardware)
+        system = own_system(config, hardware)
     elif isinstance(system, str):
         system = find_system(system)
     time = step_time(config, hardware, system)
