@@ -202,6 +202,20 @@ def finish_backward(root: FSDPModule) -> None:
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
+def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
+    """The whole gradients that a module has and that are not reduce-scattered yet, and the shards of those that are.
+
+    Why: FSDP keeps gradients that it adds up over micro-batches beside the parameters, not as their `.grad`. A public
+    accessor would replace it.
+    """
+    found: list[Tensor | None] = []
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            found += [each.unsharded_accumulated_grad, each.sharded_param.grad, None if whole is None else whole.grad]
+    return [gradient for gradient in found if gradient is not None]
+
+
 # ---- Distributed checkpoints ----------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from threefold.plan.cost.system import SYSTEMS, System, find_system
 from threefold.plan.hardware.entry import Hardware
 from threefold.plan.memory.stages import stage_memory, usable_bytes
 
+_IN_PASSING = ("working", "logits", "buffers")
 _SHARDED_GRADIENTS = 2  # values of parallel.zero
 
 
@@ -32,6 +33,13 @@ class StageBytes:
     @property
     def peak(self) -> int:
         return sum(self.causes.values())
+
+    @property
+    def by_dry_run(self) -> dict[str, int]:
+        """By the causes that a dry run tells apart: activations with all that comes and goes."""
+        found = dict(self.causes)
+        found["activations"] += sum(found.pop(name, 0) for name in _IN_PASSING)
+        return found
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,7 @@ class Estimate:
             "limited_by": self.limit,
             "seconds": {name: seconds for name, seconds in self.time.causes.items() if seconds},
             "memory": [stage.causes for stage in self.stages],
+            "causes": [stage.by_dry_run for stage in self.stages],
         }
 
 
