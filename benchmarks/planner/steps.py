@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks.planner.goals import Goal
 from benchmarks.planner.rows import Row, published_rows
-from threefold.plan.cost.estimate import default_system
+from threefold.plan.cost.estimate import usual_system
 from threefold.plan.cost.step import step_time
 from threefold.plan.cost.system import find_system
 from threefold.plan.hardware.catalogue import find_hardware
@@ -54,7 +54,7 @@ def predictions() -> list[Predicted]:
             config, hardware = row.config(), find_hardware(row.hardware)
             times = [
                 step_time(config, hardware, system).seconds
-                for system in (find_system(row.system), default_system(config, hardware))
+                for system in (find_system(row.system), usual_system(config, hardware))
             ]
             found.append(Predicted(row, *times))
     return found

@@ -93,6 +93,30 @@ def test_config_convert(threefold, tmp_path: Path) -> None:
     assert "num_attention_heads: 7" in output
     assert "Error: The converted config is invalid: model.num_attention_heads is 7" in error
 
+    (tmp_path / "flags.txt").write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 4")
+    status, output, error = threefold("config", "convert", "--from", "megatron", tmp_path / "flags.txt")
+    assert status == 1
+    assert output.startswith(
+        "# Still to be set: data.path: tokens is a placeholder; name your folder or token files.\n"
+    )
+    assert "Still to be set:\n  data.path: tokens is a placeholder" in error
+    assert error.endswith("The config cannot run as it is: set data.path.\n")
+    (tmp_path / "converted.yaml").write_text(output)
+    assert load_config(tmp_path / "converted.yaml").data.path == "tokens"
+
+    (tmp_path / "flags.txt").write_text(
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --data-path $DATA --tokenizer-type NullTokenizer"
+    )
+    status, output, error = threefold("config", "convert", "--from", "megatron", tmp_path / "flags.txt")
+    assert (status, output.count("# Still to be set: ")) == (1, 2)
+    assert error.endswith("The config cannot run as it is: set data.path and model.vocab_size.\n")
+
+    (tmp_path / "flags.txt").write_text(
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --data-path files --vocab-size 99"
+    )
+    status, output, error = threefold("config", "convert", "--from", "megatron", tmp_path / "flags.txt")
+    assert (status, "Still to be set" in output + error) == (0, False)
+
     status, output, error = threefold("config", "convert", tmp_path / "nowhere.sh")
     assert (status, output) == (2, "")
     assert error.count("\n") == 1

@@ -119,10 +119,30 @@ def test_heads_that_the_tensor_axis_does_not_divide() -> None:
         check_tensor_axis(made, 4)
 
 
-def test_frozen_parameters_are_refused() -> None:
+def test_frozen_parameters_are_in_the_plan() -> None:
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert Plan(["0", "1"]).build(layers).frozen == frozenset()
     layers[1].bias.requires_grad_(False)
-    with pytest.raises(UserError, match=r"^'1\.bias' is frozen \(requires_grad is False\), but all"):
+    assert Plan(["0", "1"]).build(layers).frozen == {"1.bias"}
+
+
+def test_a_tied_weight_that_is_frozen_in_one_place_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layers[0].weight.requires_grad_(False)
+    sentence = (
+        r"^'0\.weight' is frozen \(requires_grad is False\) and '1\.weight', which is tied to it, is trained; freeze"
+    )
+    with pytest.raises(UserError, match=sentence):
+        Plan(["0", "1"], tied=[("1.weight", "0.weight")]).build(layers)
+    layers[1].weight.requires_grad_(False)
+    assert Plan(["0", "1"], tied=[("1.weight", "0.weight")]).build(layers).frozen == {"0.weight", "1.weight"}
+
+
+def test_a_model_without_trained_parameters_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(False)
+    with pytest.raises(
+        UserError, match=r"^All parameters of the model are frozen \(requires_grad is False\); leave one"
+    ):
         Plan(["0", "1"]).build(layers)
 
 

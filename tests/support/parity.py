@@ -1,5 +1,6 @@
 """One process against a layout: the same model, batches and steps on both sides, and every number compared."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from threefold.labels import IGNORE_INDEX
 from threefold.models.registry import make_model, model_plan
 from threefold.parallel.parameter import offset
 from threefold.parallel.settings import PieceSizes
+from threefold.parallel.weights import Weight
 from threefold.train.engine import Engine
 from threefold.verify import reference
 from threefold.verify.batches import BatchSource
@@ -199,8 +201,9 @@ def make_engine(case: Case, pieces: PieceSizes | None = None) -> Engine:
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
-    """An attribute of each entry (`master`, `gradient`) as whole tensors, in one exchange of those that share them."""
-    entries = engine.optimizer.entries
+    """An attribute of each weight (`master`, and `gradient` of those trained) as whole tensors, in one exchange of
+    those that share them."""
+    entries: Sequence[Weight] = engine.optimizer.entries if attribute == "gradient" else engine.model.weights
     mine = {entry.name: (offset(entry.parameter), getattr(entry, attribute).detach().cpu()) for entry in entries}
     parts = engine.mesh.tp.gather_objects(mine)
     for axis in (engine.mesh.ep, *([] if (zero := engine.parallelism.zero) is None else [zero.shards])):

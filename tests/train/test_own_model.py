@@ -1,14 +1,17 @@
 """A user's own model trains in any layout with the losses of one process, and resumes in another."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support import own_cut_model, own_plain_model, own_token_model
 from tests.support.sweep import sweep
 from tests.train.support import Run, steps_of, train_rank
 from threefold.checkpoint.code import remembered_model
 from threefold.checkpoint.folder import OWN_MODEL, newest
+from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 
@@ -115,3 +118,49 @@ def test_cuts_of_one_layer_and_of_bare_parameters_resume_without_them(pool, smal
     pool.run(2, train_rank, run.but(dp=2, set=(*own, ("parallel.zero", 3))), tmp_path / "run", True)
     assert len(losses(tmp_path / "alone")) == 4
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+FROZEN = """
+from tests.support.own_token_model import Tiny as Whole
+
+
+class Tiny(Whole):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.startswith(("embed", "blocks.0")) and "norm" not in name)
+"""
+
+
+@sweep(
+    ("before", "after"),
+    [
+        ({"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}),
+        ({"pp": 4}, {"dp": 2, "set": (("parallel.zero", 3),)}),
+        ({"dp": 2, "set": (("parallel.zero", 1),)}, {"dp": 2, "tp": 2}),
+    ],
+    quick=(1,),
+    ids=str,
+)
+def test_a_run_with_frozen_weights_resumes_in_another_layout(
+    pool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Its checkpoints have the frozen weights, as they were made, and no optimizer state of them."""
+    (file := tmp_path / "frozen.py").write_text(FROZEN)
+    run = own_run(small_run, file, steps=4)
+    pool.run(1, train_rank, run, tmp_path / "alone")
+    changes = [{**each, "set": (*run.set, *each.get("set", ()))} for each in (before, after)]
+    first, second = run.but(steps=2, **changes[0]), run.but(**changes[1])
+    pool.run(first.world_size, train_rank, first, tmp_path / "run")
+    pool.run(second.world_size, train_rank, second, tmp_path / "run", True)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    saved = [newest(tmp_path / folder) for folder in ("alone", "run")]
+    names = [{name: shape for name, (shape, _) in stored_tensors(each.path).items()} for each in saved if each]
+    assert names[0] == names[1]
+    assert "model.blocks.0.up.weight" in names[0]
+    assert not any(name.startswith("optimizer.blocks.0") for name in names[0])
+    wanted = [{"model.blocks.0.up.weight": torch.zeros(names[0]["model.blocks.0.up.weight"])} for _ in saved]
+    for tensors, each in zip(wanted, saved, strict=True):
+        assert each is not None
+        load_tensors_alone(tensors, each.path)
+    assert torch.equal(*(tensors["model.blocks.0.up.weight"] for tensors in wanted))

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from threefold.comm.mesh import Mesh
 from threefold.config.loading import config_of
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Loader, Share
+from threefold.data.map_dataset import DataLoader
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
+from threefold.plugins import import_file
 from threefold.train.callbacks.base import StepRecord
 from threefold.train.callbacks.csv_log import CSVLog
 from threefold.train.callbacks.epoch_metrics import EpochRecord
@@ -93,6 +96,7 @@ shapes = Rows(lambda index: {"x": torch.zeros(1 + index)})
 text = Rows(lambda index: {"x": torch.zeros(1), "name": "a"})
 missing = Rows(lambda index: {}["x"])
 tokens = Rows(lambda index: (torch.arange(4), torch.arange(4)))
+named = Rows(lambda index: {"tokens": torch.arange(4), "labels": torch.arange(4), "kind": index})
 """
 
 
@@ -103,8 +107,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loader_of(file: Path, name: str, share: Share = WHOLE, **data: Any) -> Loader:
-    sections = {"data": {"path": f"{file}:{name}", "split": "1", **data}, "model": {"architecture": "own"}}
+def loader_of(file: Path, name: str, share: Share = WHOLE, model: Mapping[str, Any] | None = None) -> Loader:
+    sections = {"data": {"path": f"{file}:{name}", "split": "1"}, "model": {"architecture": "own", **(model or {})}}
     samples = open_dataset(config_of(sections)).samples("train")
     return Loader(samples, samples, share, seed=3)
 
@@ -120,6 +124,16 @@ def test_replicas_read_disjoint_blocks_of_the_global_batch(file: Path) -> None:
 def test_the_last_batch_of_an_evaluation_is_filled_with_the_first_samples(file: Path) -> None:
     batches = [batch["x"][1].tolist() for batch in loader_of(file, "nested").eval_batches()]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+def test_a_key_beside_tokens_and_labels_reaches_an_own_model(file: Path) -> None:
+    batch = loader_of(file, "named", model={"vocab_size": 9}).batch(2)
+    assert sorted(batch) == ["kind", "labels", "tokens"]
+    assert len(set(batch["kind"].tolist())) == 4
+    assert batch["tokens"].tolist() == batch["labels"].tolist() == [[0, 1, 2, 3]] * 4
+    rows = import_file(file).named
+    in_a_loop = DataLoader(rows, 5, shuffle=False)
+    assert [each["kind"].tolist() for each in in_a_loop] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
 @pytest.mark.parametrize(

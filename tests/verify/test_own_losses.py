@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import nn
 
+from tests.support.frozen_models import frozen_case
 from tests.support.mistakes import Patch, replace
 from tests.support.own_models import OwnCase, own_case
 from tests.support.sweep import sweep
@@ -49,6 +51,14 @@ def task(kind: str, dtype: str = "fp64") -> Verification:
 @sweep(("kind", "dtype"), [("masked", "fp64"), ("streams", "fp64"), ("masked", "fp32")], quick=(0,))
 def test_layouts_are_equal(pool, tmp_path: Path, kind: str, dtype: str) -> None:
     for result in verify(pool, task(kind, dtype), tmp_path, *LAYOUTS):
+        assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
+
+
+@pytest.mark.slow
+def test_layouts_of_a_model_with_frozen_parameters_are_equal(pool, tmp_path: Path) -> None:
+    own = frozen_case("first layers", dtype="fp64", optimizer="adamw")
+    todo = Verification(own.case.config, 3, OwnBatches(own.batches), Made(own))
+    for result in verify(pool, todo, tmp_path, *LAYOUTS):
         assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
 
 

@@ -61,7 +61,8 @@ class DistributedModel:
         return self._has_gradients
 
     def parameters(self) -> Iterator[Tensor]:
-        """This rank's shards of the weights, which an optimizer updates; some may be empty."""
+        """This rank's shards of the weights, which an optimizer updates; some may be empty, and frozen ones have no
+        gradients."""
         return (weight.master for weight in self.gradient_step.model.weights)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ class ModelOptimizer:
     Attributes:
         optimizers: torch's own; their `param_groups` have the learning rates, for schedulers of `torch.optim`.
         model: whose shards they update.
-        entries: the shards, with their gradients.
+        entries: the shards that are trained, with their gradients.
         grad_norm: global norm of the gradients of the last step, before they were clipped; None before it.
         step_was_skipped: whether the last step updated nothing, as the gradients overflowed in fp16.
     """
@@ -47,7 +47,7 @@ class ModelOptimizer:
         axes = tuple(step.parallelism.sharding_axes)
         self.entries: list[Entry] = []
         self._optimizer_of: dict[str, int] = {}
-        for weight in step.model.weights:
+        for weight in step.model.trained:
             number = owner[id(weight.master)]
             matrix = ShardedMatrix(weight.parameter, axes, every_dim=whole[number])
             entry = Entry(weight.name, weight.parameter, weight.leaf, weight.master, step.gradients, matrix)
@@ -155,7 +155,10 @@ class ModelOptimizer:
         entries = {id(entry.master): entry for entry in self.entries}
         for optimizer, updated in zip(self.optimizers, self._updated, strict=True):
             for group in optimizer.param_groups:
-                group["params"] = [updated.of(entries[id(each)]) for each in group["params"]]
+                group["params"] = [
+                    updated.of(entries[id(each)]) if id(each) in entries else each  # a frozen one, without a gradient
+                    for each in group["params"]
+                ]
 
 
 def distributed_optimizer(
@@ -175,8 +178,8 @@ def distributed_optimizer(
     it, with its state, and makes the same update.
 
     Args:
-        optimizer: over all of `model.parameters()`, in any groups; or several, each over some of them, such as Muon of
-            the matrices and AdamW of the rest.
+        optimizer: over all of `model.parameters()`, in any groups (those that are frozen may be left out); or several,
+            each over some of them, such as Muon of the matrices and AdamW of the rest.
         model: of `parallelize`.
         clip_grad_norm: largest global norm of the gradient over all ranks; None for no limit.
 
@@ -237,7 +240,8 @@ def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], model: Distri
         raise UserError(
             f"optimizer has {len(foreign)} parameters that are none of the model's; make it of model.parameters()."
         )
-    left = [name for known, name in names.items() if known not in given]
+    trained = {id(weight.master) for weight in model.gradient_step.model.trained}
+    left = [name for known, name in names.items() if known in trained and known not in given]
     if left:
         raise UserError(
             f"optimizer lacks {len(left)} of the model's parameters, such as {left[0]!r}; make it of all of "

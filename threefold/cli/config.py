@@ -63,7 +63,11 @@ def convert(
     world_size: WorldSize = None,
     allow_unsupported: AllowUnsupported = False,
 ) -> None:
-    """Convert FILE of another system: print the config and, on stderr, the settings that have no counterpart."""
+    """Convert FILE of another system: print the config and, on stderr, the settings that have no counterpart.
+
+    Exit status: 0 for a config that can run, 1 if settings such as data.path are still to be set (the comments at its
+    head), 2 if settings that change the training are unsupported, or the config is invalid.
+    """
     from threefold.config.convert import convert as converted_from
     from threefold.config.convert import unmapped_lines
 
@@ -80,6 +84,9 @@ def convert(
             f"{file}: {shown} change the training and are unsupported, or are unknown; "
             "give --allow-unsupported to accept the config without them."
         )
+    if converted.unset:
+        typer.echo(f"The config cannot run as it is: set {' and '.join(converted.unset)}.", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -39,6 +39,8 @@ class Plan:
             fills a tensor, such as `torch.nn.init.xavier_uniform_`. The others are as the model's constructor draws
             them, for which each rank makes the whole model once.
 
+    Parameters whose `requires_grad` the model's constructor sets to False are frozen: they keep their initial values.
+
     Example:
         >>> import threefold as t3
         >>> plan = t3.Plan(
@@ -88,7 +90,6 @@ class Plan:
         modules = dict(model.named_modules(remove_duplicate=False))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         _refuse_running_statistics(modules)
-        _refuse_frozen(parameters)
         layers, stacked = self._expanded(modules)
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         split, bare = self._rules(modules, parameters, buffers)
@@ -99,15 +100,17 @@ class Plan:
             ("costs", self.costs, layers),
         ):
             _require_use(what, patterns, names)
+        ties = self._ties(parameters)
         return ModelPlan(
             split=split,
             bare=bare,
             layers=layers,
             costs=tuple(self._cost(name, modules) for name in layers),
             initial=_InitialValues(dict(self.initial)),
-            ties=self._ties(parameters),
+            ties=ties,
             recompute={"full": tuple(stacked or layers)} | {mode: tuple(own) for mode, own in self.recompute.items()},
             kinds=tuple(type(modules[name]).__name__ if name in modules else "" for name in layers),
+            frozen=_frozen(parameters, ties),
             constructed=True,
         )
 
@@ -210,13 +213,23 @@ def _refuse_running_statistics(modules: "Mapping[str, nn.Module]") -> None:
             )
 
 
-def _refuse_frozen(parameters: "Mapping[str, nn.Parameter]") -> None:
-    for name, parameter in parameters.items():
-        if not parameter.requires_grad:
+def _frozen(parameters: "Mapping[str, nn.Parameter]", ties: Mapping[str, str]) -> frozenset[str]:
+    """The names of the parameters that the model does not train.
+
+    Raises:
+        UserError: a weight is trained under one of its names and not under another, or none is trained.
+    """
+    frozen = frozenset(name for name, parameter in parameters.items() if not parameter.requires_grad)
+    if parameters and len(frozen) == len(parameters):
+        raise UserError("All parameters of the model are frozen (requires_grad is False); leave one to be trained.")
+    for user, owner in ties.items():
+        if user in parameters and owner in parameters and (user in frozen) != (owner in frozen):
+            one, other = (user, owner) if user in frozen else (owner, user)
             raise UserError(
-                f"{name!r} is frozen (requires_grad is False), but all parameters of a model with a plan are trained; "
-                "make it a buffer, or train the model with threefold.prepare."
+                f"{one!r} is frozen (requires_grad is False) and {other!r}, which is tied to it, is trained; freeze "
+                "both or none."
             )
+    return frozen
 
 
 def _require_decided(

@@ -256,6 +256,8 @@ class ModelPlan:
         shared: groups of modules that share all their parameters, stored under the name of a group's first.
         kinds: the class of each layer, for stages with equally many layers of one class; may be left out.
         bare: pattern of the names of parameters that are in no module of `split`, and of buffers → how they are cut.
+        frozen: names of the parameters that are not trained (`requires_grad` is False): they keep their initial values,
+            without gradients and optimizer state.
         constructed: whether buffers have the values that the model's constructor gives them; they are constants, which
             no checkpoint has. Without, a model may have none.
 
@@ -272,6 +274,7 @@ class ModelPlan:
     shared: tuple[tuple[str, ...], ...] = ()
     kinds: tuple[str, ...] = ()
     bare: Mapping[str, Split] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
     constructed: bool = False
 
     def __post_init__(self) -> None:

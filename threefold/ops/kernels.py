@@ -279,8 +279,7 @@ class _DeferredLinear(torch.autograd.Function):
 
 def _handles(weight: Tensor, bias: Tensor | None) -> tuple[Handle, Handle | None]:
     assert isinstance(weight, DeferrableWeight)  # as it has a store
-    assert bias is None or isinstance(bias, DeferrableWeight)
-    return weight.handle, None if bias is None else bias.handle
+    return weight.handle, bias.handle if isinstance(bias, DeferrableWeight) else None  # a frozen one has no store
 
 
 class _CompiledDeferredLinear(torch.autograd.Function):

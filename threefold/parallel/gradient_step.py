@@ -156,7 +156,7 @@ class GradientStep:
         self.gradients.finish()
         self.buffers.finish(self._share)
         self._sum_over_tensor_ranks()
-        gradients = {weight.name: self.gradients[weight.leaf] for weight in self.model.weights}
+        gradients = {weight.name: self.gradients[weight.leaf] for weight in self.model.trained}
         self.model.tied.sum_(gradients, self._in_order)
         if scale != 1:
             self.gradients.scale_(1 / scale)
@@ -310,7 +310,7 @@ class GradientStep:
             return
         partial = [
             self.gradients[weight.leaf]
-            for weight in self.model.weights
+            for weight in self.model.trained
             if not is_split(weight.parameter)
             and (self.parallelism.sequence_parallel or self.plan.has_partial_gradient(weight.name))
         ]

@@ -62,13 +62,19 @@ class TrainableModel(ParallelModel):
         tied: the tied weights (tied embeddings) that other ranks have too.
         streams: the random streams of modules that draw in sequence.
         gradients: of its parameters, summed over the replicas.
-        weights: its parameters, with the master weights; set to their initial values.
+        weights: its parameters, with the master weights; set to their initial values. Those that the plan freezes
+            have no gradients.
     """
 
     tied: TiedWeights
     streams: RandomStreams
     gradients: Gradients
     weights: list[Weight]
+
+    @property
+    def trained(self) -> list[Weight]:
+        """The weights without those that are frozen."""
+        return [weight for weight in self.weights if weight.is_trained]
 
 
 @overload
@@ -116,6 +122,8 @@ def parallelize(
     shard_modules(stages, plan.split, how.context_for(plan), plan.bare)
     # Tied weights.
     _tie(stages, plan)
+    # Frozen weights: sharding made parameters anew.
+    _freeze(stages, plan)
     constructed = ConstructedModel(make_model, seed if training is None else training.seed)
     if training is None:
         _allocate(stages, how, constructed)
@@ -147,6 +155,14 @@ def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
             if first is not parameter:
                 module, _, attribute = name.rpartition(".")
                 setattr(stage.get_submodule(module), attribute, first)
+
+
+def _freeze(stages: Sequence[Stage], plan: ModelPlan) -> None:
+    """Have no gradients computed of the parameters that the plan freezes."""
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if plan.whole_name(name) in plan.frozen:
+                parameter.requires_grad_(False)
 
 
 def _chunk_losses(stages: Sequence[Stage], size: int, logits_at_once: int) -> None:
@@ -191,8 +207,8 @@ def _allocate_on(
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         # Contiguous, however its constructor made it: kernels of optimizers and ZeRO go by the order in memory.
         shard = torch.empty(local(parameter).shape, device=device, dtype=dtype)
-        if deferred is None:
-            return fresh_parameter(like(parameter, shard))
+        if deferred is None or not parameter.requires_grad:
+            return fresh_parameter(like(parameter, shard), parameter.requires_grad)
         return stored_as(like(parameter, shard), DeferrableWeight(shard, deferred))
 
     model = nn.ModuleList(stages)
@@ -209,7 +225,7 @@ def _make_gradients(stages: Sequence[Stage], how: Parallelism, compression: str,
     """Sharded gradients with ZeRO, else buckets; those of experts are summed over the replicas that hold them."""
     if how.zero is not None:
         return ShardedGradients(stages, how.zero)
-    parameters = [parameter for _, parameter in whole_parameters(stages)]
+    parameters = [parameter for _, parameter in whole_parameters(stages) if parameter.requires_grad]
     mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
     longest = {local(parameter): longest_shard(parameter) for parameter in parameters}
 

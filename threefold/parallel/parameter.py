@@ -117,7 +117,7 @@ def stored(parameter: nn.Parameter) -> nn.Parameter:
 
 def keep_stored(parameter: nn.Parameter, whole: Tensor) -> None:
     """Have `stored` answer for a parameter that ZeRO shards: `whole` is it with all its shardings."""
-    parameter._stored = nn.Parameter(whole)  # type: ignore[attr-defined]
+    parameter._stored = nn.Parameter(whole, parameter.requires_grad)  # type: ignore[attr-defined]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from threefold.models.construct import ConstructedModel, drawn
 from threefold.models.initial_values import Constant, Drawn, Normal
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.data.grad_buckets import Gradients
-from threefold.parallel.parameter import local, offset
+from threefold.parallel.parameter import like, local, offset
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
 from threefold.torch_private.tensors import foreach_copy_
@@ -18,7 +18,7 @@ from threefold.torch_private.tensors import foreach_copy_
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter that a rank trains.
+    """A parameter of a rank.
 
     Attributes:
         name: its name in the whole model.
@@ -32,13 +32,22 @@ class Weight:
     leaf: Tensor
     master: Tensor
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has a gradient; a frozen one keeps its value."""
+        return self.leaf.requires_grad
+
+    def stored(self, shard: Tensor) -> Tensor:
+        """A tensor of the local shape as a global one, the way the parameter is stored."""
+        return like(self.parameter, shard)
+
 
 def make_weights(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[Weight]:
     """The weights of parameters, each given with its name in the whole model; masters in `dtype`, not yet set."""
     weights = []
     for name, parameter in parameters:
         leaf = local(parameter)
-        master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_()
+        master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
         weights.append(Weight(name, parameter, leaf, master))
     return weights
 

@@ -30,7 +30,7 @@ class RankSize(NamedTuple):
     """The memory of a rank.
 
     Attributes:
-        parameters: those that it updates.
+        parameters: those that it keeps, frozen ones too.
         weights: bytes of them, and of the copies that it computes with.
         gradients: bytes.
         optimizer: bytes of the optimizer state.
@@ -94,19 +94,20 @@ class ModelSize:
         narrow, wide = precision.itemsize, precision.master_itemsize
         layers = self.layers_of_rank(pp_rank)
         own = self.weights.held(layers, place)
-        held = own.all
+        held, trained = own.all, own.trained
         hidden, others = (optimizer_states(self._config.optimizer, hidden) for hidden in (True, False))
         states = (own.hidden * hidden + own.others * others) * wide
         if not zero:
             copies = held * narrow if narrow < wide else 0
-            return RankSize(held, held * wide + copies, held * wide, states)
-        whole = self.weights.held(layers, place.unshared).all
+            return RankSize(held, held * wide + copies, trained * wide, states)
+        whole = self.weights.held(layers, place.unshared)
         largest = max(max(group) for group in self.gathered_together(pp_rank, place.unshared))
-        gathered = (largest if zero == _WEIGHTS_TOO else whole) * narrow
+        gathered = (largest if zero == _WEIGHTS_TOO else whole.all) * narrow
+        summed = max(max(group) for group in self.gathered_together(pp_rank, place.unshared, trained=True))
         if zero == _STATE_ALONE:
-            gradients = max(held * wide, whole * wide + (largest * narrow if narrow < wide else 0))
+            gradients = max(trained * wide, whole.trained * wide + (summed * narrow if narrow < wide else 0))
         else:
-            gradients = held * wide + largest * narrow
+            gradients = trained * wide + summed * narrow
         return RankSize(held, held * wide + gathered, gradients, states)
 
     def largest_rank(self, pp_rank: int) -> RankSize:
@@ -125,13 +126,14 @@ class ModelSize:
         """Those of all stages of a rank."""
         return [name for stage in self.map.held_by(pp_rank) for name in self.layers_of(stage)]
 
-    def gathered_together(self, pp_rank: int, place: Place) -> list[tuple[int, int]]:
+    def gathered_together(self, pp_rank: int, place: Place, trained: bool = False) -> list[tuple[int, int]]:
         """With ZeRO: the elements that a rank gathers at once, weights and experts that are gathered by themselves; for
         each layer, and for the layers of each stage that share weights, which come last.
 
         Args:
             pp_rank: coordinate of the rank on the pp axis.
             place: the others, without those of ZeRO.
+            trained: whether frozen weights are left out, which have no gradients.
         """
         apart = self._config.parallel.ep > 1
         found = []
@@ -141,6 +143,8 @@ class ModelSize:
             groups = [[name] for name in layers if name not in together]
             for group in [*groups, together]:
                 held = self.weights.held(group, place)
+                if trained:  # models with experts of their own freeze none
+                    held = held._replace(frozen=0)
                 found.append((held.dense, held.experts) if apart else (held.all, 0))
         return found
 

@@ -53,17 +53,24 @@ class HeldElements(NamedTuple):
     """Elements of some weights on a rank.
 
     Attributes:
-        hidden: of weights of two dims or more of a layer between the first and the last.
-        others: of all others.
-        experts: of both, those of experts.
+        hidden: of weights of two dims or more of a layer between the first and the last, which are trained.
+        others: of all others that are trained.
+        experts: of all, those of experts.
+        frozen: of weights that are not trained.
     """
 
     hidden: int = 0
     others: int = 0
     experts: int = 0
+    frozen: int = 0
 
     @property
     def all(self) -> int:
+        return self.trained + self.frozen
+
+    @property
+    def trained(self) -> int:
+        """Those that have gradients and optimizer state."""
         return self.hidden + self.others
 
     @property
@@ -100,7 +107,10 @@ class ModelWeights:
         for name, weights in self.layers.items():
             self.shared[name] = tuple(weight for weight in weights if uses[weight.name] > 1)
             own = tuple(dict.fromkeys(weight for weight in weights if uses[weight.name] == 1))
-            alike = tuple((weight.name.removeprefix(name), weight.split, weight.shape) for weight in own)
+            alike = tuple(
+                (weight.name.removeprefix(name), weight.split, weight.shape, weight.name in plan.frozen)
+                for weight in own
+            )
             kind = numbers.setdefault((alike, name in plan.layers[1:-1]), len(numbers))
             self.kinds[name] = kind
             if kind == len(self._own):
@@ -148,15 +158,17 @@ class ModelWeights:
         return self._recomputed[mode, every]
 
     def _sum(self, weights: Iterable[WeightShape], place: Place) -> HeldElements:
-        hidden = others = experts = 0
+        hidden = others = experts = frozen = 0
         for weight in weights:
             elements = weight.held(place)
-            if self.plan.is_hidden_matrix(weight.name, len(weight.shape)):
+            if weight.name in self.plan.frozen:
+                frozen += elements
+            elif self.plan.is_hidden_matrix(weight.name, len(weight.shape)):
                 hidden += elements
             else:
                 others += elements
             experts += elements if weight.is_of_experts else 0
-        return HeldElements(hidden, others, experts)
+        return HeldElements(hidden, others, experts, frozen)
 
 
 def model_weights(config: ModelConfig, sequence_length: int) -> ModelWeights:

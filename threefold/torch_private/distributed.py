@@ -169,15 +169,16 @@ def clear_dtensor_cache() -> None:
     debug._clear_sharding_prop_cache()
 
 
-def fresh_parameter(tensor: Tensor) -> nn.Parameter:
-    """`nn.Parameter(tensor)` of a tensor that nothing else refers to; a `DTensor` becomes the parameter itself.
+def fresh_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """`nn.Parameter(tensor, requires_grad)` of a tensor that nothing else refers to; a `DTensor` becomes the parameter
+    itself.
 
     Why: `nn.Parameter` detaches a tensor of another class, which goes through the sharding rules of `DTensor`.
     `_is_param` is how it marks the copy. A `DTensor.from_local` that makes parameters would replace it.
     """
     if not isinstance(tensor, DTensor):
-        return nn.Parameter(tensor)
-    tensor.requires_grad_()._is_param = True
+        return nn.Parameter(tensor, requires_grad)
+    tensor.requires_grad_(requires_grad)._is_param = True
     return tensor  # type: ignore[return-value]
 
 
@@ -199,6 +200,20 @@ def finish_backward(root: FSDPModule) -> None:
     autograd's own callback comes after each. A public `finish_backward` would replace it.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
+    """The whole gradients that a module has and that are not reduce-scattered yet, and the shards of those that are.
+
+    Why: FSDP keeps gradients that it adds up over micro-batches beside the parameters, not as their `.grad`. A public
+    accessor would replace it.
+    """
+    found: list[Tensor | None] = []
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            found += [each.unsharded_accumulated_grad, each.sharded_param.grad, None if whole is None else whole.grad]
+    return [gradient for gradient in found if gradient is not None]
 
 
 # ---- Distributed checkpoints ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Optimizer:
         axes: those that may cut a parameter.
 
     Attributes:
-        entries: the weights.
+        entries: the weights that are trained.
         rule: the update of each.
         restorations: how often `restored` was called.
 
@@ -45,28 +45,26 @@ class Optimizer:
     ) -> None:
         axes, self._weights, self._gradients = tuple(axes), weights, gradients
         self.entries: list[Entry] = []
-        for weight in weights:
+        trained = [weight for weight in weights if weight.is_trained]
+        for weight in trained:
             parameter = weight.parameter
             whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
             self.entries.append(Entry(weight.name, parameter, weight.leaf, weight.master, gradients, whole, hidden))
         self.rule: UpdateRule = update_rule(config)(self.entries, config)
         self.restorations = 0
+        self._trained = trained
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One update with learning rate `lr`."""
         self.rule.step(lr)
-        self.publish()
-
-    def publish(self) -> None:
-        """Round the masters into the tensors that the model computes with."""
-        publish_(self._weights, self._gradients)
+        publish_(self._trained, self._gradients)
 
     @torch.no_grad()
     def restored(self) -> None:
         """Take over masters, and tensors of `states`, that have been filled from a checkpoint."""
         self.rule.restored()
-        self.publish()
+        publish_(self._weights, self._gradients)
         self.restorations += 1
 
     def stored_states(self) -> Iterator[tuple[str, str, Tensor]]:

@@ -42,7 +42,7 @@ _LONG_WAIT = 1.0
 
 def model_tensors(engine: Engine) -> dict[str, Tensor]:
     """Master weights and persistent buffers under their names in the unsplit model, sharing memory."""
-    weights = {MODEL + entry.name: entry.stored(entry.master.detach()) for entry in engine.optimizer.entries}
+    weights = {MODEL + weight.name: weight.stored(weight.master.detach()) for weight in engine.model.weights}
     return weights | {MODEL + name: buffer for name, buffer in stored_buffers(engine.stages).items()}
 
 
@@ -266,7 +266,7 @@ class Checkpoints:
     def is_finite(self) -> bool:
         """Whether weights and optimizer state are finite on every rank."""
         optimizer = self.engine.optimizer
-        tensors = [entry.master.detach() for entry in optimizer.entries]
+        tensors = [weight.master.detach() for weight in self.engine.model.weights]
         tensors += [value for _, _, value in optimizer.states()]
         filled = [tensor for tensor in tensors if tensor.numel()]
         largest = torch.stack([norm.double().to(self.engine.mesh.device) for norm in foreach_norm(filled, torch.inf)])

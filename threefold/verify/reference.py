@@ -48,7 +48,7 @@ class Trace:
     Attributes:
         initial: the weights before the first step.
         losses, norms: each step's loss, and gradient norm before the clip.
-        gradients: each step's gradients, before the clip and the update.
+        gradients: each step's gradients of the parameters that are trained, before the clip and the update.
         weights: the weights after each step.
         buffers: the persistent buffers after the last step.
         leverage: how far the updates of all steps together move each weight per relative error in the gradients.
@@ -107,7 +107,8 @@ class OneProcess:
         self.parameters = dict(self.model.named_parameters())
         for name, parameter in self.parameters.items():
             _draw_(parameter, plan.initial(name), name, config.train.seed)
-        self.optimizer = reference_optimizer(self.parameters, config.optimizer, plan)
+        self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        self.optimizer = reference_optimizer(self.trained, config.optimizer, plan)
         leverage = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
         limit = 0.0 if clip_share else config.optimizer.clip_grad_norm
         self.trace = Trace(initial=_copies(self.parameters), leverage=leverage, limit=limit)
@@ -125,7 +126,7 @@ class OneProcess:
         self.model.zero_grad()
         mean = self._mean_loss(batch, step)
         mean.backward()
-        gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
+        gradients = {name: _gradient(parameter) for name, parameter in self.trained.items()}
         if evaluates:
             trace.evaluations[len(trace.losses)] = self._evaluate(batch)
         trace.losses.append(mean.item())
@@ -164,15 +165,15 @@ class OneProcess:
             buffer.copy_(buffers[name])
 
     def _update(self, step: int) -> None:
-        trace, parameters = self.trace, self.parameters
+        trace, trained = self.trace, self.trained
         if not trace.limit and self.clip_share and self.config.optimizer.clip_grad_norm:
             trace.limit = trace.norms[-1] * self.clip_share
-        torch.nn.utils.clip_grad_norm_(parameters.values(), trace.limit or float("inf"))
-        clipped = torch.nn.utils.get_total_norm([_gradient(parameter) for parameter in parameters.values()]).item()
+        torch.nn.utils.clip_grad_norm_(trained.values(), trace.limit or float("inf"))
+        clipped = torch.nn.utils.get_total_norm([_gradient(parameter) for parameter in trained.values()]).item()
         trace.coefficients.append(clipped / trace.norms[-1] if trace.norms[-1] else 1.0)
         lr = learning_rate(step + 1, self.config.optimizer)
         self.optimizer.step(lr)
-        for name in parameters:
+        for name in trained:
             trace.leverage[name] += lr * self.optimizer.leverage(name)
 
     def _mean_loss(self, batch: Any, step: int | None) -> Tensor:

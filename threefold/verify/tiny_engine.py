@@ -52,13 +52,13 @@ def held_parts(engine: Engine) -> dict[str, Held]:
             stages.setdefault(engine.plan.whole_name(name), number)
     return {
         entry.name: Held(entry.name, stages[entry.name], offset(entry.parameter), tuple(entry.master.shape))
-        for entry in engine.optimizer.entries
+        for entry in engine.model.weights
     }
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
-    """This rank's part of each weight that is updated."""
-    return {entry.name: entry.master.detach() for entry in engine.optimizer.entries}
+    """This rank's part of each weight, as it is updated."""
+    return {weight.name: weight.master.detach() for weight in engine.model.weights}
 
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:

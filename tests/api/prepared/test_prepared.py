@@ -184,6 +184,43 @@ def test_objects_can_be_prepared_one_after_another(pool) -> None:
         assert found[1] == pytest.approx(expected[0], rel=1e-5)
 
 
+class Dropping(nn.Module):
+    """With dropout of torch, or with the package's own, whose keys follow from the numbers of the samples."""
+
+    def __init__(self, keyed: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 40), nn.Linear(40, 1)
+        self.dropout = t3.Dropout(0.5, "dropout") if keyed else nn.Dropout(0.5)
+        self.keyed = keyed
+
+    def forward(self, x: Tensor, rows: Tensor, step: int) -> Tensor:
+        x = self.first(x)
+        x = self.dropout(x, t3.sample_keys(0, step, rows)) if self.keyed else self.dropout(x)
+        return self.last(x).squeeze(-1)
+
+
+def with_dropout(keyed: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Dropping(keyed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = TensorDataset(torch.linspace(-1, 2, 96).view(16, 6), torch.arange(16))
+    model, optimizer, loader = t3.prepare(model, optimizer, DataLoader(data, 8))
+    losses = []
+    for step, (x, rows) in enumerate(loader):
+        t3.backward((model(x, rows, step) - 1).square().mean())
+        optimizer.step()
+        losses.append(optimizer.loss)
+    return losses
+
+
+def test_dropout_follows_from_the_layout_unless_it_is_keyed_by_the_sample(pool) -> None:
+    """As docs/guides/one_call.md says: that of torch draws from each rank's generator."""
+    for keyed in (True, False):
+        alone = pool.run(1, with_dropout, keyed)[0]
+        for found in pool.run(2, with_dropout, keyed):
+            assert (found == pytest.approx(alone, rel=1e-5)) == keyed
+
+
 def mean_over_tokens(labels: Tensor) -> Tensor:
     """The gradient of a loss that is a mean over valid tokens, of which the replicas have different numbers."""
     torch.manual_seed(0)

@@ -90,6 +90,14 @@ def _no_valid_tokens(p: Parts) -> Any:
     return t3.backward(p.loss(t3.prepare(p.model)), count=0)
 
 
+def _loss_while_accumulating(p: Parts) -> Any:
+    model, optimizer = t3.prepare(p.model, p.optimizer, accumulate=3)
+    for _ in range(2):
+        t3.backward(p.loss(model))
+        optimizer.step()
+    return optimizer.loss
+
+
 def _two_reductions(p: Parts) -> Any:
     model = t3.prepare(p.model, accumulate=2)
     t3.backward(p.loss(model))
@@ -115,6 +123,10 @@ WRONG: list[tuple[Callable[[Parts], Any], str]] = [
     (lambda p: t3.clip_grad_norm_(p.model, 1.0), "model is of the type Linear but clip_grad_norm_ needs the one that"),
     (lambda p: t3.clip_grad_norm_(t3.prepare(p.model), 1.0), "clip_grad_norm_ was called before threefold.backward"),
     (lambda p: t3.prepare(p.model, p.optimizer)[1].loss, "There is no loss yet; call threefold.backward"),
+    (
+        _loss_while_accumulating,
+        r"There is no loss yet: 2 of the 3 backward passes of the first update are made \(accumul",
+    ),
     (lambda p: t3.backward(p.loss(p.model)), "The loss does not come from a model that prepare returned"),
     (lambda p: t3.backward(1.5), "loss is of the type float but must be a scalar tensor."),
     (lambda p: t3.backward(t3.prepare(p.model)(X)), r"loss has the shape \[6, 3\] but must be a scalar; use loss.mean"),
@@ -169,3 +181,15 @@ def test_a_wrong_call_of_several_ranks_is_one_sentence(pool) -> None:
             "The mesh has pp 2 but prepare is for dp and tp; use pp=1, or threefold.parallelize with a plan of the "
             "model.",
         ]
+
+
+def test_the_loss_of_the_update_before_while_gradients_are_accumulated() -> None:
+    p = Parts()
+    model, optimizer = t3.prepare(p.model, p.optimizer, accumulate=2)
+    first = p.loss(model).item()
+    for _ in range(2):
+        t3.backward(p.loss(model))
+        optimizer.step()
+    t3.backward(p.loss(model))
+    optimizer.step()
+    assert optimizer.loss == pytest.approx(first, rel=1e-6)

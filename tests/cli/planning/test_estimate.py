@@ -29,13 +29,17 @@ def test_tables(threefold, config: Path, tmp_path: Path) -> None:
         "tokens/s",
         "MFU",
         "with recompute",
-        "As with nemo",
+        "As with own",
         "matrix products",
         "pp rank",
         "Fits: ",
-        "own kernels",
     ):
         assert text in output
+    assert "own kernels" not in output
+    named = threefold("estimate", config, "--hardware", "h100", "--system", "nemo").output
+    assert "As with nemo" in named
+    step = output.split("Step: ")[1].split(" (")[0]
+    assert f"With this package's own kernels: {step} a step" in named
     assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
     peak = json.loads(threefold("estimate", config, "--hardware", "h100", "--json").output)["peak_bytes"][0]
     unit, scale = ("GB", 1e9) if peak >= 2e9 else ("MB", 1e6)

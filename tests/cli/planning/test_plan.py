@@ -72,6 +72,18 @@ def test_json(run: Run) -> None:
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.parametrize("more", [(), ("--set", "train.epochs=3")])
+def test_the_steps_of_the_tokens_are_written(run: Run, more: tuple[str, ...]) -> None:
+    asked = ("--gpus", "8", "--hardware", "h100", *FEW, "--json", "--write", "best.yaml")
+    best = json.loads(run(*asked, "--tokens", "2B", *more).stdout)["best"][0]
+    written = load_config("best.yaml").train
+    assert best["budget"]["steps"] == -(-2 * 10**9 // (64 * 2048)) == written.max_steps
+    assert "epochs" not in written.model_fields_set
+    assert " --tokens 2B.\n" in Path("best.yaml").read_text()
+    assert run(*asked).exit_code == 0
+    assert load_config("best.yaml").train.max_steps == 1000  # as the config says
+
+
 def test_bytes_are_those_of_an_estimate(run: Run) -> None:
     """Of a system whose allocator gives some back where memory runs out, too."""
     asked = ("--gpus", "8", "--hardware", "h100", *FEW, "--fix", "parallel.zero=0", "--system", "fsdp")
@@ -79,6 +91,16 @@ def test_bytes_are_those_of_an_estimate(run: Run) -> None:
     found = estimate(resolve_without_data(load_config("best.yaml")), find_hardware("h100"), "fsdp").as_json()
     assert [best[key] for key in ("peak_bytes", "needed_bytes")] == [found["peak_bytes"], found["needed_bytes"]]
     assert found["peak_bytes"] > found["needed_bytes"]
+
+
+def test_an_estimate_of_the_written_config_is_the_row(run: Run) -> None:
+    """Neither names a system: both are of this package."""
+    asked = ("--gpus", "8", "--hardware", "h100", *FEW, "--json", "--write", "best.yaml")
+    document = json.loads(run(*asked).stdout)
+    told = CliRunner().invoke(app, ["estimate", "best.yaml", "--hardware", "h100", "--json"])
+    found, best = json.loads(told.stdout), document["best"][0]
+    assert document["system"] == found["system"] == "own"
+    assert [best["step_seconds"], best["peak_bytes"]] == [pytest.approx(found["step_seconds"]), found["peak_bytes"]]
 
 
 def test_cost_may_use_fewer_gpus(run: Run) -> None:

@@ -45,6 +45,20 @@ class Named(Sums):
         return {"labels": labels, "tokens": tokens.numpy()}
 
 
+class Marked(Sums):
+    """With keys that no built-in model knows."""
+
+    def __getitem__(self, index):
+        tokens, labels = super().__getitem__(index)
+        return {"tokens": tokens, "labels": labels, "kind": 1, "weight": 0.5}
+
+
+class LateMarked(Sums):
+    def __getitem__(self, index):
+        tokens, labels = super().__getitem__(index)
+        return {"tokens": tokens, "labels": labels, **({"kind": 1} if index else {})}
+
+
 def parts():
     return {"train": Sums(40), "valid": Sums(8)}
 
@@ -111,6 +125,18 @@ def test_shorter_ones_are_filled_up(file: Path) -> None:
     assert tokens.tolist() == [[0, 1] + [0] * 14, [token % 50 for token in range(14, 30)]]
     assert labels.tolist() == [[1, 2] + [-100] * 14, [token % 50 for token in range(15, 31)]]
     assert samples.padding(np.array([14, 0])).tolist() == samples.padding(np.array([14, 0])).tolist() == [0, 14]
+
+
+def test_keys_that_a_built_in_model_does_not_know_are_named(file: Path) -> None:
+    """In the first sample, before a run starts, and in a later one, where it is read."""
+    rest = (
+        "beside 'tokens' and 'labels', which a built-in model does not know; leave them out, or train a model of your"
+    )
+    with pytest.raises(UserError, match=rf"whose samples have the keys 'kind', 'weight' {rest} own"):
+        opened(file, "Marked")
+    late = opened(file, "LateMarked", split="1").samples("train")
+    with pytest.raises(UserError, match=rf"whose sample 3 has the key 'kind' {rest}"):
+        late.labelled(np.array([0, 3]))
 
 
 def test_splits_share_no_sample(file: Path) -> None:

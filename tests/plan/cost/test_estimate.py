@@ -7,7 +7,7 @@ import pytest
 from tests.plan.cost.ideal import GPT, LLAMA, config, ideal
 from threefold.errors import UserError
 from threefold.models.flops import model_flops_per_token
-from threefold.plan.cost.estimate import default_system, estimate
+from threefold.plan.cost.estimate import estimate, usual_system
 from threefold.plan.cost.parameters import layer_elements
 from threefold.plan.cost.step import step_time
 from threefold.plan.cost.system import SYSTEMS
@@ -46,13 +46,20 @@ def test_selective_recompute_repeats_the_core() -> None:
 
 def test_usual_systems() -> None:
     a100, h100 = find_hardware("a100-80"), find_hardware("h100")
-    assert default_system(config(LLAMA), a100).name == "llama-2023"
-    assert default_system(config(GPT), a100).name == "megatron-2022"
-    assert default_system(config(GPT), h100).name == "nemo"
-    assert default_system(config(LLAMA, dp=2, zero=3), h100).name == "fsdp"
-    assert default_system(config(LLAMA), replace(h100, device="cpu")).name == "own-cpu"
+    assert usual_system(config(LLAMA), a100).name == "llama-2023"
+    assert usual_system(config(GPT), a100).name == "megatron-2022"
+    assert usual_system(config(GPT), h100).name == "nemo"
+    assert usual_system(config(LLAMA, dp=2, zero=3), h100).name == "fsdp"
+    assert usual_system(config(LLAMA), replace(h100, device="cpu")).name == "own-cpu"
     mine = replace(h100, system="own", sharded_system="")
-    assert default_system(config(LLAMA, train={"compile": True}), mine).name == "own-compiled"
+    assert usual_system(config(LLAMA, train={"compile": True}), mine).name == "own-compiled"
+
+
+def test_without_a_name_it_is_this_package() -> None:
+    h100 = find_hardware("h100")
+    assert estimate(config(GPT), h100).system.name == "own"
+    assert estimate(config(GPT, train={"compile": True}), h100).system.name == "own-compiled"
+    assert estimate(config(GPT), replace(ideal(), device="cpu")).system.name == "own-cpu"
 
 
 def test_ranks_share_a_cpu() -> None:
@@ -134,6 +141,6 @@ def test_unknown_system() -> None:
 
 def test_an_entry_with_an_unknown_system_or_too_little_memory_is_named() -> None:
     with pytest.raises(UserError, match=r"^The hardware entry ideal has an unknown system: .*nearest is nemo"):
-        estimate(config(LLAMA), ideal(system="nemmo"))
+        usual_system(config(LLAMA), ideal(system="nemmo"))
     with pytest.raises(UserError, match=r"^The hardware ideal has memory_bytes 1000000000 but a GPU needs more"):
         estimate(config(LLAMA), ideal(memory_bytes=10**9))

@@ -101,7 +101,12 @@ class GradSync:
 
     @property
     def loss(self) -> float:
-        """The mean loss over all rows of the last update."""
+        """The mean loss over all rows of the last update whose backward passes are all made."""
+        if self._mean_loss is None and self._passes:
+            raise UserError(
+                f"There is no loss yet: {self._passes} of the {self.accumulate} backward passes of the first update "
+                "are made (accumulate); read it after the last one."
+            )
         if self._mean_loss is None:
             raise UserError("There is no loss yet; call threefold.backward(loss) first.")
         return float(self._mean_loss)

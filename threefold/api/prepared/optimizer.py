@@ -63,7 +63,8 @@ class PreparedOptimizer(WrappedOptimizer):
 
     @property
     def loss(self) -> float:
-        """The mean loss over all rows of the last update, the same on every rank."""
+        """The mean loss over all rows of the last update, the same on every rank; while gradients are accumulated, that
+        of the update before."""
         return self.sync.loss
 
     @property

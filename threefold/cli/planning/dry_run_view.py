@@ -35,6 +35,7 @@ def print_reports(config: "Config", reports: "Sequence[DryRunReport]", hardware:
         (*place, *map(format_bytes, _amounts(report))) for place, report in zip(places, reports, strict=True)
     ]
     print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
+    typer.echo("At the peak, by the causes of threefold estimate, which adds what an allocator loses (fragmentation).")
     if collectives := _collectives(reports):
         print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
     typer.echo(_verdict(reports, hardware))
@@ -47,7 +48,7 @@ def reports_as_json(config: "Config", reports: "Sequence[DryRunReport]", hardwar
         "layout": asdict(Layout.of(config.parallel)),
         "world_size": Layout.of(config.parallel).world_size,
         "peak_bytes": largest,
-        "ranks": [asdict(report) for report in reports],
+        "ranks": [{**asdict(report), "causes": {**report.causes, "fragmentation": 0}} for report in reports],
     }
     if hardware is not None:
         document["hardware"] = hardware.name
@@ -56,8 +57,7 @@ def reports_as_json(config: "Config", reports: "Sequence[DryRunReport]", hardwar
 
 
 def _amounts(report: "DryRunReport") -> tuple[int, ...]:
-    held = (report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes)
-    return (*held, report.activation_bytes, report.peak_bytes)
+    return (*report.causes.values(), report.peak_bytes)
 
 
 def _collectives(reports: "Sequence[DryRunReport]") -> "list[tuple[str, ...]]":

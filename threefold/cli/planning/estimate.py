@@ -22,8 +22,8 @@ SystemName = Annotated[
     typer.Option(
         "--system",
         metavar="NAME",
-        help="Whose kernels and overlap: own (this package's), megatron-core, nemo, …",
-        show_default="the usual one on the hardware",
+        help="Whose kernels and overlap: own, or of a published system: megatron-core, nemo, …",
+        show_default="own, as train runs it",
     ),
 ]
 Picture = Annotated[
@@ -71,4 +71,4 @@ def estimate(
         return
     from threefold.cli.planning.estimate_view import print_estimate
 
-    print_estimate(found, estimated(resolved, entry, "own") if system is None and entry.device == "cuda" else None)
+    print_estimate(found, None if system is None else estimated(resolved, entry))

@@ -10,7 +10,8 @@ from threefold.cli.data_view import print_table
 if TYPE_CHECKING:
     from threefold.plan.cost.estimate import Estimate
 
-_SHORT = {"activations": "kept", "fragmentation": "lost"}
+_SHORT = {"activations": "kept"}
+_PARTS = ("activations", "working", "logits", "buffers")
 _SMALLEST = 0.005
 """Share of a step below which a cause is not shown by itself."""
 _LARGE = 2 * 10**9
@@ -18,7 +19,7 @@ _LARGE = 2 * 10**9
 
 
 def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
-    """Print an estimate, and in one line what this package's own kernels would make of it."""
+    """Print an estimate; of another system with a line on what this package's own kernels would make of it."""
     from threefold.comm.layout import Layout
 
     config, hardware = found.config, found.hardware
@@ -34,10 +35,10 @@ def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
     typer.echo(f"As with {found.system.name}: {found.system.about}.")
     _print_causes(found)
     _print_memory(found)
-    if own is not None:
+    if own is not None and own.system != found.system:
         typer.echo(
             f"With this package's own kernels: {_seconds(own.step_seconds)} a step, MFU {own.mfu:.1%}; "
-            "--system own shows it by cause."
+            "without --system it is shown by cause."
         )
 
 
@@ -51,15 +52,17 @@ def _print_causes(found: "Estimate") -> None:
 
 
 def _print_memory(found: "Estimate") -> None:
-    names = [name for name in found.stages[0].causes if any(stage.causes.get(name) for stage in found.stages)]
     unit, scale = ("GB", 1e9) if max(found.peak_bytes) >= _LARGE else ("MB", 1e6)
+    shown = [(str(rank), stage) for rank, stage in enumerate(found.stages) if rank in _extremes(found.peak_bytes)]
+    names = list(found.stages[0].by_dry_run)
     rows = [
-        (str(rank), *(f"{size / scale:.1f}" for size in (*map(stage.causes.__getitem__, names), stage.peak)))
-        for rank, stage in enumerate(found.stages)
-        if rank in _extremes(found.peak_bytes)
+        (rank, *(f"{size / scale:.1f}" for size in (*stage.by_dry_run.values(), stage.peak))) for rank, stage in shown
     ]
-    print_table(("rank", *(_SHORT.get(name, name) for name in names), "peak"), rows)
-    typer.echo(f"{unit} of each pp rank; kept: activations, working: what comes and goes, lost: by the allocator.")
+    print_table(("rank", *names, "peak"), rows)
+    parts = [name for name in _PARTS if any(stage.causes.get(name) for stage in found.stages)]
+    kept = [(rank, *(f"{stage.causes[name] / scale:.1f}" for name in parts)) for rank, stage in shown]
+    print_table(("of the activations", *(_SHORT.get(name, name) for name in parts)), kept)
+    typer.echo(f"{unit} of each pp rank; working: what comes and goes, fragmentation: what the allocator loses.")
     typer.echo(f"{_fit(found)}.")
 
 

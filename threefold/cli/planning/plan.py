@@ -75,8 +75,10 @@ def plan(
     from threefold.cli.planning.plan_view import json_document, predictions, print_plan
 
     if write is not None:
-        asked = f"{config} --gpus {gpus} --hardware {hardware}"
-        write_config(write, config_text(given, planned.best.choice, asked, predictions(planned)))
+        asked = f"{config} --gpus {gpus} --hardware {hardware}" + (f" --tokens {tokens}" if tokens else "")
+        budget = None if tokens is None else planned.budget(planned.best)
+        steps = None if budget is None else budget.steps
+        write_config(write, config_text(given, planned.best.choice, asked, predictions(planned), steps))
     if png is not None:
         from threefold.plan.pictures.layouts import draw_layouts
 

@@ -39,6 +39,7 @@ class Converted(NamedTuple):
         sections: our settings that are not the default.
         notes: foreign settings without an exact counterpart.
         invalid: why the converted config is invalid, in one sentence; empty if it is valid.
+        unset: our settings that it cannot run without and that the file does not say, each with what to set.
     """
 
     kind: Kind
@@ -46,6 +47,7 @@ class Converted(NamedTuple):
     sections: dict[str, dict[str, Any]]
     notes: list[Unmapped]
     invalid: str
+    unset: dict[str, str]
 
     @property
     def unsupported(self) -> list[Unmapped]:
@@ -53,8 +55,9 @@ class Converted(NamedTuple):
         return [note for note in self.notes if note.unsupported]
 
     def to_yaml(self) -> str:
-        """Our settings as YAML that `load_config` reads."""
-        return to_yaml(self.sections)
+        """Our settings as YAML that `load_config` reads, with what is still to be set as comments at its head."""
+        head = "".join(f"# Still to be set: {key}: {what}.\n" for key, what in self.unset.items())
+        return head + to_yaml(self.sections)
 
 
 def convert(path: Path, kind: Kind | None = None, world_size: int | None = None) -> Converted:
@@ -89,7 +92,8 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
         mapping.put("data.path", _PLACE_OF_DATA)
         mapping.note("data", "not given", f"data.path {_PLACE_OF_DATA} is a placeholder for your folder or token files")
     config = _config(mapping)
-    return Converted(kind, evidence, _differing(config, mapping.settings), mapping.notes, _why_invalid(config))
+    differing = _differing(config, mapping.settings)
+    return Converted(kind, evidence, differing, mapping.notes, _why_invalid(config), _unset(config))
 
 
 _NAMES: Final[dict[Kind, str]] = {
@@ -100,9 +104,11 @@ _NAMES: Final[dict[Kind, str]] = {
 
 
 def unmapped_lines(converted: Converted, path: Path) -> list[str]:
-    """Lines with the detected system and all notes, unsupported settings first."""
+    """Lines with the detected system, what is still to be set, and all notes, unsupported settings first."""
     whose = _NAMES[converted.kind]
     lines = [f"{path} is taken for {whose}'s" + (f" by {converted.evidence}." if converted.evidence else ".")]
+    if converted.unset:
+        lines += ["", "Still to be set:", *(f"  {key}: {what}" for key, what in converted.unset.items())]
     unsupported = converted.unsupported
     others = [note for note in converted.notes if not note.unsupported]
     for title, notes in (("Unsupported:", unsupported), ("Without an exact counterpart:", others)):
@@ -139,6 +145,22 @@ def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[st
             if f"{name}.{key}" in settings and value != (list(default) if isinstance(default, tuple) else default):
                 differing.setdefault(name, {})[key] = value
     return differing
+
+
+def _unset(config: Config) -> dict[str, str]:
+    """The settings that a run needs and that the file did not say, and what to set."""
+    found: dict[str, str] = {}
+    paths = list(config.data.corpora)
+    if paths == [_PLACE_OF_DATA]:
+        found["data.path"] = f"{_PLACE_OF_DATA} is a placeholder; name your folder or token files"
+        return found  # which says how many tokens there are
+    open_paths = [path for path in paths if "$" in path or "<" in path]
+    if open_paths:
+        key = "data.path" if config.data.mixture is None else "data.mixture"
+        found[key] = f"{shortened(open_paths[0])} is not a path; put your own in its place"
+    if config.model.vocab_size is None and config.data.tokenizer is None:
+        found["model.vocab_size"] = "the number of token ids, which token files of other systems do not say"
+    return found
 
 
 def _why_invalid(config: Config) -> str:

@@ -37,9 +37,10 @@ class OwnData:
 
     A data set has `__len__` and `__getitem__`; it is divided by `data.split`, over its samples, unless a mapping with
     `train`, `valid` and `test` is given in its place. A sample is a pair (tokens, labels) of sequences of one length, a
-    mapping with both, or one sequence of tokens, each of which is the label of the one before it; the label -100 is
-    ignored. Shorter ones than `data.sequence_length` are filled up at the end. For a model of the user's, samples that
-    are nothing of this are any nesting of tensors, arrays and numbers, all of the same shapes.
+    mapping with these two keys and no other, or one sequence of tokens, each of which is the label of the one before
+    it; the label -100 is ignored. Shorter ones than `data.sequence_length` are filled up at the end. For a model of the
+    user's, samples that are nothing of this are any nesting of tensors, arrays and numbers, all of the same shapes;
+    mappings keep all their keys.
 
     Attributes:
         path: `package.module:Name` or `file.py:Name`.
@@ -69,11 +70,14 @@ class OwnData:
             for_own_model: whether samples may be something else than tokens.
 
         Raises:
-            UserError: it cannot be imported, is no data set, or nothing says how many token ids there are.
+            UserError: it cannot be imported, is no data set, nothing says how many token ids there are, or its first
+                sample has keys that the model does not know.
         """
         parts = _parts(path)
         if for_own_model and is_nested(path):
             return cls(path, parts, vocab_size or 1, is_nested=True)
+        if unknown := _unknown_keys(_first(parts)):
+            raise UserError(f"{_SETTING} is {shown(path)}, whose samples have {unknown}.")
         if vocab_size is None:
             otherwise = ", or return mappings if its samples are no tokens" if for_own_model else ""
             raise UserError(
@@ -116,11 +120,37 @@ def is_nested(path: str) -> bool:
     Raises:
         UserError: there is no data set.
     """
-    part = next((part for part in _parts(path).values() if len(part)), None)
+    parts = _parts(path)
+    if not any(map(len, parts.values())):
+        return False
+    first = _first(parts)
     try:
-        return part is not None and not _pair(part[0])
+        return bool(_unknown_keys(first)) or not _pair(first)
     except Exception:  # it is no such pair, or cannot be read, which reading it tells
         return True
+
+
+def _first(parts: Mapping[str, Any]) -> Any:
+    """The first sample of data sets; None where it cannot be read, which reading it tells, or there is none."""
+    part = next((part for part in parts.values() if len(part)), None)
+    try:
+        return None if part is None else part[0]
+    except Exception:
+        return None
+
+
+def _unknown_keys(sample: Any) -> str:
+    """The keys of a sample with tokens and labels that would be lost, and what to do; empty where there is none."""
+    if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
+        return ""
+    others = [repr(key) for key in sample if key not in ("tokens", "labels")]
+    if not others:
+        return ""
+    named = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+    return (
+        f"the key{'s' if len(others) > 1 else ''} {named} beside 'tokens' and 'labels', which a built-in model does "
+        "not know; leave them out, or train a model of your own, which gets all keys"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,13 +196,17 @@ class OwnSamples(SingleCorpus):
         """Tokens and labels of a sample of the data set."""
         begin = f"{_SETTING} is {shown(self.data.path)}, whose sample {number:,}"
         try:
-            tokens, labels = _pair(self.part[number])
+            sample = self.part[number]
+            unknown = _unknown_keys(sample)
+            tokens, labels = _pair(sample)
         except Exception as error:
             what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
             raise UserError(
                 f"{begin} cannot be read as tokens and labels ({what}); return a pair of equally long sequences of "
                 "ids, or one sequence."
             ) from error
+        if unknown:
+            raise UserError(f"{begin} has {unknown}.")
         if not 0 < len(tokens) <= self.sequence_length:
             raise UserError(
                 f"{begin} has {len(tokens)} tokens but must have 1 to data.sequence_length {self.sequence_length}; cut "

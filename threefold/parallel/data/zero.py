@@ -90,7 +90,7 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
     for stage in stages:
         before = dict(stage.named_parameters())
         # FSDP gets this tensor rank's shard as a plain tensor, so that layers compute with plain tensors.
-        replace_parameters(stage, lambda parameter: nn.Parameter(local(parameter).detach()))
+        replace_parameters(stage, lambda each: nn.Parameter(local(each).detach(), each.requires_grad))
         _wrap_experts(stage, zero, dtype)
         layers = [stage.get_submodule(name) for name in stage.layer_names]
         _wrap(stage, layers, zero, _policy(stage, dtype))
@@ -223,7 +223,8 @@ def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = Non
 
 def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     assert isinstance(parameter, DTensor)  # what `fully_shard` made it
-    return fresh_parameter(like(parameter, torch.empty_like(parameter.to_local(), device=device, requires_grad=False)))
+    shard = torch.empty_like(parameter.to_local(), device=device, requires_grad=False)
+    return fresh_parameter(like(parameter, shard), parameter.requires_grad)
 
 
 def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
@@ -298,7 +299,8 @@ class ShardedGradients(Gradients):
         self._sum_over_replicas()
 
     def scale_(self, factor: float) -> None:
-        foreach_mul_(list(self._gradients.values()), factor)
+        if self._gradients:  # a rank may hold frozen weights alone
+            foreach_mul_(list(self._gradients.values()), factor)
 
     def observe(self, observer: Observer | None) -> None:
         self._observer = observer

@@ -14,6 +14,7 @@ from threefold.plan.cost.system import SYSTEMS, System, find_system
 from threefold.plan.hardware.entry import Hardware
 from threefold.plan.memory.stages import stage_memory, usable_bytes
 
+_IN_PASSING = ("working", "logits", "buffers")
 _SHARDED_GRADIENTS = 2  # values of parallel.zero
 
 
@@ -32,6 +33,13 @@ class StageBytes:
     @property
     def peak(self) -> int:
         return sum(self.causes.values())
+
+    @property
+    def by_dry_run(self) -> dict[str, int]:
+        """By the causes that a dry run tells apart: activations with all that comes and goes."""
+        found = dict(self.causes)
+        found["activations"] += sum(found.pop(name, 0) for name in _IN_PASSING)
+        return found
 
 
 @dataclass(frozen=True)
@@ -143,11 +151,12 @@ class Estimate:
             "limited_by": self.limit,
             "seconds": {name: seconds for name, seconds in self.time.causes.items() if seconds},
             "memory": [stage.causes for stage in self.stages],
+            "causes": [stage.by_dry_run for stage in self.stages],
         }
 
 
-def default_system(config: Config, hardware: Hardware) -> System:
-    """The training system that is usual for such a run on such hardware."""
+def usual_system(config: Config, hardware: Hardware) -> System:
+    """The training system that is usual for such a run on such hardware, as published steps have it."""
     if hardware.device == "cpu":
         return own_system(config, hardware)
     sharded = hardware.sharded_system if config.parallel.zero >= _SHARDED_GRADIENTS else ""
@@ -172,7 +181,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
     Args:
         config: resolved.
         hardware: an entry of the catalogue, or of one's own.
-        system: a training system, or its name; None for the usual one of the hardware.
+        system: a training system, or its name; None for this package.
 
     Raises:
         UserError: the ranks do not fill nodes; the hardware has no matrix rate for the dtype; the model is of one's
@@ -183,7 +192,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
     _require_whole_nodes(config, hardware, world)
     hardware = hardware.shared_by(world)
     if system is None:
-        system = default_system(config, hardware)
+        system = own_system(config, hardware)
     elif isinstance(system, str):
         system = find_system(system)
     time = step_time(config, hardware, system)

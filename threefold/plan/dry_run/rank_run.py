@@ -84,6 +84,7 @@ def run_step(
         activation_bytes=measured.peak[ACTIVATIONS],
         peak_bytes=sum(measured.peak.values()),
         at_peak=measured.peak,
+        causes=measured.causes,
         collectives=[CollectiveTotal(*kind, *total) for kind, total in totals(measured.events).items()],
         flops=flops.total,
     )

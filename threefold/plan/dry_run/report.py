@@ -39,7 +39,9 @@ class DryRunReport:
         activation_bytes: the most that it needs beside these at any time: what is kept for the backward pass,
             temporary tensors, and buffers of collectives.
         peak_bytes: the most that is alive at once.
-        at_peak: bytes at that time, by `weights`, `gradients`, `optimizer` and `activations`.
+        at_peak: bytes at that time, by `weights`, `gradients`, `optimizer` and `activations`, which are all else.
+        causes: the same with what ZeRO gathers for a while among `weights`, and whole gradients among `gradients`: as
+            `threefold.plan.memory` counts them.
         collectives: that it takes part in.
         flops: floating-point operations of its matrix products and attention, recomputation included; a multiplication
             and an addition are two.
@@ -57,5 +59,6 @@ class DryRunReport:
     activation_bytes: int
     peak_bytes: int
     at_peak: Mapping[str, int]
+    causes: Mapping[str, int]
     collectives: Sequence[CollectiveTotal]
     flops: int

@@ -167,6 +167,7 @@ _Numbers = dict[tuple[str, ...], int]
 def _numbers(report: DryRunReport) -> _Numbers:
     """All numbers of a report, by name."""
     named: _Numbers = {("peak", kind): nbytes for kind, nbytes in report.at_peak.items()}
+    named |= {("cause", kind): nbytes for kind, nbytes in report.causes.items()}
     named |= {(name,): getattr(report, name) for name in _AMOUNTS}
     for each in report.collectives:
         named[each.axis, each.operation, "count"] = each.count
@@ -206,5 +207,6 @@ def _at(start: DryRunReport, ways: Sequence[tuple[int, _Numbers]]) -> DryRunRepo
         activation_bytes=at_peak["activations"],
         peak_bytes=sum(at_peak.values()),
         at_peak=at_peak,
+        causes={kind: numbers["cause", kind] for kind in start.causes},
         collectives=collectives,
     )

@@ -92,6 +92,9 @@ def read_request(
         )
     config = resolve_without_data(alone(given))
     hardware.matrix_rate(config.precision.dtype)
+    most = MOST_STEPS * config.train.global_batch_size * config.data.sequence_length
+    if tokens is not None and wanted is not None and wanted > most:
+        raise UserError(f"--tokens is {shown(tokens)} but train.max_steps can read {most:,} at most; use {most}.")
     kernels = own_system(config, hardware) if system is None else find_system(system)
     if wanted is None and config.train.max_steps < MOST_STEPS:
         wanted = config.train.max_steps * config.train.global_batch_size * config.data.sequence_length

@@ -15,7 +15,9 @@ _HEAD: Final = "# Written by threefold plan"
 """How the files begin that may be written again."""
 
 
-def config_text(config: Config, choice: LayoutChoice, request: str, comments: list[str]) -> str:
+def config_text(
+    config: Config, choice: LayoutChoice, request: str, comments: list[str], steps: int | None = None
+) -> str:
     """A config as YAML: what was given, in the layout that was found.
 
     Args:
@@ -23,12 +25,16 @@ def config_text(config: Config, choice: LayoutChoice, request: str, comments: li
         choice: the layout.
         request: what `threefold plan` was asked, as on the command line.
         comments: further lines at its head.
+        steps: of the run, where the request says how many tokens; None for as many as the config says.
     """
     sections = {name: dict(values) for name, values in without_layout(config).items()}
     for name, key in KEYS.items():
         section, setting = key.split(".")
         if name != _FOLLOWS:
             sections[section][setting] = getattr(choice, name)
+    if steps is not None:
+        sections["train"].pop("epochs", None)
+        sections["train"]["max_steps"] = steps
     header = "".join(f"# {line}\n" for line in comments)
     return f"{_HEAD} {request}.\n{header}" + to_yaml({name: values for name, values in sections.items() if values})
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import axes_of, is_split, offset
+from threefold.parallel.weights import Weight
 from threefold.train.optimizer import Optimizer
 from threefold.train.optimizers.base import Entry
 
@@ -38,7 +39,12 @@ def watched_tensors(model: TrainableModel, optimizer: Optimizer, sums_alike: boo
         optimizer: its.
         sums_alike: as `sums_alike` says; else what tensor ranks hold whole is no copy of one another.
     """
-    return [found for entry in optimizer.entries for found in _of_entry(entry, model, optimizer, sums_alike)]
+    entries = {entry.name: entry for entry in optimizer.entries}
+    return [
+        found
+        for weight in model.weights
+        for found in _of_weight(weight, entries.get(weight.name), model, optimizer, sums_alike)
+    ]
 
 
 def sums_alike(model: TrainableModel) -> bool:
@@ -53,16 +59,20 @@ def sums_alike(model: TrainableModel) -> bool:
 
 def most_groups(model: TrainableModel, optimizer: Optimizer) -> int:
     """How many values `sharing` has at most on this rank."""
-    return 2 * len({_sharing(entry, model) for entry in optimizer.entries})
+    return 2 * len({_sharing(weight, model) for weight in model.weights})
 
 
-def _of_entry(entry: Entry, model: TrainableModel, optimizer: Optimizer, alike: bool) -> Iterator[Watched]:
-    column = "" if alike or is_split(entry.parameter) else f" of tensor rank {model.parallelism.mesh.tp.index}"
-    place = f"{entry.name}{column} {offset(entry.parameter)}"
-    sharing = _sharing(entry, model)
-    yield _watched(entry.name, f"{place} master", sharing, entry.master)
-    if entry.master is not entry.leaf:
-        yield _watched(f"{entry.name}, as computed with,", f"{place} leaf", sharing, entry.leaf)
+def _of_weight(
+    weight: Weight, entry: Entry | None, model: TrainableModel, optimizer: Optimizer, alike: bool
+) -> Iterator[Watched]:
+    column = "" if alike or is_split(weight.parameter) else f" of tensor rank {model.parallelism.mesh.tp.index}"
+    place = f"{weight.name}{column} {offset(weight.parameter)}"
+    sharing = _sharing(weight, model)
+    yield _watched(weight.name, f"{place} master", sharing, weight.master)
+    if weight.master is not weight.leaf:
+        yield _watched(f"{weight.name}, as computed with,", f"{place} leaf", sharing, weight.leaf)
+    if entry is None:  # frozen
+        return
     for state, value in optimizer.rule.state(entry).items():
         label = f"{state} of {entry.name}"
         if optimizer.rule.is_replicated(entry, state, value):
@@ -77,9 +87,9 @@ def _watched(label: str, identity: str, sharing: tuple[str, ...], tensor: Tensor
     return Watched(label, f"{identity} {tuple(tensor.shape)} {tensor.dtype}", sharing, tensor)
 
 
-def _sharing(entry: Entry, model: TrainableModel) -> tuple[str, ...]:
-    tied = (entry.name,) if entry.name in model.tied else ()
-    return (*sorted(axes_of(entry.parameter)), *tied)
+def _sharing(weight: Weight, model: TrainableModel) -> tuple[str, ...]:
+    tied = (weight.name,) if weight.name in model.tied else ()
+    return (*sorted(axes_of(weight.parameter)), *tied)
 
 
 def grouped(watched: Sequence[Watched]) -> Mapping[tuple[str, ...], list[int]]:

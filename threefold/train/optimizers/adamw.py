@@ -38,7 +38,7 @@ class AdamW(TorchRule):
         for entry in self.entries:
             by_decay.setdefault(self.weight_decay(entry), []).append(entry)
         self._groups = [
-            _Group(decay, group, [self._torch.state[entry.master] for entry in group])
+            _Group(decay, group, [self._of_torch.state[entry.master] for entry in group])
             for decay, group in by_decay.items()
         ]
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from threefold.config import OptimizerConfig
 from threefold.parallel.data.grad_buckets import Gradients
 from threefold.parallel.matrices import ShardedMatrix
-from threefold.parallel.parameter import like
 from threefold.parallel.weights import Weight
 
 
@@ -44,10 +43,6 @@ class Entry(Weight):
     def decays(self) -> bool:
         """Whether weight decay applies: to weights of two dims or more, not to biases and norms."""
         return self.parameter.dim() >= 2
-
-    def stored(self, shard: Tensor) -> Tensor:
-        """A tensor of the local shape as a global one, the way the parameter is stored."""
-        return like(self.parameter, shard)
 
 
 class UpdateRule(ABC):
@@ -110,10 +105,11 @@ class TorchRule(UpdateRule):
         decayed = [entry.master for entry in self.entries if entry.decays]
         others = [entry.master for entry in self.entries if not entry.decays]
         groups = ((decayed, config.weight_decay), (others, 0.0))
-        self._torch = self.make([{"params": params, "weight_decay": decay} for params, decay in groups if params])
+        given = [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+        self._torch = self.make(given) if given else None  # a rank may hold frozen weights alone
         for entry in self.entries:
             # Made now instead of at the first step, so that a checkpoint finds the same states before and after it.
-            self._torch.state[entry.master] = self.initial_state(entry.master)
+            self._of_torch.state[entry.master] = self.initial_state(entry.master)
 
     @abstractmethod
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -124,6 +120,8 @@ class TorchRule(UpdateRule):
         """The optimizer state that torch's optimizer would make for a parameter at its first step."""
 
     def step(self, lr: float) -> None:
+        if self._torch is None:
+            return
         for group in self._torch.param_groups:
             group["lr"] = lr
         for entry in self.entries:
@@ -131,8 +129,13 @@ class TorchRule(UpdateRule):
         self._torch.step()
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = self._torch.state[entry.master]
+        found: Mapping[str, Tensor] = self._of_torch.state[entry.master]
         return found
+
+    @property
+    def _of_torch(self) -> torch.optim.Optimizer:
+        assert self._torch is not None  # there is an entry
+        return self._torch
 
 
 def zeros(master: Tensor) -> Tensor:
