@@ -222,7 +222,7 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
         UserError: they are not.
     """
     began = time.monotonic()
-    reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh))
+    reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
     spec, order = LayoutSpec(Layout.of(config.parallel)), list(Trace.load(folder).initial)
     result = judge(spec, reports, order, TOLERANCE, time.monotonic() - began, None)
     layout, samples = _said(config, small), small.train.global_batch_size
