@@ -65,7 +65,8 @@ def own(honest: Path, tmp_path: Path, ran: Path) -> Path:
     """A run whose checkpoint has been given evil code, with checksums that fit."""
     run = Path(shutil.copytree(honest / "own", tmp_path / "own"))
     checkpoint = path_of(run, 1)
-    write_evil(checkpoint / OWN_MODEL, ran, FILE.read_text())
+    for name in (OWN_MODEL, f"huggingface-{OWN_MODEL}", "huggingface-modeling_evil.py"):
+        write_evil(checkpoint / name, ran, FILE.read_text())
     change_config(checkpoint, model__file=f"{checkpoint / OWN_MODEL}:Tiny")
     return run
 
@@ -135,6 +136,7 @@ def test_code_that_the_user_named_runs_and_not_that_of_the_checkpoint(
         assert (ended.status, ended.error) == (0, ""), command
         assert not ran.exists(), command
     assert (tmp_path / "hf" / OWN_MODEL).read_text() == FILE.read_text()
+    assert [path.name for path in (tmp_path / "hf").glob("*.py")] == [OWN_MODEL]
 
 
 @pytest.mark.parametrize("command", ["generate", "export"])

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support import ready
-from tests.support.command import Command
+from tests.support.command import Ended
 from tests.support.other_systems import write_megatron
 from tests.train.support import Run, train_rank, write_ids
 from threefold.checkpoint.folder import FOLDER, path_of, prune, remove_partial
@@ -46,6 +46,12 @@ def config(small_run: Run, tmp_path: Path) -> Path:
     return file
 
 
+def train(*arguments: str | Path) -> Ended:
+    """Call `threefold train` in a process of its own, as it starts others where it does not refuse."""
+    done = ready.run([sys.executable, "-m", "threefold", "train", *arguments], timeout=100)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -75,12 +81,10 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_run_replaces_no_checkpoint_that_is_damaged(
-    threefold: Command, config: Path, run: Path, damage: Callable[[Path], None]
-) -> None:
+def test_a_run_replaces_no_checkpoint_that_is_damaged(config: Path, run: Path, damage: Callable[[Path], None]) -> None:
     damage(run)
     before = content(run)
-    ended = threefold("train", config, "--run-dir", run)
+    ended = train(config, "--run-dir", run)
     assert ended.status == 2
     assert f"{path_of(run, 2)}" in ended.error
     assert "a run that begins anew would replace it; choose another --run-dir" in ended.error
@@ -89,31 +93,42 @@ def test_a_run_replaces_no_checkpoint_that_is_damaged(
 
 
 @pytest.mark.parametrize("name", ["step_00000002", "step_00000002.partial", "step_00000001.replaced"])
-def test_a_run_deletes_no_file_of_a_folder_that_no_run_has_used(
-    threefold: Command, config: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_run_deletes_no_file_of_a_folder_that_no_run_has_used(config: Path, tmp_path: Path, name: str) -> None:
     mine = tmp_path / "mine" / FOLDER / name / "notes.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("Mine.")
-    ended = threefold("train", config, "--run-dir", tmp_path / "mine")
+    ended = train(config, "--run-dir", tmp_path / "mine")
     assert ended.status == 2
     assert str(mine.parent) in ended.error
     assert content(tmp_path / "mine") == {f"{FOLDER}/{name}/notes.txt": b"Mine."}
 
 
-def test_a_folder_of_another_program_is_not_one_that_a_run_has_used(
-    threefold: Command, config: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_another_program_is_not_one_that_a_run_has_used(config: Path, tmp_path: Path) -> None:
     """Its `checkpoints` and `logs` do not make its config and its log ours."""
     folder = tmp_path / "project"
     for name in ("checkpoints/epoch=3.ckpt", "logs/today.txt", "train.log"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("Mine.")
     before = content(folder)
-    ended = threefold("train", config, "--run-dir", folder)
+    ended = train(config, "--run-dir", folder)
     assert ended.status == 2
     assert "which no run has used and whose train.log the run would replace" in ended.error
     assert content(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("callback", "name"), [("csv_log", "metrics.csv"), ("{name: csv_log, path: my.csv}", "my.csv")]
+)
+def test_a_table_of_a_folder_that_no_run_has_used_is_not_replaced(
+    config: Path, tmp_path: Path, callback: str, name: str
+) -> None:
+    mine = tmp_path / "project" / name
+    mine.parent.mkdir()
+    mine.write_text("Mine.")
+    ended = train(config, "--run-dir", mine.parent, "--set", f"train.callbacks=[{callback}]")
+    assert ended.status == 2
+    assert f"which no run has used and whose {name} the run would replace" in ended.error
+    assert content(mine.parent) == {name: b"Mine."}
 
 
 def test_what_a_killed_run_began_to_write_is_no_checkpoint(run: Path, tmp_path: Path) -> None:
@@ -144,7 +159,7 @@ def test_a_checkpoint_behind_a_link_is_kept_when_it_is_pruned(run: Path, tmp_pat
 
 @pytest.mark.parametrize("kind", ["a file", "a link to nothing"])
 def test_a_place_for_checkpoints_that_is_no_folder_is_told_before_the_first_step(
-    threefold: Command, config: Path, tmp_path: Path, kind: str
+    config: Path, tmp_path: Path, kind: str
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -152,7 +167,7 @@ def test_a_place_for_checkpoints_that_is_no_folder_is_told_before_the_first_step
         (run / FOLDER).write_text("Mine.")
     else:
         (run / FOLDER).symlink_to(tmp_path / "nowhere")
-    ended = threefold("train", config, "--run-dir", run)
+    ended = train(config, "--run-dir", run)
     assert ended.status == 2
     assert f"{run / FOLDER} is " in ended.error
     assert "the run's checkpoints go there" in ended.error
@@ -161,7 +176,7 @@ def test_a_place_for_checkpoints_that_is_no_folder_is_told_before_the_first_step
 
 @pytest.mark.parametrize("kind", ["packed", "separate", "no eod", "valid", "mixture"])
 def test_documents_of_one_token_are_told_before_a_rank_starts(
-    threefold: Command, config: Path, small_run: Run, tmp_path: Path, kind: str
+    config: Path, small_run: Run, tmp_path: Path, kind: str
 ) -> None:
     known = Tokenizer.from_file(str(small_run.data / "tokenizer.json"))
     documents: list[list[int]] = [[] for _ in range(600)]
@@ -181,7 +196,7 @@ def test_documents_of_one_token_are_told_before_a_rank_starts(
         more += ["--set", "data.path=null", "--set", f"data.mixture={{{small_run.data}: 1, {data}: 1}}"]
     else:
         more += ["--set", f"data.path={data}"]
-    ended = threefold("train", config, "--run-dir", tmp_path / "run", *more)
+    ended = train(config, "--run-dir", tmp_path / "run", *more)
     name = "valid" if kind == "valid" else "train"
     assert ended.status == 2
     assert f"{data}, where no token of the {name} split counts for the loss" in ended.error

@@ -101,9 +101,9 @@ def end_tokens(folder: Path, prefix: str = "") -> list[int]:
 
 
 def carried_by(checkpoint: Path) -> dict[str, str]:
-    """The tokenizer and those of a checkpoint's files, by their names in it."""
-    paths = [*checkpoint.glob(TOKENIZER), *sorted(checkpoint.glob(f"{PREFIX}*"))]
-    return {path.name: path.read_text(encoding="utf-8") for path in paths}
+    """The tokenizer and those of a checkpoint's files, by their names in it; no others, such as Python."""
+    paths = [checkpoint / name for name in (TOKENIZER, *sorted(PREFIX + name for name in CARRIED))]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths if os.path.lexists(path)}
 
 
 def write_texts(checkpoint: Path, folder: Path) -> list[str]:

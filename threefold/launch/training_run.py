@@ -312,7 +312,7 @@ def prepare_training(
     if launched is not None and launched.attempt:
         resume = resume or "auto"
     if launched is None or launched.rank == 0:  # to the other ranks, rank 0 would look like another run
-        _require_no_foreign(run_dir)
+        _require_no_foreign(run_dir, config)
         require_free(run_dir)
     if launched is None:
         require_room(Layout.of(config.parallel).world_size)
@@ -366,12 +366,14 @@ def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
     return f"Stopped by a callback after step {step:,}{where}: {reason}."
 
 
-def _require_no_foreign(run_dir: Path) -> None:
+def _require_no_foreign(run_dir: Path, config: Config) -> None:
     """Check that a folder which no run has used has no files that the run would overwrite."""
     from threefold.train.callbacks import loss_curve, metrics, step_log
+    from threefold.train.callbacks.registry import files_of
     from threefold.train.recovery import goodput
 
-    replaced = (CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE, goodput.FILE)
+    replaced = [CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE, goodput.FILE]
+    replaced += files_of(config.train.callbacks or ())
     found = [name for name in replaced if os.path.lexists(run_dir / name)]
     if found and not _is_used(run_dir):
         raise UserError(

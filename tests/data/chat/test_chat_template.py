@@ -9,6 +9,10 @@ MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content"
 
 ENDLESS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops over a list": "{% set all = range(99999)|list %}{% for a in all %}"
+    "{% for b in all %}{% endfor %}{% endfor %}",
+    "filtered loops over a list": "{% set all = range(99999)|list %}{% for a in all %}"
+    "{% for b in all if b < 0 %}{% endfor %}{% endfor %}",
     "loops that pass nothing": "{% for a in range(99999) if range(99999)|sum < 0 %}{% endfor %}",
     "filtered loops": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",

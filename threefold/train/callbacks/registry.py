@@ -5,6 +5,7 @@ group `threefold.callbacks`; or a class that an import path names, which needs n
 """
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Final
@@ -56,6 +57,15 @@ def check_names(entries: Sequence[Entry]) -> None:
             kind = _load(name)
             require_packages(kind, f"{CALLBACKS.setting} has {shown(name)}")
             _check_arguments(kind, name, arguments)
+
+
+def files_of(entries: Sequence[Entry]) -> list[str]:
+    """The files in the run's folder that built-in callbacks of `train.callbacks` begin anew: their argument `path`."""
+    found = []
+    for name, arguments in map(_parsed, entries):
+        if name in _CHOSEN and (parameter := inspect.signature(_load(name)).parameters.get("path")):
+            found.append(str(arguments.get("path", parameter.default)))
+    return [path for path in found if not os.path.isabs(path)]
 
 
 def import_always() -> None:
