@@ -172,14 +172,26 @@ class Counted(Part):
 
 
 class HeldTensor(Part):
-    """Adds a running mean that is a plain attribute."""
+    """Adds a running mean that is a plain attribute, which its first forward pass makes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.held: Tensor | None = None
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        mean = x.detach().mean((0, 1))
+        self.held = mean if self.held is None else 0.9 * self.held.to(x) + 0.1 * mean
+        return x * self.gain + self.held
+
+
+class KeptTensor(Part):
+    """Adds a tensor that its constructor keeps as a plain attribute."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.held = torch.zeros(WIDTH)
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
-        self.held = 0.9 * self.held.to(x) + 0.1 * x.detach().mean((0, 1))
         return x * self.gain + self.held
 
 
@@ -281,6 +293,7 @@ PARTS: dict[str, Callable[[str], nn.Module]] = {
     "samples seen": SamplesSeen,
     "counter": Counted,
     "held tensor": HeldTensor,
+    "kept tensor": KeptTensor,
     "noted": Noted,
     "cached": Cached,
     "F.dropout": TorchDrawn,

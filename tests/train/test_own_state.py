@@ -8,47 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import own_state_models
-from tests.train.support import Run, steps_of, train_rank
+from tests.support.own_state_models import WIDTH
+from tests.support.own_state_runs import losses, micro_batches, run_of
+from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors_alone, stored_names, stored_tensors
-from threefold.config import Config, resolve
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
-
-
-class StateRun(Run):
-    """A run of a model with a part that keeps state, on rows of its own; `data` is the name of the part."""
-
-    @property
-    def config(self) -> Config:
-        file = own_state_models.__file__
-        given = {
-            "data": {"path": f"{file}:Sums", "sequence_length": own_state_models.LENGTH, "split": "80,20"},
-            "model": {
-                "architecture": "own",
-                "file": f"{file}:{'Cut' if str(self.data) == 'split statistics' else 'Model'}",
-                "vocab_size": own_state_models.WORDS,
-                "arguments": {"kind": str(self.data)},
-            },
-            "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp},
-            "train": {"max_steps": self.steps, "global_batch_size": 8, "eval_every": 0, "device": "cpu"},
-            "optimizer": {"lr": 1e-2, "eps": 1e-5, "warmup_steps": 2, "decay_steps": 20},
-            "checkpoint": {"every": 0},
-            "log": {"every": 2},
-        }
-        for key, value in self.set:
-            section, name = key.split(".")
-            given.setdefault(section, {})[name] = value
-        return resolve(Config.model_validate(given), own_state_models.WORDS)
-
-
-def run_of(kind: str, **changes: object) -> StateRun:
-    return StateRun(Path(kind)).but(**changes)
-
-
-def losses(folder: Path) -> list[float]:
-    return [step["loss"] for step in steps_of(folder).values()]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -62,10 +28,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
     load_tensors_alone(found, checkpoint.path)
     return found
-
-
-def micro_batches(count: int) -> tuple[tuple[str, object], ...]:
-    return (("train.gradient_accumulation_steps", count),)
 
 
 def drawn_rank(run: Run, folder: Path, resume: bool = False) -> str:
@@ -91,7 +53,7 @@ def test_a_running_mean_is_that_of_one_process_and_resumes_bit_for_bit(pool, tmp
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert expected["model.blocks.1.part.updates"] == 4
     assert "model.blocks.0.part.scratch" not in expected
-    assert not torch.equal(expected["model.blocks.0.part.size"], torch.ones(own_state_models.WIDTH))
+    assert not torch.equal(expected["model.blocks.0.part.size"], torch.ones(WIDTH))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=("dp2 in 2 micro-batches", "tp2 pp2", "dp2 zero3"))

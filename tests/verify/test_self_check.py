@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support import own_state_models
+from tests.support.own_state_runs import StateRun, losses, micro_batches, run_of
 from tests.train.support import train
-from tests.train.test_own_state import StateRun, losses, micro_batches, run_of
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 from threefold.verify.self_check import FILE, self_check
@@ -60,10 +60,11 @@ DEPARTING = {
     "numpy": {"pp": 2},
     "counter": {},
     "held tensor": {"set": ALONE},
+    "kept tensor": {"set": ALONE},
 }
 """Part of the model → the layout in which it is refused."""
 SENTENCES = {
-    "variance": "the buffer of blocks.0.part.variance, step 2",
+    "variance": "the buffer of blocks.0.part.variance, step 1",
     "unkeyed weights": "the initial weight of blocks.0.part.gain (",
     "split statistics": "the gradient of embed.weight, step 1",
     "random": "own_state_models.py:Model: 'blocks.0.part' draws from random, whose numbers depend on the layout",
@@ -71,6 +72,7 @@ SENTENCES = {
     "numpy": "own_state_models.py:Model: 'blocks.0.part' draws from numpy.random, whose numbers depend on the layout",
     "counter": "The attribute 'calls' of 'blocks.0.part' is no buffer, forward changes it and the loss depends on it",
     "held tensor": "The attribute 'held' of 'blocks.0.part' is no buffer, forward changes it and the loss depends on",
+    "kept tensor": "'blocks.0.part' keeps the tensor 'held' as a plain attribute",
 }
 
 

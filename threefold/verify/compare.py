@@ -116,9 +116,9 @@ class Comparison:
             self._add(WEIGHT, held.name, step + 1, largest((got - held.of(whole)) / allowance))
 
     def buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
-        """Compare the persistent buffers after a step (from 0), the last, which every rank holds whole."""
+        """Compare the persistent buffers after a step (from 0), which every rank holds whole."""
         for name, got in buffers.items():
-            expected = self.expected.buffers.get(name)
+            expected = self.expected.buffers[step].get(name)
             if expected is not None and expected.is_floating_point() and expected.shape == got.shape:
                 finite = expected.isfinite()  # a mask may be of infinite ones
                 parts = got.masked_fill(~finite, 0.0), expected.masked_fill(~finite, 0.0)

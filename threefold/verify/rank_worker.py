@@ -79,7 +79,7 @@ def run_rank(
         if config.optimizer.name in BUILT_IN:  # those of others may change what they are given
             comparison.clipped(step, gradients_of(engine))
         comparison.weights(step, weights_of(engine))
-    comparison.buffers(steps - 1, stored_buffers(engine.stages))
+        comparison.buffers(step, stored_buffers(engine.stages))
     cut = frozenset(axis for entry in engine.model.weights for axis in axes_of(entry.parameter))
     errors = comparison.errors if second is None else comparison.errors + second_errors(source, *second, mesh, folder)
     return RankReport(errors, list(held.values()), sent, cut)

@@ -50,7 +50,7 @@ class Trace:
         losses, norms: each step's loss, and gradient norm before the clip.
         gradients: each step's gradients of the parameters that are trained, before the clip and the update.
         weights: the weights after each step.
-        buffers: the persistent buffers after the last step.
+        buffers: the persistent buffers after each step.
         leverage: how far the updates of all steps together move each weight per relative error in the gradients.
         coefficients: what the clip multiplied the gradients of each step by.
         evaluations: step → the loss of its batch in evaluation mode, before the update.
@@ -66,7 +66,7 @@ class Trace:
     coefficients: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
     limit: float = 0.0
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
         """Write it for the ranks of the layouts."""
@@ -138,13 +138,14 @@ class OneProcess:
             trace.coefficients.append(1.0)
             self._put_back(before)
         trace.weights.append(_copies(parameters))
+        trace.buffers.append(self._persistent_buffers())
 
-    def persistent_buffers(self) -> dict[str, Tensor]:
-        """The persistent buffers as they are, by their names in the whole model."""
+    def _persistent_buffers(self) -> dict[str, Tensor]:
+        """Return copies of the persistent buffers, by their names in the whole model."""
         found: dict[str, Tensor] = {}
         for prefix, module in self.model.named_modules():
             for name, buffer in persistent_buffers(module):
-                found[self.plan.whole_name(f"{prefix}.{name}" if prefix else name)] = buffer
+                found[self.plan.whole_name(f"{prefix}.{name}" if prefix else name)] = buffer.clone()
         return found
 
     @torch.no_grad()
@@ -199,7 +200,6 @@ def one_process(
     run = OneProcess(make_model, plan, config, loss, clip_share)
     for step in range(steps):
         run.step(rows.batch(config, step), step, evaluates=step == evaluated_step(steps))
-    run.trace.buffers = run.persistent_buffers()
     return run.trace
 
 
