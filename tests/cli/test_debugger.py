@@ -94,7 +94,7 @@ def terminal(arguments: list[str], folder: Path) -> Iterator[Terminal]:
 
 @pytest.fixture
 def stopping(config_file: Path) -> list[str]:
-    """A run of two ranks, of which the second comes to a `breakpoint()`; a hang is found after two seconds."""
+    """A run of two ranks, of which the second comes to a `breakpoint()`."""
     layers = own_token_model.__file__
     text = Path(layers).read_text()
     head = "    def forward(self, tokens: Tensor, samples: object = None) -> Tensor:\n"
@@ -109,7 +109,7 @@ def stopping(config_file: Path) -> list[str]:
 
 
 def test_one_rank_has_the_terminal(stopping: list[str], tmp_path: Path) -> None:
-    """The others wait for it longer than `train.timeout`, and the run goes on to its end."""
+    """After `c` the run goes on to its end."""
     with terminal([*stopping, "--debug-rank", "1"], tmp_path) as screen:
         screen.read_until("(Pdb) ")
         screen.type("p 1 + 1, __import__('time').sleep(4.5)")
