@@ -179,8 +179,8 @@ class HeldTensor(Part):
         self.held: Tensor | None = None
 
     def forward(self, x: Tensor, samples: object) -> Tensor:
-        mean = x.detach().mean((0, 1))
-        self.held = mean if self.held is None else 0.9 * self.held.to(x) + 0.1 * mean
+        before = torch.zeros(WIDTH) if self.held is None else self.held
+        self.held = 0.9 * before.to(x) + 0.1 * x.detach().mean((0, 1))
         return x * self.gain + self.held
 
 

@@ -64,7 +64,7 @@ DEPARTING = {
 }
 """Part of the model → the layout in which it is refused."""
 SENTENCES = {
-    "variance": "the buffer of blocks.0.part.variance, step 1",
+    "variance": "part.variance, step 1",
     "unkeyed weights": "the initial weight of blocks.0.part.gain (",
     "split statistics": "the gradient of embed.weight, step 1",
     "random": "own_state_models.py:Model: 'blocks.0.part' draws from random, whose numbers depend on the layout",

@@ -108,7 +108,7 @@ def verify_model(
     prepare_fork()
     with verifier(Verification(small, steps, rows, source, full), selection) as check:
         check.run_one_process()
-        return VerifiedModel(tuple(check.verify(spec) for spec in selection.specs))
+        return VerifiedModel(tuple(check.verify(spec, selection.has_second_run(spec)) for spec in selection.specs))
 
 
 def _require_picklable(source: ModelSource) -> None:

@@ -94,7 +94,7 @@ def verify(
         view.begin(check.shapes)
         for spec in selection.specs:
             view.running(spec)
-            view.add(check.verify(spec))
+            view.add(check.verify(spec, selection.has_second_run(spec)))
     view.finish()
     if not view.all_equal:
         raise typer.Exit(1)

@@ -195,7 +195,7 @@ class TableView(View):
             f"{f'clipped to {CLIP_SHARE:g} of the first norm' if config.optimizer.clip_grad_norm else 'no clip'}",
             "equal": f"a relative error of at most {task.tolerance:.0e} in {config.precision.dtype}: initial weights, "
             "and loss, gradients, their norm and weights of each step",
-            "also": _further(task),
+            "also": _further(task, self.selection.second_every),
         }
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(style="bold")
@@ -304,17 +304,19 @@ def _optimizer(config: Config) -> str:
     return f"{optimizer.name}, eps {optimizer.eps:g}" if reads_eps else optimizer.name
 
 
-def _further(task: Verification) -> str:
-    """What is compared beside the steps."""
+def _further(task: Verification, every: int) -> str:
+    """What is compared beside the steps; the second run of every so many-th layout."""
     evaluation, second = "the loss in evaluation mode between gradients and update", task.second
     if second is None:
         return evaluation
     model, data = second.config.model, second.config.data
     drops = model.hidden_dropout > 0 or model.attention_dropout > 0
     features = [*(["dropout"] if drops else []), *(["packed documents"] if data.separate_documents else [])]
+    features.append("a loss scale")
+    which = f" of one layout in {every} (--all: of each)" if every > 1 else ""
     return (
-        f"{evaluation}; a second run with {', '.join([*features, 'a loss scale'])}, a gradient that overflows on one "
-        "rank, a skipped step, and its last step after resuming, from the layout's checkpoint and one process's"
+        f"{evaluation}; a second run{which} with {', '.join(features)}, a gradient that overflows on "
+        "one rank, a skipped step, and its last step after resuming, from the layout's checkpoint and one process's"
     )
 
 

@@ -11,6 +11,8 @@ from threefold.config import Config
 from threefold.errors import UserError
 from threefold.verify.shrunk_config import compose
 
+_SECOND_EVERY = 3
+"""In the default selection, which is to be quick: a second run takes as long as the first."""
 Check = Callable[[Config], None]
 """Raises a `UserError` where a layout's resolved config does not suit the model."""
 
@@ -29,10 +31,21 @@ class UnsupportedLayout:
 
 @dataclass(frozen=True)
 class Selection:
-    """The layouts to verify, and the unsupported ones."""
+    """The layouts to verify, and the unsupported ones.
+
+    Attributes:
+        specs: the layouts.
+        unsupported: those that were left out.
+        second_every: every so many-th of `specs` makes the second run too.
+    """
 
     specs: tuple[LayoutSpec, ...]
     unsupported: tuple[UnsupportedLayout, ...] = ()
+    second_every: int = 1
+
+    def has_second_run(self, spec: LayoutSpec) -> bool:
+        """Whether a layout makes the second run."""
+        return self.specs.index(spec) % self.second_every == 0
 
 
 def products(ranks: int) -> list[Layout]:
@@ -92,7 +105,7 @@ def covering(base: Config, ranks: int, check: Check = suits) -> Selection:
         best = max(found, key=lambda spec: _gain(spec, seen))
         seen |= _meetings(best)
         taken.append(_with_extras(base, best, number, check))
-    return Selection(tuple(taken))
+    return Selection(tuple(taken), second_every=_SECOND_EVERY)
 
 
 def asked_for(base: Config, specs: list[LayoutSpec], check: Check = suits) -> Selection:

@@ -14,7 +14,7 @@ from threefold.train.engine import Engine
 from threefold.train.loss_scale import LossScale
 from threefold.verify.compare import Held
 
-PIECES: Final = PieceSizes(bucket_bytes=1 << 10, norm_elements=16, logits_at_once=1 << 5)
+PIECES: Final = PieceSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
 SHARED_MEMORY: Final = SharedMemorySizes(slot=4 << 10, sharing=2 << 10)
 """Sizes with which the tensors of a shrunk model have several pieces too, of full and of other lengths, so that a
 mistake at the bound of a piece, or in all but the first, is no smaller than in the full model."""

@@ -111,12 +111,19 @@ class Verifier:
         """Unsharded shape of each parameter, in model order."""
         return self._shapes
 
-    def verify(self, spec: LayoutSpec) -> LayoutResult:
-        """Run one layout and compare it with the single process."""
+    def verify(self, spec: LayoutSpec, second_run: bool = True) -> LayoutResult:
+        """Run one layout and compare it with the single process.
+
+        Args:
+            spec: the layout.
+            second_run: whether it makes the second run too.
+        """
         task, started = self.task, time.perf_counter()
         config = compose(task.config, spec)
         try:
-            second = None if task.second is None else (compose(task.second.config, spec), task.second)
+            second = None
+            if task.second is not None and second_run:
+                second = compose(task.second.config, spec), task.second
             reports = self.pool.run(
                 spec.world_size, run_rank, task.source, config, task.rows, task.steps, str(self.folder), second
             )
