@@ -125,8 +125,8 @@ from tests.support.own_token_model import Tiny as Whole
 
 
 class Tiny(Whole):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, vocab_size, max_position_embeddings, blocks=3):
+        super().__init__(vocab_size, max_position_embeddings, blocks=blocks)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not name.startswith(("embed", "blocks.0")) and "norm" not in name)
 """
