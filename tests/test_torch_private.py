@@ -286,7 +286,7 @@ def _meshes() -> list[str]:
 
 def _fsdp() -> list[str]:
     """The same of FSDP: two micro-batches without reduce-scatter, then all that a backward pass ends with."""
-    from threefold.torch_private.distributed import AllGather, ReduceScatter, finish_backward
+    from threefold.torch_private.distributed import AllGather, ReduceScatter, finish_backward, unreduced_gradients
 
     calls: list[str] = []
 
@@ -319,6 +319,8 @@ def _fsdp() -> list[str]:
     wrong = []
     if "all-gather" not in calls or "reduce-scatter" in calls:
         wrong.append("FSDP no longer calls a custom AllGather, or no longer waits with reduce-scatter until it is told")
+    if [tuple(each.shape) for each in unreduced_gradients(module)] != [(4, 4)]:
+        wrong.append("FSDP keeps a whole gradient that waits to be reduced elsewhere than in its parameters")
     module.set_is_last_backward(True)
     module.set_requires_gradient_sync(True)
     finish_backward(module)

@@ -68,7 +68,12 @@ def made(kind: str, mesh: threefold.Mesh, options: dict[str, Any]) -> Any:
 
 
 def weights(model: threefold.DistributedModel, optimizer: threefold.ModelOptimizer) -> dict[str, Tensor]:
-    seen: Any = SimpleNamespace(optimizer=optimizer, mesh=model.mesh, parallelism=model.gradient_step.parallelism)
+    seen: Any = SimpleNamespace(
+        optimizer=optimizer,
+        mesh=model.mesh,
+        model=model.gradient_step.model,
+        parallelism=model.gradient_step.parallelism,
+    )
     return whole_tensors(seen, "master")
 
 

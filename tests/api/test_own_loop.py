@@ -91,7 +91,12 @@ def mean_of(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def whole(model: threefold.DistributedModel, optimizer: threefold.ModelOptimizer, attribute: str) -> Any:
     """An attribute of each parameter, unsharded, of this rank's stages."""
-    seen: Any = SimpleNamespace(optimizer=optimizer, mesh=model.mesh, parallelism=model.gradient_step.parallelism)
+    seen: Any = SimpleNamespace(
+        optimizer=optimizer,
+        mesh=model.mesh,
+        model=model.gradient_step.model,
+        parallelism=model.gradient_step.parallelism,
+    )
     return {name: tensor.clone() for name, tensor in whole_tensors(seen, attribute).items()}
 
 

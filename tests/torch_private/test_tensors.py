@@ -3,7 +3,13 @@
 import torch
 from torch import nn
 
-from threefold.torch_private.tensors import fused_adam_, has_gradient_hooks, has_module_hooks, persistent_buffers
+from threefold.torch_private.tensors import (
+    fused_adam_,
+    has_gradient_hooks,
+    has_module_hooks,
+    persistent_buffers,
+    version_of,
+)
 
 
 def test_fused_adam() -> None:
@@ -43,3 +49,11 @@ def test_persistent_buffers_are_those_of_the_state_dict() -> None:
     module.register_buffer("kept", torch.ones(2))
     module.register_buffer("derived", torch.ones(2), persistent=False)
     assert [name for name, _ in persistent_buffers(module)] == list(module.state_dict()) == ["kept"]
+
+
+def test_a_write_in_place_changes_the_version() -> None:
+    tensor = torch.ones(2)
+    before = version_of(tensor)
+    tensor.mul_(1)
+    assert version_of(tensor) > before, "torch counts what is written to a tensor elsewhere"
+    assert version_of(tensor) == version_of(tensor)

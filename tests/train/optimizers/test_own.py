@@ -201,7 +201,7 @@ def test_verify_knows_it_and_finds_one_that_needs_whole_matrices(
     }
     config.write_text(yaml.safe_dump(sections))
     good = threefold("verify", config, "--layouts", "tp2", "--dtype", "fp64")
-    assert good.status == 0, good.output + good.errors
+    assert good.status == 0, good.output + good.error
     sections["optimizer"]["name"] = f"{file}:ByNorm"
     config.write_text(yaml.safe_dump(sections))
     bad = threefold("verify", config, "--layouts", "tp2", "--dtype", "fp64")

@@ -73,11 +73,11 @@ class OwnOptimizer(UpdateRule):
         others = [self._updated.of(entry) for entry in self.entries if not entry.decays]
         groups = ((decayed, config.weight_decay), (others, 0.0))
         self._torch = _make(config, [(params, decay) for params, decay in groups if params]) if self.entries else None
-        self._awaited: dict[str, dict[str, _State]] = {}
-        """By parameter, the state that a checkpoint is to fill."""
+        self._given: dict[str, dict[str, _State]] = {}
+        """By parameter, the state that `state` gave, which a checkpoint may fill until the next step."""
 
     def step(self, lr: float) -> None:
-        self._awaited = {}  # no checkpoint has filled it
+        self._given = {}  # no checkpoint has filled it
         if self._torch is None:
             return
         for group in self._torch.param_groups:
@@ -87,29 +87,27 @@ class OwnOptimizer(UpdateRule):
         self._updated.keep_shards()
 
     def state(self, entry: Entry) -> Mapping[str, Tensor]:
-        if entry.name not in self._awaited:
-            kept = self._kept(entry)
-            if kept:
-                return {name: self._updated.shard_of_state(entry, _tensor(value)) for name, value in kept.items()}
-            self._awaited[entry.name] = self._expected(entry)
-        return {name: state.tensor for name, state in self._awaited[entry.name].items()}
+        kept = self._kept(entry)
+        if kept or entry.name not in self._given:
+            values = kept or self._of_a_step(entry)
+            self._given[entry.name] = {name: self._state(entry, value) for name, value in values.items()}
+        return {name: state.tensor for name, state in self._given[entry.name].items()}
 
     def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
         if not self._whole:
             return value.dim() == 0
-        awaited = self._awaited.get(entry.name)
-        kept = awaited[state].shape if awaited else _tensor(self._kept(entry)[state]).shape
-        return self._updated.is_replicated(entry, kept)
+        return self._updated.is_replicated(entry, self._given[entry.name][state].shape)
 
     def restored(self) -> None:
         """Take the state that a checkpoint has filled."""
         self._updated.gather_again()
         for entry in self.entries:
-            if self._torch is not None and entry.name in self._awaited:
+            if self._torch is not None and entry.name in self._given:
+                # Numbers and parts of whole tensors were given as copies, which are filled in place of the state.
                 self._torch.state[self._updated.of(entry)] = {
-                    name: self._filled(entry, state) for name, state in self._awaited[entry.name].items()
+                    name: self._filled(entry, state) for name, state in self._given[entry.name].items()
                 }
-        self._awaited = {}
+        self._given = {}
 
     @classmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
@@ -124,15 +122,14 @@ class OwnOptimizer(UpdateRule):
         found: Mapping[str, Any] = self._torch.state.get(self._updated.of(entry), {})
         return {name: value for name, value in found.items() if value is not None}
 
-    def _expected(self, entry: Entry) -> "dict[str, _State]":
-        """The state that the optimizer would have after a step, to be filled."""
+    def _of_a_step(self, entry: Entry) -> Mapping[str, Any]:
+        """Return copies of the state that the optimizer would have after a step, to be filled."""
         scratch = _trial(self.config, torch.zeros_like(self._updated.of(entry), requires_grad=False), entry.decays)
-        states = {}
-        for name, value in scratch.items():
-            number = None if isinstance(value, Tensor) else type(value)
-            tensor = _tensor(value).detach().clone()
-            states[name] = _State(self._updated.shard_of_state(entry, tensor), tensor.shape, number)
-        return states
+        return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in scratch.items()}
+
+    def _state(self, entry: Entry, value: Any) -> "_State":
+        number, tensor = None if isinstance(value, Tensor) else type(value), _tensor(value)
+        return _State(self._updated.shard_of_state(entry, tensor), tensor.shape, number)
 
     def _filled(self, entry: Entry, state: "_State") -> Any:
         if state.number is not None:
