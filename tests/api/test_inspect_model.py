@@ -117,10 +117,11 @@ class TwoTowers(nn.Module):
         self.items = nn.Sequential(nn.Embedding(70, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 
 
-def gpt2() -> nn.Module:
+def gpt2(drop: float = 0.0) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 50, "n_positions": 16}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    rates = {"embd_pdrop": drop, "attn_pdrop": drop, "resid_pdrop": drop}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,12 @@ def gpt2() -> nn.Module:
         (TwoTowers, {"users.0": "Vocab", "items.0": "Vocab", "users.1": "Replicated"}, ""),
         (gpt2, {"transformer.wte": "Vocab", "transformer.wpe": "Replicated"}, ""),
         (
-            lambda: nn.Transformer(12, 2, 2, 2, 20),
+            lambda: gpt2(0.1),
+            {"transformer.wte": "Vocab"},
+            "'transformer.drop' is Dropout(p=0.1), which draws from torch's generator",
+        ),
+        (
+            lambda: nn.Transformer(12, 2, 2, 2, 20, dropout=0.0),
             {
                 "encoder.layers.*.self_attn": "Replicated",
                 "encoder.layers.*.linear1": "Column",
@@ -155,7 +161,7 @@ def gpt2() -> nn.Module:
             "",
         ),
     ],
-    ids=["convolutional", "encoder", "two towers", "GPT-2", "nn.Transformer"],
+    ids=["convolutional", "encoder", "two towers", "GPT-2", "GPT-2 that drops", "nn.Transformer"],
 )
 def test_models_of_any_kind(model: Callable[[], nn.Module], rules: dict[str, str], problem: str) -> None:
     found = t3.inspect(model)
