@@ -17,6 +17,7 @@ from tests.support.sweep import sweep
 from threefold.errors import UserError
 
 RANKS = 3
+NOBODY = 65534
 
 
 def of_rank(scale: float) -> torch.Tensor:
@@ -256,3 +257,50 @@ def torchrun(folder: Path, ranks: str) -> subprocess.CompletedProcess[str]:
     script.write_text(TORCHRUN.format(ranks=ranks))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def opened_by(user: int, processes: list[int]) -> dict[int, str]:
+    """Try, as a user, to list the open files of processes and to open each; what came of it."""
+    answer, to_answer = os.pipe()
+    if (child := os.fork()) == 0:
+        found = []
+        try:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            for process in processes:
+                try:
+                    opened = [number for number in os.listdir(f"/proc/{process}/fd") if opens(process, number)]
+                    found.append(f"{process} opened {opened}")
+                except PermissionError:
+                    found.append(f"{process} refused")
+            os.write(to_answer, "\n".join(found).encode())
+        finally:
+            os._exit(0)
+    os.close(to_answer)
+    with os.fdopen(answer) as text:
+        lines = text.read().splitlines()
+    os.waitpid(child, 0)
+    return {int(process): said for process, _, said in (line.partition(" ") for line in lines)}
+
+
+def opens(process: int, number: str) -> bool:
+    try:
+        os.close(os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_opens_no_pipe_of_the_ranks() -> None:
+    """Values and exceptions of ranks are unpickled from pipes that the ranks inherit, named in /proc alone."""
+    starter = os.getpid()
+
+    def tried() -> tuple[int, dict[int, str], dict[int, str]]:
+        both = [starter, os.getpid()]
+        return os.getpid(), opened_by(NOBODY, both), opened_by(os.getuid(), both)
+
+    for rank, by_another, by_this_user in threefold.spawn(tried, ranks=2):
+        assert by_another == {starter: "refused", rank: "refused"}
+        assert all(found.startswith("opened ['") for found in by_this_user.values())  # so the try can succeed
