@@ -62,8 +62,12 @@ def test_ranks_of_other_hosts_need_no_memory_here(monkeypatch: pytest.MonkeyPatc
 
 def test_an_own_model_needs_its_states_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     own = config({"architecture": "own", "file": f"{own_token_model.__file__}:Tiny"}, dp=2)
-    assert refusal(monkeypatch, 2 * ADAMW * 1000, own, None, 1000) == ""
-    assert "of 2 ranks take" in refusal(monkeypatch, 2 * ADAMW * 1000 - 1, own, None, 1000)
+    assert refusal(monkeypatch, 2 * ADAMW * 1000, own, None, (1000, 1000)) == ""
+    assert "of 2 ranks take" in refusal(monkeypatch, 2 * ADAMW * 1000 - 1, own, None, (1000, 1000))
+    assert (
+        refusal(monkeypatch, 2 * (ADAMW * 10 + 4 * 990), own, None, (1000, 10)) == ""
+    )  # of those frozen, weights alone
+    assert "of 2 ranks take" in refusal(monkeypatch, 2 * (ADAMW * 10 + 4 * 990) - 1, own, None, (1000, 10))
 
 
 def test_a_run_is_refused_before_it_starts(tokens: Path, tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ _TRIED: Final = re.compile(r"(?:tried to allocate|allocate) ([0-9.]+) ?(bytes|[K
 _UNITS: Final = {"bytes": 0, "kib": 1, "mib": 2, "gib": 3, "tib": 4, "pib": 5, "eib": 6}
 
 
-def require_memory(config: Config, launched: LaunchedRank | None, own_parameters: int = 0) -> None:
+def require_memory(config: Config, launched: LaunchedRank | None, own_parameters: tuple[int, int] = (0, 0)) -> None:
     """Check that the states of the ranks of this host fit into its memory, on a CPU; what a step needs beside them is
     not counted.
 
     Args:
         config: resolved.
         launched: this rank, where a launcher started it.
-        own_parameters: how many the model has, where it is the user's own.
+        own_parameters: how many a model of the user's own has, and how many of them are trained.
 
     Raises:
         UserError: they do not.
@@ -45,8 +45,9 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
     )
 
 
-def _states(config: Config, launched: LaunchedRank | None, own_parameters: int) -> int:
+def _states(config: Config, launched: LaunchedRank | None, own_parameters: tuple[int, int]) -> int:
     """Bytes; of an own model, at least."""
+    from threefold.dtypes import DTYPES
     from threefold.plan.model_size import ModelSize, optimizer_states
 
     layout = Layout.of(config.parallel)
@@ -58,7 +59,9 @@ def _states(config: Config, launched: LaunchedRank | None, own_parameters: int) 
             return 0
         each = 2 + min(optimizer_states(config.optimizer, hidden) for hidden in (True, False))
         copies = 1 if config.parallel.zero else layout.dp
-        return own_parameters * each * copies * config.precision.master_itemsize
+        whole, trained = own_parameters
+        frozen = (whole - trained) * DTYPES[config.precision.dtype].itemsize
+        return (trained * each * config.precision.master_itemsize + frozen) * copies
     size = ModelSize(config)
     by_place = {place: size.largest_rank(place).bytes for place in range(layout.pp)}
     return sum(by_place[layout.coordinates(rank).pp] for rank in range(first, min(first + count, layout.world_size)))

@@ -16,8 +16,11 @@ from threefold.parallel.pipeline.stage_map import stage_map
 from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters, check_tensor_axis
 
 
-def check_source(source: ModelSource, config: Config) -> int:
-    """Check that a model and its sharding plan match, before any layout is run; returns the parameter count.
+def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
+    """Check that a model and its sharding plan match, before any layout is run.
+
+    Returns:
+        the number of its parameters, and of those that are trained.
 
     Raises:
         UserError: they do not.
@@ -29,7 +32,8 @@ def check_source(source: ModelSource, config: Config) -> int:
         check_plan(model, plan)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
-    return sum(parameter.numel() for parameter in model.parameters())
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 def check_layout(source: ModelSource, config: Config) -> None:

@@ -139,17 +139,17 @@ def train(
         )
 
 
-def check_division(config: Config, source: ModelSource = ConfigSource()) -> int:  # noqa: B008
+def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008
     """Check, before any process starts, that the layers can be partitioned into stages as a resolved config says, and
     that an own model suits its plan and the layout, and that checkpoints can keep its files.
 
     Returns:
-        the number of parameters of an own model; 0 of another.
+        the number of parameters of an own model, and of those that are trained; zeros for another.
 
     Raises:
         UserError: they cannot, or it does not.
     """
-    parameters = 0
+    parameters = (0, 0)
     if config.model.architecture == OWN:
         parameters = check_source(source, config)
         if config.model.file:
