@@ -37,7 +37,7 @@ MISTAKES = [
     (mistakes.logged_loss_of_one_replica, "dp2", "loss", 1),
     (mistakes.same_mask_on_every_head_shard, "tp2", "gradient", 1),
     (mistakes.biases_decayed, "dp2", "weight", 1),
-    (mistakes.row_bias_added_by_every_rank, "dp2·tp2·pp2", "gradient", 2),
+    (mistakes.row_bias_added_by_every_rank, "dp2·tp2·pp2", "evaluation loss", 2),
 ]
 
 
