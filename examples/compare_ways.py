@@ -320,18 +320,18 @@ def train(way: Way, path: Path, epochs: int) -> dict[str, float]:
     }
 
 
-def run_rank(rank: int, ranks: int, port: int, way: Way, path: Path, epochs: int, result: Path) -> None:
-    """A rank that `spawn` started."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port))
-    run_launched(way, path, epochs, result)
+def run_rank(rank: int, ranks: int, way: Way, path: Path, epochs: int, result: Path) -> None:
+    """A rank that `spawn` started: the ranks meet in a file, as another process may take a port found free."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    meeting = result.with_suffix(".meeting").absolute().as_uri()
+    run_launched(way, path, epochs, result, init_method=meeting, rank=rank, world_size=ranks)
 
 
-def run_launched(way: Way, path: Path, epochs: int, result: Path) -> None:
+def run_launched(way: Way, path: Path, epochs: int, result: Path, **meeting: Any) -> None:
     """A rank that a launcher started."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", **meeting)
     found = train(way, path, epochs)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
@@ -345,13 +345,10 @@ def run_way(way: Way, path: Path, epochs: int, result: Path) -> None:
     elif way.start == "torchrun":
         run_launched(way, path, epochs, result)
     else:
-        import socket
-
         import torch.multiprocessing as mp
 
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        mp.spawn(run_rank, (way.ranks, port, way, path, epochs, result), nprocs=way.ranks)
+        result.with_suffix(".meeting").unlink(missing_ok=True)
+        mp.spawn(run_rank, (way.ranks, way, path, epochs, result), nprocs=way.ranks)
 
 
 # ---- The comparison ---------------------------------------------------------------------------------------------
