@@ -57,7 +57,7 @@ def reports_as_json(config: "Config", reports: "Sequence[DryRunReport]", hardwar
 
 
 def _as_told(report: "DryRunReport") -> dict[str, Any]:
-    """Its numbers, with the peak by the causes of an estimate alone."""
+    """Return the numbers of a report, with the peak by the causes of an estimate alone."""
     told = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
     return {name: value for name, value in told.items() if name not in ("at_peak", "activation_bytes")}
 
