@@ -140,6 +140,30 @@ def test_every_promise_names_a_test_that_exists() -> None:
     assert lost == set()
 
 
+def left_out_by_make_test(file: str, name: str) -> bool:
+    """Whether every case of a test, or of all tests of a file, is marked slow or sweep above it or for the file."""
+    tree = ast.parse((ROOT / file).read_text())
+    marks = [
+        ast.unparse(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)
+    ]
+    tests = [
+        "\n".join([*marks, *(text for node in test.decorator_list if "(" not in (text := ast.unparse(node)))])
+        for test in tree.body
+        if isinstance(test, ast.FunctionDef) and (test.name == name if name else test.name.startswith("test_"))
+    ]
+    return all("mark.slow" in test or "mark.sweep" in test for test in tests)
+
+
+def test_a_promise_says_which_of_its_tests_are_slow() -> None:
+    named = re.findall(
+        r"`(tests/[\w/]+\.py)(?:::(\w+))?`(?! \([^)]*(?:slow|sweep))", (ROOT / "docs/guarantees.md").read_text()
+    )
+    assert len(named) > 40
+    assert [f"{file}::{name}" for file, name in named if left_out_by_make_test(file, name)] == []
+
+
 def test_every_capability_names_tests_that_exist() -> None:
     sections = tomllib.loads((ROOT / "docs/capabilities.toml").read_text())["section"]
     rows = [capability for section in sections for capability in section["capability"]]

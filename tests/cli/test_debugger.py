@@ -121,6 +121,16 @@ def test_one_rank_has_the_terminal(stopping: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("typed", ["q\n", ""], ids=["quit", "end of input"])
+def test_a_debugger_that_is_quit_ends_the_run(stopping: list[str], tmp_path: Path, typed: str) -> None:
+    """In a sentence, and without a restart."""
+    asked = [*stopping, "--debug-rank", "1", "--set", "train.max_restarts=1"]
+    ended = subprocess.run(asked, cwd=tmp_path, input=typed, text=True, capture_output=True, timeout=LONGEST)
+    assert ended.returncode == 2
+    assert ended.stderr == "Error: The debugger on rank 1 was quit, which ends the run; type c to go on with it.\n"
+
+
+@pytest.mark.slow
 def test_without_it_the_sentence_says_how(stopping: list[str], tmp_path: Path) -> None:
     ended = subprocess.run(
         stopping, cwd=tmp_path, stdin=subprocess.DEVNULL, text=True, capture_output=True, timeout=LONGEST

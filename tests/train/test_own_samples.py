@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config.loading import config_of
 from threefold.data.dataset import open_dataset
+from threefold.data.formats.nested_samples import NestedSamples
 from threefold.data.loader import Loader, Share
 from threefold.data.map_dataset import DataLoader
 from threefold.errors import UserError
@@ -96,6 +98,7 @@ shapes = Rows(lambda index: {"x": torch.zeros(1 + index)})
 text = Rows(lambda index: {"x": torch.zeros(1), "name": "a"})
 missing = Rows(lambda index: {}["x"])
 tokens = Rows(lambda index: (torch.arange(4), torch.arange(4)))
+more = Rows(lambda index: {"x": [0, {"y": 1.5, **({"late": 1} if index == 3 else {})}]})
 named = Rows(lambda index: {"tokens": torch.arange(4), "labels": torch.arange(4), "kind": index})
 """
 
@@ -148,6 +151,16 @@ def test_a_key_beside_tokens_and_labels_reaches_an_own_model(file: Path) -> None
 def test_wrong_samples(file: Path, name: str, sentence: str) -> None:
     with pytest.raises(UserError, match=rf"^data\.path is .*{sentence}"):
         loader_of(file, name).batch(0)
+
+
+def test_a_key_that_the_first_of_a_batch_lacks_is_not_lost(file: Path) -> None:
+    sections = {"data": {"path": f"{file}:more", "split": "1"}, "model": {"architecture": "own"}}
+    samples = open_dataset(config_of(sections)).samples("train")
+    assert isinstance(samples, NestedSamples)
+    assert samples.batch(np.array([0, 2]))["x"][1]["y"].tolist() == [1.5, 1.5]
+    sentence = r"one batch \(ValueError: sample 3 has 'late', and sample 0 has not\); give all the same nesting, keys"
+    with pytest.raises(UserError, match=sentence):
+        samples.batch(np.array([0, 3]))
 
 
 def test_they_are_not_mixed(file: Path) -> None:

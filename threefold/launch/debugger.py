@@ -2,6 +2,7 @@
 
 import os
 import sys
+from bdb import BdbQuit
 from typing import Any, NoReturn
 
 from threefold.errors import UserError
@@ -26,3 +27,10 @@ def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
         raise UserError(f"breakpoint() is called on rank {rank}, whose process has no terminal; {how}.")
 
     sys.breakpointhook = refuse
+
+
+def told_quit(error: BaseException, rank: int) -> BaseException:
+    """Return the sentence for a debugger that was quit; any other error as it is."""
+    if BdbQuit not in (type(error), type(error.__cause__)):
+        return error
+    return UserError(f"The debugger on rank {rank} was quit, which ends the run; type c to go on with it.")

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from threefold.comm.heartbeat import Heartbeat, RunSection
 from threefold.errors import UserError
-from threefold.launch.debugger import set_debugger
+from threefold.launch.debugger import set_debugger, told_quit
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
 from threefold.launch.hangs.local import INTERVAL, LocalWatch, SharedPages
 from threefold.launch.output import log_file
@@ -168,7 +168,8 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, 
             store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
             result = work(job, replace(info, asked=asked, heartbeat=heartbeat), store)
         report.send(result)
-    except BaseException as error:
+    except BaseException as raised:
+        error = told_quit(raised, info.rank)
         report.send(from_exception(info.rank, error))
         write_traceback(job, info.rank, error)
         # no clean-up: a collective that waits for a lost rank would block it

@@ -81,7 +81,9 @@ def test_the_json_document(threefold, config: Path) -> None:
     document = json.loads(output)
     (rank,) = document["ranks"]
     assert (document["world_size"], rank["rank"], rank["coordinates"]["pp"]) == (4, 3, 1)
-    assert rank["peak_bytes"] == document["peak_bytes"] == sum(rank["at_peak"].values())
+    assert rank["peak_bytes"] == document["peak_bytes"] == sum(rank["causes"].values())
+    assert list(rank["causes"]) == ["weights", "gradients", "optimizer", "activations", "fragmentation"]
+    assert not {"at_peak", "activation_bytes"} & rank.keys()  # the same words for other bytes
     assert {each["axis"] for each in rank["collectives"]} == {"tp", "pp", "tie", "world"}
     assert rank["flops"] > 0
 

@@ -48,12 +48,18 @@ def reports_as_json(config: "Config", reports: "Sequence[DryRunReport]", hardwar
         "layout": asdict(Layout.of(config.parallel)),
         "world_size": Layout.of(config.parallel).world_size,
         "peak_bytes": largest,
-        "ranks": [{**asdict(report), "causes": {**report.causes, "fragmentation": 0}} for report in reports],
+        "ranks": [_as_told(report) for report in reports],
     }
     if hardware is not None:
         document["hardware"] = hardware.name
         document["fits"] = largest <= _usable(hardware)
     return json.dumps(document, indent=2)
+
+
+def _as_told(report: "DryRunReport") -> dict[str, Any]:
+    """Return the numbers of a report, with the peak by the causes of an estimate alone."""
+    told = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
+    return {name: value for name, value in told.items() if name not in ("at_peak", "activation_bytes")}
 
 
 def _amounts(report: "DryRunReport") -> tuple[int, ...]:

@@ -58,11 +58,13 @@ class NestedSamples:
         numbers = [int(number) for number in self.chosen[indices]]
         samples = [self._read(number) for number in numbers]
         try:
+            for number, sample in zip(numbers[1:], samples[1:], strict=True):
+                _check_keys(sample, samples[0], number, numbers[0])
             batch = default_collate(samples)
         except Exception as error:
             raise UserError(
                 f"data.path is {shown(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
-                f"put into one batch ({_told(error)}); give all the same nesting and shapes, padded say."
+                f"put into one batch ({_told(error)}); give all the same nesting, keys and shapes, padded say."
             ) from error
         if kind := _wrong_leaf(batch):
             raise UserError(
@@ -79,6 +81,22 @@ class NestedSamples:
                 f"data.path is {shown(self.path)}, whose sample {number:,} cannot be read ({_told(error)}); "
                 "correct its __getitem__."
             ) from error
+
+
+def _check_keys(sample: Any, first: Any, number: int, first_number: int) -> None:
+    """Check that a sample has no key that the first of its batch lacks: `default_collate` takes the first's alone.
+
+    Raises:
+        ValueError: it has one.
+    """
+    if isinstance(sample, Mapping) and isinstance(first, Mapping):
+        if more := [key for key in sample if key not in first]:
+            raise ValueError(f"sample {number:,} has {more[0]!r}, and sample {first_number:,} has not")
+        for key, value in sample.items():
+            _check_keys(value, first[key], number, first_number)
+    elif isinstance(sample, tuple | list) and isinstance(first, tuple | list):
+        for value, other in zip(sample, first, strict=False):
+            _check_keys(value, other, number, first_number)
 
 
 def _wrong_leaf(batch: Any) -> str | None:

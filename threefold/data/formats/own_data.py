@@ -77,7 +77,10 @@ class OwnData:
         if for_own_model and is_nested(path):
             return cls(path, parts, vocab_size or 1, is_nested=True)
         if unknown := _unknown_keys(_first(parts)):
-            raise UserError(f"{_SETTING} is {shown(path)}, whose samples have {unknown}.")
+            raise UserError(
+                f"{_SETTING} is {shown(path)}, whose samples have {unknown}, which a built-in model does not know; "
+                "leave them out, or train a model of your own, which gets all keys."
+            )
         if vocab_size is None:
             otherwise = ", or return mappings if its samples are no tokens" if for_own_model else ""
             raise UserError(
@@ -140,17 +143,14 @@ def _first(parts: Mapping[str, Any]) -> Any:
 
 
 def _unknown_keys(sample: Any) -> str:
-    """The keys of a sample with tokens and labels that would be lost, and what to do; empty where there is none."""
+    """The keys of a sample with tokens and labels that a pair of these loses, in words; empty where there is none."""
     if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
         return ""
     others = [repr(key) for key in sample if key not in ("tokens", "labels")]
     if not others:
         return ""
     named = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-    return (
-        f"the key{'s' if len(others) > 1 else ''} {named} beside 'tokens' and 'labels', which a built-in model does "
-        "not know; leave them out, or train a model of your own, which gets all keys"
-    )
+    return f"the key{'s' if len(others) > 1 else ''} {named} beside 'tokens' and 'labels'"
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +206,7 @@ class OwnSamples(SingleCorpus):
                 "ids, or one sequence."
             ) from error
         if unknown:
-            raise UserError(f"{begin} has {unknown}.")
+            raise UserError(f"{begin} has {unknown}, which the first sample lacks; give all samples the same keys.")
         if not 0 < len(tokens) <= self.sequence_length:
             raise UserError(
                 f"{begin} has {len(tokens)} tokens but must have 1 to data.sequence_length {self.sequence_length}; cut "
