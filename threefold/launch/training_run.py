@@ -107,7 +107,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
         check_optimizer(config.optimizer)
     launched, named, fallbacks = joined_rank() or find_launched_rank(), "", fallbacks_of(config)
     if launched:
-        config, named = in_world(config, fallbacks, launched.world_size)
+        config, named = in_world(config, fallbacks, launched.world_size, launched.variables)
         fallbacks = ()  # the launcher starts the ranks
     local_world_size = launched.local_world_size if launched else Layout.of(config.parallel).world_size
     if config.train.device == "cuda":
