@@ -46,7 +46,10 @@ def test_slurm_ranks_are_checked_too(config_file: Path, tmp_path: Path) -> None:
         timeout=300,
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith("Error: The layout dp 1 · tp 1 · pp 1 needs 1 ranks but the world has 2;")
+    assert ended.stderr == (
+        "Error: The layout dp 1 · tp 1 · pp 1 needs 1 rank but the world has 2 (SLURM_PROCID=0 and SLURM_NTASKS=2 are "
+        "set, which `env -u SLURM_STEP_ID COMMAND` is without); set parallel.dp to 2 or start 1 rank.\n"
+    )
 
 
 def processes_of(run: Path) -> dict[int, int]:

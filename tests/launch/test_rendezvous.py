@@ -165,6 +165,15 @@ def test_a_rank_outside_of_its_world_is_refused(config_file: Path) -> None:
     )
 
 
+def test_leftover_variables_are_named_where_the_layout_has_another_number_of_ranks(config_file: Path) -> None:
+    ended = ready.run(train(config_file, "parallel.dp=1"), env=leftover(1, free_port()), timeout=100)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "Error: The layout dp 1 · tp 1 · pp 1 needs 1 rank but the world has 2 (RANK=1 and WORLD_SIZE=2 are set, which "
+        "`env -u RANK -u WORLD_SIZE COMMAND` is without); set parallel.dp to 2 or start 1 rank.\n",
+    )
+
+
 def test_a_mistake_is_told_where_rank_zero_is_not_there_to_tell(config_file: Path) -> None:
     ended = ready.run(train(config_file, "train.max_stepps=1"), env=leftover(1, free_port()), timeout=100)
     assert ended.returncode == 2

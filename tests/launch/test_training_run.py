@@ -87,12 +87,12 @@ def test_a_run_replaces_no_checkpoint_that_is_damaged(config: Path, run: Path, d
     ended = train(config, "--run-dir", run)
     assert ended.status == 2
     assert f"{path_of(run, 2)}" in ended.error
-    assert "a run that begins anew would replace it; choose another --run-dir" in ended.error
+    assert "a run that begins anew would write over it or beside it; choose another --run-dir" in ended.error
     assert ended.error.count("\n") == 1
     assert content(run) == before
 
 
-@pytest.mark.parametrize("name", ["step_00000002", "step_00000002.partial", "step_00000001.replaced"])
+@pytest.mark.parametrize("name", ["step_00000002", "step_00000002.partial", "step_00000001.replaced", "step_last"])
 def test_a_run_deletes_no_file_of_a_folder_that_no_run_has_used(config: Path, tmp_path: Path, name: str) -> None:
     mine = tmp_path / "mine" / FOLDER / name / "notes.txt"
     mine.parent.mkdir(parents=True)

@@ -65,7 +65,8 @@ def init_mesh(
         if joined:
             layout = _layout(dp, tp, pp, cp, ep, dist.get_world_size())
         else:
-            layout = _layout(dp, tp, pp, cp, ep, launched.world_size if launched else None)
+            size, because = (launched.world_size, launched.variables) if launched else (None, "")
+            layout = _layout(dp, tp, pp, cp, ep, size, because)
             _start(launched, device)
     _agree(layout)
     where = _device_of_group()
@@ -89,8 +90,11 @@ def _check_sizes(dp: int | None, tp: int, pp: int, cp: int, ep: int) -> None:
             raise UserError(f"{name} is {size!r} but must be a whole number of ranks; use {name}=1.")
 
 
-def _layout(dp: int | None, tp: int, pp: int, cp: int, ep: int, world_size: int | None) -> Layout:
+def _layout(dp: int | None, tp: int, pp: int, cp: int, ep: int, world_size: int | None, because: str = "") -> Layout:
     """The layout for a world of so many ranks; None for a process that no launcher started.
+
+    Args:
+        because: as of `Layout.require_world`.
 
     Raises:
         UserError: there is none.
@@ -105,7 +109,7 @@ def _layout(dp: int | None, tp: int, pp: int, cp: int, ep: int, world_size: int 
             f"The layout {layout} needs {ranks} ranks but this process is alone; start it with `torchrun "
             f"--nproc-per-node {ranks} SCRIPT.py`, or call threefold.run(FUNCTION, ranks={ranks})."
         )
-    layout.require_world(world_size or 1)
+    layout.require_world(world_size or 1, because)
     return layout
 
 

@@ -73,24 +73,28 @@ class Layout:
     def world_size(self) -> int:
         return prod(self.shape)
 
-    def require_world(self, world_size: int) -> None:
+    def require_world(self, world_size: int, because: str = "") -> None:
         """Check that `world_size` is the number of ranks of this layout.
+
+        Args:
+            because: what says that the world has so many, with how to start alone; empty where the caller knows.
 
         Raises:
             UserError: it is not.
         """
         if world_size == self.world_size:
             return
-        fixed = self.tp * self.pp * self.cp
+        fixed, why = self.tp * self.pp * self.cp, f" ({because})" if because else ""
         if world_size % fixed:
             nearest = max(1, round(world_size / fixed)) * fixed
             product = "tp · pp" if self.cp == 1 else "tp · pp · cp"
             raise UserError(
-                f"The world has {world_size} ranks, not a multiple of {product} = {fixed}; start {nearest} ranks."
+                f"The world has {_ranks(world_size)}{why}, not a multiple of {product} = {fixed}; start "
+                f"{_ranks(nearest)}."
             )
         raise UserError(
-            f"The layout {self} needs {self.world_size} ranks but the world has {world_size}; "
-            f"set parallel.dp to {world_size // fixed} or start {self.world_size} ranks."
+            f"The layout {self} needs {_ranks(self.world_size)} but the world has {world_size}{why}; "
+            f"set parallel.dp to {world_size // fixed} or start {_ranks(self.world_size)}."
         )
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -158,3 +162,7 @@ class Layout:
         return f"dp {self.dp} · tp {self.tp} · pp {self.pp}" + "".join(
             f" · {axis} {self.size(axis)}" for axis in ("cp", "ep") if self.size(axis) > 1
         )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

@@ -60,7 +60,7 @@ class InferenceRun:
         trained.tokenizer()
         launched = find_launched_rank()
         if launched:
-            layout.require_world(launched.world_size)
+            layout.require_world(launched.world_size, launched.variables)
         local_world_size = launched.local_world_size if launched else layout.world_size
         return cls(trained, layout, dtype, choose_device(device, dtype, local_world_size))
 

@@ -107,7 +107,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
         check_optimizer(config.optimizer)
     launched, named, fallbacks = joined_rank() or find_launched_rank(), "", fallbacks_of(config)
     if launched:
-        config, named = in_world(config, fallbacks, launched.world_size)
+        config, named = in_world(config, fallbacks, launched.world_size, launched.variables)
         fallbacks = ()  # the launcher starts the ranks
     local_world_size = launched.local_world_size if launched else Layout.of(config.parallel).world_size
     if config.train.device == "cuda":
@@ -389,7 +389,7 @@ def _is_used(run_dir: Path) -> bool:
 
 
 def _require_no_checkpoints(run_dir: Path) -> None:
-    """Check that a run which begins anew finds no checkpoint, complete or not, that it would replace.
+    """Check that a run which begins anew finds nothing named like a checkpoint, by whatever program.
 
     What a run has begun to write and not completed is no loss.
 
@@ -399,15 +399,16 @@ def _require_no_checkpoints(run_dir: Path) -> None:
     if newest(run_dir):
         raise UserError(f"{run_dir} already has checkpoints; resume with --resume, or choose another --run-dir.")
     used = _is_used(run_dir)
-    if found := [path for path in remains(run_dir) if not (used and path.name.endswith(PARTIAL))]:
+    named = sorted((run_dir / FOLDER).glob("step_*"))
+    if found := [path for path in named if not (used and path.name.endswith(PARTIAL))]:
         try:
             read_manifest(found[-1]).check_sizes()
             what = "is there"
         except DamagedCheckpoint as damage:
             what = f"is no complete checkpoint ({damage.reason})"
         raise UserError(
-            f"{shown(found[-1])} {what}, and a run that begins anew would replace it; choose another --run-dir, "
-            "restore it and resume with --resume, or move it away."
+            f"{shown(found[-1])} {what}, and a run that begins anew would write over it or beside it; choose another "
+            "--run-dir, restore it and resume with --resume, or move it away."
         )
 
 

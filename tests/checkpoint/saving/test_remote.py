@@ -9,6 +9,7 @@ import pytest
 
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, path_of
+from threefold.checkpoint.manifest import MANIFEST
 from threefold.checkpoint.saving.remote import RemoteCheckpoints, look_at_remote
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
@@ -107,6 +108,32 @@ def test_a_damaged_copy_is_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"step_00000004 is damaged: its tensors-00001\.bin does not have the checksum"):
         look_at_remote(remote.address, tmp_path / "run", True)
     assert complete(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_run_that_begins_anew_replaces_no_copy_that_is_damaged(
+    kind: str, trained: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that resumes if it can begin anew where the newest copy has lost its manifest to damage."""
+    remote, run = RemoteCheckpoints(address_of(kind, tmp_path, request, monkeypatch)), tmp_path / "run"
+    remote.upload(path_of(trained, 2))
+    manifest = f"{remote._root}/step_00000002/{MANIFEST}"
+    remote._files.pipe_file(manifest, b"{")
+    with pytest.raises(UserError, match="step_00000002 is no complete checkpoint, and a run that begins anew would"):
+        look_at_remote(remote.address, run, False)
+    with pytest.raises(UserError, match=r"step_00000002 is damaged: its checkpoint\.json is not as it was written"):
+        look_at_remote(remote.address, run, True)
+    remote.upload(path_of(trained, 1))
+    with pytest.raises(UserError, match="step_00000002 is damaged"):  # not silently from the older one
+        look_at_remote(remote.address, run, True)
+    remote.remove(1)
+    shutil.copytree(path_of(trained, 3), path_of(run, 3))
+    assert look_at_remote(remote.address, run, True) is None  # a newer one is here
+    shutil.rmtree(run)
+    remote._files.rm_file(manifest)  # as where the upload was interrupted
+    with pytest.raises(UserError, match="step_00000002 is no complete checkpoint"):
+        look_at_remote(remote.address, run, False)
+    assert look_at_remote(remote.address, run, True) is None
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -55,6 +55,17 @@ class RemoteCheckpoints:
         with self._failures("be read"):
             return [step for step, name in sorted(self._folders().items()) if self._manifest(name) is not None]
 
+    def incomplete(self) -> dict[int, bool]:
+        """The steps of all others, oldest first: those with a manifest are damaged, without one their upload has ended
+        early.
+
+        Raises:
+            UserError: the address cannot be read.
+        """
+        with self._failures("be read"):
+            others = [(step, name) for step, name in sorted(self._folders().items()) if self._manifest(name) is None]
+            return {step: self._files.exists(f"{self._root}/{name}/{MANIFEST}") for step, name in others}
+
     def upload(self, folder: Path) -> None:
         """Copy a complete checkpoint, in the place of one of its step.
 
@@ -200,18 +211,28 @@ def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
         the folder of what was copied; None where nothing was.
 
     Raises:
-        UserError: the address cannot be read, the folder cannot be written, or a new run would mix its checkpoints with
-            those that are there.
+        UserError: the address cannot be read, the folder cannot be written, a new run would mix its checkpoints with
+            those that are there, complete or not, or the newest one there is damaged.
     """
     remote = RemoteCheckpoints(address)
-    there = remote.steps()
-    if not there:
-        return None
-    if not resumes:
+    there, incomplete = remote.steps(), remote.incomplete()
+    if not resumes and there:
         raise UserError(
             f"{_SETTING} is {shown(address)}, which already has checkpoints; resume with --resume, or choose another "
             "address."
         )
+    if not resumes and incomplete:
+        raise UserError(
+            f"{_SETTING} is {shown(address)}, whose {path_of(Path(), max(incomplete)).name} is no complete checkpoint, "
+            "and a run that begins anew would delete it; choose another address, restore it and resume with --resume, "
+            "or remove it."
+        )
+    newest_there = max((step for step in incomplete if incomplete[step]), default=-1)
+    if newest_there > max(there + [each.step for each in complete(run_dir)], default=-1):
+        name = path_of(Path(), newest_there).name
+        raise UserError(f"{remote.address}/{name} is damaged: its {MANIFEST} is not as it was written; remove it.")
+    if not there:
+        return None
     try:
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
         with FileLock(run_dir / FOLDER / ".remote.lock"):

@@ -70,8 +70,11 @@ def smaller(fallbacks: tuple[Fallback, ...], ranks: int) -> Fallback | None:
     return next((each for each in fallbacks if each.world_size < ranks), None)
 
 
-def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int) -> tuple[Config, str]:
+def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, because: str) -> tuple[Config, str]:
     """The config for a world of so many ranks, and the fallback that it follows, empty where it is the given one.
+
+    Args:
+        because: as of `Layout.require_world`.
 
     Raises:
         UserError: neither the config's own layout nor a fallback has so many.
@@ -91,7 +94,7 @@ def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int) -> tup
             f"; start {_nearest(layout, fallbacks, ranks)} or add a layout of {ranks} ranks",
             value=list(config.parallel.fallbacks or ()),
         )
-    layout.require_world(ranks)
+    layout.require_world(ranks, because)
     raise AssertionError
 
 
