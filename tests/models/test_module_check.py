@@ -70,6 +70,7 @@ def with_attribute(made: Callable[[nn.Module], object]) -> Callable[[nn.Module],
 REFUSED = [
     (with_parameter(lambda: torch.zeros(0, 3)), "'body.1.gain' is a parameter without elements; leave it out."),
     (with_parameter(lambda: torch.zeros(3, dtype=torch.complex64)), "'body.1.gain' is a parameter of complex64, whose imaginary part would be lost; .*view_as_real"),
+    (lambda layer: setattr(layer, "gain", nn.Parameter(torch.arange(3), requires_grad=False)), r"'body.1.gain' is a parameter of int64, and weights are floats; use self.register_buffer\('gain', …\)."),
     (with_parameter(lambda: torch.zeros(1, 3).expand(4, 3)), "'body.1.gain' is an expanded parameter, .* expand it in forward."),
     (with_parameter(lambda: torch.zeros(9).as_strided((4, 3), (1, 2))), "'body.1.gain' is an expanded parameter"),
     (view(2, (4, 2), (4, 1)), None),
