@@ -156,6 +156,20 @@ def test_an_edited_model_is_verified_again(pool, tmp_path: Path) -> None:
     assert "against one process" in printed
 
 
+def test_a_model_whose_package_is_edited_is_verified_again(pool, tmp_path: Path) -> None:
+    """A function of a package beside the file, which the file imports."""
+    (tmp_path / "own_kit").mkdir()
+    (kit := tmp_path / "own_kit" / "gains.py").write_text("def gained(x, gain):\n    return x * gain\n")
+    file = tmp_path / "packaged.py"
+    text = Path(own_state_models.__file__).read_text().replace("x * self.gain\n", "gained(x, self.gain)\n", 1)
+    file.write_text(text.replace("import random\n", "import random\n\nfrom own_kit.gains import gained\n", 1))
+    for steps, (content, is_verified) in enumerate((("", True), ("", False), ("# Edited.\n", True)), start=1):
+        kit.write_text(kit.read_text() + content)
+        run = of_file("plain", file, dp=2, steps=steps)
+        printed, _ = pool.run(2, checked_rank, run, tmp_path / "run", steps > 1)
+        assert ("against one process" in printed) == is_verified
+
+
 def test_numbers_without_an_effect_are_told_and_what_one_process_cannot_run_is_not_verified(
     pool, tmp_path: Path
 ) -> None:

@@ -7,8 +7,11 @@ brings along.
 """
 
 import json
+import os
 import shutil
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +35,7 @@ from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.files import read_text
-from threefold.models.construct import construct
+from threefold.models.construct import construct, skeleton
 from threefold.models.constructor import told
 from threefold.models.loss_terms import LossFunction
 from threefold.models.own_batch import batch_shapes
@@ -70,6 +73,8 @@ _OF_TRAINING: Final = (
     *("recompute", "recompute_every"),
 )
 """The settings of `train` that the result depends on."""
+_VERSIONED: Final = {"torch", "threefold"}
+"""Packages that are known by their versions."""
 _KEPT: Final = 32
 """Results that are remembered in a run's folder."""
 
@@ -228,8 +233,7 @@ def _too_large(config: Config, small: Config, make_model: MakeModel, rows: Batch
     """Return why a model is not run in one process; empty where it is."""
     if config.train.device != "cpu":
         return f"the run is on {config.train.device}; use threefold verify"
-    with torch.device("meta"):
-        model = make_model()
+    model = skeleton(make_model, small.train.seed)
     if any(draws_in_sequence(module) for module in model.modules()):
         return "it draws from random streams, which depend on the layout"
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -284,8 +288,9 @@ def _key(config: Config, small: Config, source: ModelSource) -> str:
     files = source.files(config)
     if not files:
         return ""
-    every = sorted({*files, *(beside for file in files for beside in modules_beside(file))})
-    _, plan = source.load(small)
+    make_model, plan = source.load(small)
+    beside = {each for file in files for each in modules_beside(file)}
+    every = sorted({*files, *beside, *_loaded(files, skeleton(make_model, small.train.seed))})
     sharding = (plan.split, plan.layers, plan.ties, plan.recompute, plan.shared, plan.bare)
     model = {key: value for key, value in small.sections()["model"].items() if key != "file"}
     parts = [
@@ -295,6 +300,19 @@ def _key(config: Config, small: Config, source: ModelSource) -> str:
         *(read_text(file) for file in every),
     ]
     return checksum_of(json.dumps(parts, default=str).encode())
+
+
+def _loaded(files: Sequence[Path], model: nn.Module) -> set[Path]:
+    """Return the files of imported modules in the folders of `files` and in the packages of the model's layers."""
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - _VERSIONED
+    folders = tuple(f"{file.resolve().parent}{os.sep}" for file in files)
+    found = set()
+    for name, module in list(sys.modules.items()):
+        path, package = getattr(module, "__file__", None) or "", name.partition(".")[0]
+        is_beside = path.startswith(folders) and not path.startswith(sys.prefix) and package not in _VERSIONED
+        if path.endswith(".py") and (package in packages or is_beside):
+            found.add(Path(path))
+    return found
 
 
 def _remembered(run_dir: Path) -> list[str]:
