@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from threefold.errors import UserError
+from threefold.models.constructor import call
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan, Replicated
 from threefold.parallel.plan_check import check_plan
@@ -105,6 +106,12 @@ def test_what_would_not_be_trained_alike_is_one_sentence(
     with pytest.raises(UserError, match=sentence) as caught:
         checked(change)
     assert str(caught.value).count("\n") == 0
+
+
+def test_a_constructor_that_reads_a_value_is_told_where_to_make_it() -> None:
+    sentence = r"mine.py: Model\(\) raises RuntimeError: .* on meta tensors, as ranks .*; give device='cpu' to a tensor"
+    with pytest.raises(UserError, match=sentence), torch.device("meta"):
+        call(lambda: torch.linspace(0, 1, 3)[0].item(), (), {}, "mine.py: Model()")
 
 
 @pytest.mark.parametrize("inside", ["", "body"])

@@ -53,8 +53,7 @@ def find_hidden_state(
     the others are compared.
 
     Args:
-        model: in training mode; its persistent buffers are as before in the end, as are the generators. Its parameters
-            are moved a little, so that values that forward computes for them at the start are seen.
+        model: in training mode; its parameters and persistent buffers are as before in the end, as are the generators.
         make: makes another one as `model` was made.
         loss: a model's loss of some samples, which runs the forward pass.
     """
@@ -66,7 +65,6 @@ def find_hidden_state(
             f"forward makes {late[0]!r}, which no optimizer, checkpoint or other rank knows; make it in the "
             "constructor, at its full size, and write to it in forward"
         )
-    _move_parameters(model)
     before = _attributes(model)
     with state_preserved(model), _watching(model) as drawing:
         first = _passes(model, loss)
@@ -148,12 +146,6 @@ def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
             for a, b in zip(one[1:], other[1:], strict=True)
         )
     )
-
-
-@torch.no_grad()
-def _move_parameters(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.mul_(1 + 2**-7)
 
 
 @torch.no_grad()
