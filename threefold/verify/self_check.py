@@ -259,8 +259,9 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
         UserError: they are not.
     """
     began = time.monotonic()
+    spec = LayoutSpec(Layout.of(config.parallel))
+    order = list(Trace.load(folder).initial)  # read here, as rank 0 deletes the folder when it has what it needs
     reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
-    spec, order = LayoutSpec(Layout.of(config.parallel)), list(Trace.load(folder).initial)
     result = judge(spec, reports, order, TOLERANCE, time.monotonic() - began, None)
     layout, samples = _said(config, small, source), small.train.global_batch_size
     if result.verdict == DEPARTS and result.first is not None:
