@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from threefold.errors import UserError
+from threefold.models.constructor import call
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan, Replicated
 from threefold.parallel.plan_check import check_plan
@@ -70,6 +71,7 @@ def with_attribute(made: Callable[[nn.Module], object]) -> Callable[[nn.Module],
 REFUSED = [
     (with_parameter(lambda: torch.zeros(0, 3)), "'body.1.gain' is a parameter without elements; leave it out."),
     (with_parameter(lambda: torch.zeros(3, dtype=torch.complex64)), "'body.1.gain' is a parameter of complex64, whose imaginary part would be lost; .*view_as_real"),
+    (lambda layer: setattr(layer, "gain", nn.Parameter(torch.arange(3), requires_grad=False)), r"'body.1.gain' is a parameter of int64, and weights are floats; use self.register_buffer\('gain', …\)."),
     (with_parameter(lambda: torch.zeros(1, 3).expand(4, 3)), "'body.1.gain' is an expanded parameter, .* expand it in forward."),
     (with_parameter(lambda: torch.zeros(9).as_strided((4, 3), (1, 2))), "'body.1.gain' is an expanded parameter"),
     (view(2, (4, 2), (4, 1)), None),
@@ -104,6 +106,12 @@ def test_what_would_not_be_trained_alike_is_one_sentence(
     with pytest.raises(UserError, match=sentence) as caught:
         checked(change)
     assert str(caught.value).count("\n") == 0
+
+
+def test_a_constructor_that_reads_a_value_is_told_where_to_make_it() -> None:
+    sentence = r"mine.py: Model\(\) raises RuntimeError: .* on meta tensors, as ranks .*; give device='cpu' to a tensor"
+    with pytest.raises(UserError, match=sentence), torch.device("meta"):
+        call(lambda: torch.linspace(0, 1, 3)[0].item(), (), {}, "mine.py: Model()")
 
 
 @pytest.mark.parametrize("inside", ["", "body"])

@@ -167,6 +167,22 @@ def overwriting(module: Any, features: Tensor) -> Tensor:
     return result
 
 
+def changing_input(module: Any, features: Tensor) -> Tensor:
+    return _Same.apply(features.view_as(features)).add_(1)  # type: ignore[no-untyped-call]
+
+
+class _Same(torch.autograd.Function):
+    """Returns views of its input, as the hooks of sharded weights do."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def detached(output: Tensor, batch: Any) -> Tensor:
     return loss(output, batch).detach()
 
@@ -186,6 +202,7 @@ class Hidden:
     ("use", "own_loss", "sentence"),
     [
         (overwriting, loss, r"A forward pass changes the result of Sigmoid in place, .*y = y \+ 1 in the place of y.add_"),
+        (changing_input, loss, r"In the forward pass of 'blocks.0' an input is changed in place, which sharded weights"),
         (alike, detached, r"The loss does not depend on any parameter, as detach\(\)"),
         (by_hidden, loss, r"In the forward pass of 'blocks.0' a tensor has no values .*; use register_buffer"),
     ],

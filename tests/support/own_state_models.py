@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,16 @@ class Cut(Model):
     """The same with a part whose layers are cut too."""
 
     plan = Plan(layers=PLAN.layers, shard={**RULES, "blocks.*.part.up": Column(), "blocks.*.part.down": Row()})
+
+
+class Whole(Model):
+    """The same, with a forward that does more than the layers one after another."""
+
+    def forward(self, ids: Tensor, samples: object = None) -> Tensor:
+        x = self.embed(ids) * 3.0
+        for block in self.blocks:
+            x = block(x, samples)
+        return self.head(x)
 
 
 def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -169,6 +180,153 @@ class Counted(Part):
     def forward(self, x: Tensor, samples: object) -> Tensor:
         self.calls += 1
         return x * self.gain * min(1.0, 0.1 * self.calls)
+
+
+class CountedGradients(Part):
+    """Warms up by a number that counts the passes whose gradients are computed, forward or backward."""
+
+    def __init__(self, name: str, backward: bool = False) -> None:
+        super().__init__(name)
+        self.calls, self.backward = 0, backward
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        if backward:
+            self.inner.register_full_backward_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.calls += 1
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        if torch.is_grad_enabled() and not self.backward:
+            self._count()
+        return x + self.inner(x) * self.gain * min(1.0, 0.1 * (1 + self.calls))
+
+
+class Scaled(torch.autograd.Function):
+    """Gradients grow with each backward pass."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        Scaled.calls += 1
+        return gradient * (1 + 0.1 * Scaled.calls)
+
+
+class ScaledGradients(Part):
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return Scaled.apply(x) * self.gain  # type: ignore[no-untyped-call]
+
+
+class FirstBatch(Part):
+    """Sets a weight by its first batch, which a plain attribute remembers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.is_set = False
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        if not self.is_set:
+            self.gain.data.copy_(1 / (0.1 + x.detach().std((0, 1))))
+            self.is_set = True
+        return x * self.gain
+
+
+class LateBuffer(Part):
+    """Makes its buffer in its first forward pass."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.register_buffer("size", None)
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        if self.size is None:
+            self.size = torch.ones(WIDTH)
+        scaled = x * self.gain / self.size
+        self.size = 0.9 * self.size + 0.1 * x.detach().abs().mean((0, 1))
+        return scaled
+
+
+class Numbered(Part):
+    """Is scaled by how many of its class were made before it."""
+
+    made = 0
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        Numbered.made += 1
+        self.number = Numbered.made
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return x * self.gain / self.number
+
+
+class DrawnAttributes(Part):
+    """Keeps numbers that its constructor draws in attributes and buffers which torch does not make."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.scale, self.shifts = random.random(), np.random.rand(WIDTH)
+        self.register_buffer("slopes", torch.from_numpy(np.random.rand(WIDTH)).float(), persistent=False)
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return x * self.gain * (1 + self.scale) * self.slopes + torch.tensor(self.shifts, dtype=x.dtype)
+
+
+class WrittenData(Part):
+    """Updates running means in ways that autograd does not see."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.register_buffer("size", torch.ones(WIDTH))
+        self.register_buffer("decayed", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        scaled = x * self.gain / (0.5 + self.size.clone()) * self.decayed.clone()
+        if self.training:
+            self.size.data.mul_(0.9).add_(0.1 * x.detach().abs().mean((0, 1)))
+            self.decayed.numpy()[:] *= 0.9
+        return scaled
+
+
+class Evaluated(Part):
+    """Has a part that its constructor sets to evaluation mode, for good."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.inner = Trained().eval()
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        return self.inner(x) * self.gain
+
+
+class Trained(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * x if self.training else x
+
+
+class Rotated(Part):
+    """Rotates pairs of features by a complex buffer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.register_buffer("turns", torch.polar(torch.ones(WIDTH // 2), torch.rand(WIDTH // 2)))
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * self.turns).flatten(-2).to(x.dtype) * self.gain
+
+
+class NormedWeight(Part):
+    """Normalizes a trained weight in place."""
+
+    def forward(self, x: Tensor, samples: object) -> Tensor:
+        with torch.no_grad():
+            self.gain.div_(self.gain.norm())
+        return x * self.gain
 
 
 class HeldTensor(Part):
@@ -292,6 +450,18 @@ PARTS: dict[str, Callable[[str], nn.Module]] = {
     "running range": RunningRange,
     "samples seen": SamplesSeen,
     "counter": Counted,
+    "gradients counter": CountedGradients,
+    "backward counter": lambda name: CountedGradients(name, backward=True),
+    "scaled gradients": ScaledGradients,
+    "first batch": FirstBatch,
+    "late buffer": LateBuffer,
+    "numbered": Numbered,
+    "drawn attributes": DrawnAttributes,
+    "written data": WrittenData,
+    "evaluated": Evaluated,
+    "rotated": Rotated,
+    "normed weight": NormedWeight,
+    "own forward": Part,
     "held tensor": HeldTensor,
     "kept tensor": KeptTensor,
     "noted": Noted,

@@ -6,6 +6,9 @@ from tests.support import own_state_models
 from tests.train.support import Run, steps_of
 from threefold.config import Config, resolve
 
+CLASSES = {"split statistics": "Cut", "own forward": "Whole"}
+"""Part of the model → its class, where it is not `Model`."""
+
 
 class StateRun(Run):
     """A run of a model with a part that keeps state, on rows of its own; `data` is the name of the part."""
@@ -17,7 +20,7 @@ class StateRun(Run):
             "data": {"path": f"{file}:Sums", "sequence_length": own_state_models.LENGTH, "split": "80,20"},
             "model": {
                 "architecture": "own",
-                "file": f"{file}:{'Cut' if str(self.data) == 'split statistics' else 'Model'}",
+                "file": f"{file}:{CLASSES.get(str(self.data), 'Model')}",
                 "vocab_size": own_state_models.WORDS,
                 "arguments": {"kind": str(self.data)},
             },

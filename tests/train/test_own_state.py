@@ -88,7 +88,7 @@ def test_recompute_would_update_a_buffer_twice(pool, tmp_path: Path) -> None:
 
 def test_evaluations_leave_buffers_and_generators_as_they_are(pool, tmp_path: Path) -> None:
     """`running range` updates its buffer in evaluation mode too, and `F.dropout` draws in training alone."""
-    for kind in ("running range", "numpy"):
+    for kind in ("running range", "numpy", "evaluated"):
         run = run_of(kind, steps=3, set=micro_batches(1))
         pool.run(1, drawn_rank, run, tmp_path / kind / "plain")
         evaluated = run.but(set=(*run.set, ("train.eval_every", 1), ("train.eval_batches", 2)))
@@ -96,13 +96,45 @@ def test_evaluations_leave_buffers_and_generators_as_they_are(pool, tmp_path: Pa
         assert losses(tmp_path / kind / "evaluated") == losses(tmp_path / kind / "plain")
 
 
-@pytest.mark.parametrize("kind", ["F.dropout", "random", "numpy"])
+@pytest.mark.parametrize("kind", ["F.dropout", "random", "numpy", "drawn attributes", "written data"])
 def test_generators_go_on_where_a_run_resumes_in_the_same_layout(pool, tmp_path: Path, kind: str) -> None:
     whole = run_of(kind, set=micro_batches(2))
     pool.run(1, drawn_rank, whole, tmp_path / "whole")
     pool.run(1, drawn_rank, whole.but(steps=2), tmp_path / "parts")
     pool.run(1, drawn_rank, whole, tmp_path / "parts", True)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_what_a_run_draws_follows_from_its_seed(pool, tmp_path: Path) -> None:
+    """Whatever the process drew before; torch, `random` and `numpy.random` alike."""
+    for kind in ("F.dropout", "random", "numpy"):
+        run = run_of(kind, steps=2, set=micro_batches(2))
+        pool.run(1, drawn_rank, run, tmp_path / kind / "one")
+        pool.run(1, train_rank, run, tmp_path / kind / "two")
+        assert losses(tmp_path / kind / "one") == losses(tmp_path / kind / "two")
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "sentence"),
+    [
+        (
+            "late buffer",
+            "fp32",
+            "forward makes 'blocks.0.part.size', which no optimizer, checkpoint or other rank",
+        ),
+        (
+            "normed weight",
+            "bf16",
+            "forward changes the parameter 'blocks.0.part.gain', and in torch.bfloat16 the",
+        ),
+    ],
+)
+def test_what_a_forward_pass_may_not_do(pool, tmp_path: Path, kind: str, precision: str, sentence: str) -> None:
+    run = run_of(kind, steps=1, set=(*micro_batches(1), ("precision.dtype", precision)))
+    with pytest.raises(WorkerError) as told:
+        pool.run(1, train_rank, run, tmp_path / "run")
+    assert isinstance(told.value.error, UserError)
+    assert str(told.value.error).startswith(sentence)
 
 
 def test_generators_follow_from_seed_and_step_in_another_layout(pool, tmp_path: Path) -> None:

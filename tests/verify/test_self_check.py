@@ -43,7 +43,7 @@ def test_batch_norm_by_hand_is_refused_before_the_first_step(pool, tmp_path: Pat
     ), said
     assert said.endswith("`threefold verify` shows the others, and train.verify: false trains all the same.")
     [printed] = pool.run(1, checked_rank, run_of("batch norm by hand", steps=1, set=ALONE), tmp_path / "alone")
-    assert "Verified" not in printed
+    assert "Verified 4 layers one by one against one process: 2 steps of 2 samples are equal" in printed
     off = run_of("batch norm by hand", dp=2, steps=1, set=(("train.verify", False),))
     pool.run(2, checked_rank, off, tmp_path / "off")
     assert len(losses(tmp_path / "off")) == 1
@@ -59,6 +59,13 @@ DEPARTING = {
     "F.dropout": {"tp": 2},
     "numpy": {"pp": 2},
     "counter": {},
+    "gradients counter": {"set": ALONE},
+    "backward counter": {"set": ALONE},
+    "scaled gradients": {"set": ALONE},
+    "first batch": {"set": ALONE},
+    "late buffer": {"set": ALONE},
+    "numbered": {"set": ALONE},
+    "own forward": {"set": ALONE},
     "held tensor": {"set": ALONE},
     "kept tensor": {"set": ALONE},
 }
@@ -71,6 +78,13 @@ SENTENCES = {
     "F.dropout": "own_state_models.py:Model: 'blocks.0.part' draws from torch, whose numbers depend on the layout",
     "numpy": "own_state_models.py:Model: 'blocks.0.part' draws from numpy.random, whose numbers depend on the layout",
     "counter": "The attribute 'calls' of 'blocks.0.part' is no buffer, forward changes it and the loss depends on it",
+    "gradients counter": "The attribute 'calls' of 'blocks.0.part' is no buffer, forward changes it and the loss",
+    "backward counter": "The attribute 'calls' of 'blocks.0.part' is no buffer, forward changes it and the loss",
+    "scaled gradients": "Model has another loss, or other gradients, when the same samples go through it again",
+    "first batch": "The attribute 'is_set' of 'blocks.0.part' is another one in a model that is made anew with",
+    "late buffer": "forward makes 'blocks.0.part.size', which no optimizer, checkpoint or other rank knows; make it in",
+    "numbered": "The attribute 'number' of 'blocks.0.part' is another one in a model that is made anew with",
+    "own forward": "training calls the layers (embed … head) alone; move into a layer what forward does between them",
     "held tensor": "The attribute 'held' of 'blocks.0.part' is no buffer, forward changes it and the loss depends on",
     "kept tensor": "'blocks.0.part' keeps the tensor 'held' as a plain attribute",
 }
@@ -87,6 +101,10 @@ EQUAL = {
     "tracked": {"dp": 2, "tp": 2, "set": micro_batches(2)},
     "cached": {"tp": 2, "pp": 2},
     "numpy weights": {"set": micro_batches(2)},
+    "drawn attributes": {"set": ALONE},
+    "written data": {"dp": 2},
+    "evaluated": {"pp": 2},
+    "rotated": {"tp": 2},
 }
 
 
@@ -136,6 +154,20 @@ def test_an_edited_model_is_verified_again(pool, tmp_path: Path) -> None:
     file.write_text(Path(own_state_models.__file__).read_text() + "\n# Longer.\n")
     [printed, _] = pool.run(2, checked_rank, run.but(steps=2), tmp_path / "run", True)
     assert "against one process" in printed
+
+
+def test_a_model_whose_package_is_edited_is_verified_again(pool, tmp_path: Path) -> None:
+    """A function of a package beside the file, which the file imports."""
+    (tmp_path / "own_kit").mkdir()
+    (kit := tmp_path / "own_kit" / "gains.py").write_text("def gained(x, gain):\n    return x * gain\n")
+    file = tmp_path / "packaged.py"
+    text = Path(own_state_models.__file__).read_text().replace("x * self.gain\n", "gained(x, self.gain)\n", 1)
+    file.write_text(text.replace("import random\n", "import random\n\nfrom own_kit.gains import gained\n", 1))
+    for steps, (content, is_verified) in enumerate((("", True), ("", False), ("# Edited.\n", True)), start=1):
+        kit.write_text(kit.read_text() + content)
+        run = of_file("plain", file, dp=2, steps=steps)
+        printed, _ = pool.run(2, checked_rank, run, tmp_path / "run", steps > 1)
+        assert ("against one process" in printed) == is_verified
 
 
 def test_numbers_without_an_effect_are_told_and_what_one_process_cannot_run_is_not_verified(

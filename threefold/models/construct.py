@@ -32,6 +32,16 @@ def construct(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
         return make_model()
 
 
+def skeleton(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The whole model on the meta device, whose plain attributes are those that its constructor draws in `construct`.
+
+    Args:
+        make_model, seed: as of `construct`.
+    """
+    with keyed_draws("weights", seed), torch.device("meta"):
+        return make_model()
+
+
 class ConstructedModel:
     """The whole model of `construct`, made when the first of its values is asked for.
 

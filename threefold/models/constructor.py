@@ -54,7 +54,13 @@ def call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mappi
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{said} raises {told(error)}.") from error
+        advice = _OF_VALUES if "on meta tensors" in str(error) else ""
+        raise UserError(f"{said} raises {told(error)}{advice}.") from error
+
+
+_OF_VALUES = (
+    ", as ranks make their parts without memory; give device='cpu' to a tensor whose values the constructor reads"
+)
 
 
 def told(error: Exception) -> str:

@@ -11,6 +11,7 @@ from threefold.errors import UserError
 
 _OF_SIZES = re.compile(r"size|shape|dimension|number of elements|channels|normalized_shape", re.IGNORECASE)
 _IN_PLACE = re.compile(r"modified by an inplace operation.*?which is output \d+ of (?:As\w+Backward\d*|(\w+))")
+_VIEW_IN_PLACE = "is a view and is being modified inplace"
 _ON_META = re.compile(r"\bmeta\b", re.IGNORECASE)
 
 
@@ -83,6 +84,11 @@ def _sentence(error: BaseException, module: str, tp: int) -> str | None:
         return (
             f"A forward pass changes {result} in place, which its backward pass needs as it was; use an operation "
             "without a trailing underscore there, such as y = y + 1 in the place of y.add_(1)."
+        )
+    if _VIEW_IN_PLACE in text:
+        return (
+            f"In {where} an input is changed in place, which sharded weights (parallel.zero) do not allow; use an "
+            "operation without a trailing underscore there, such as y = y + 1 in the place of y.add_(1) or y += 1."
         )
     if "does not require grad and does not have a grad_fn" in text:
         return (

@@ -121,6 +121,11 @@ def _is_recomputed(module: nn.Module, attribute: str) -> bool:
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if not parameter.numel():
         raise UserError(f"{name!r} is a parameter without elements; leave it out.")
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        raise UserError(
+            f"{name!r} is a parameter of {str(parameter.dtype).removeprefix('torch.')}, and weights are floats; use "
+            f"self.register_buffer({name.rpartition('.')[2]!r}, …)."
+        )
     if parameter.is_complex():
         raise UserError(
             f"{name!r} is a parameter of {str(parameter.dtype).removeprefix('torch.')}, whose imaginary part would be "

@@ -29,6 +29,7 @@ from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.settings import TrainingSettings
 from threefold.random.dropout import Dropout, sample_keys
 from threefold.random.generators import ProcessGenerators, generators_preserved
+from threefold.torch_private.fake import FakeTensor
 
 
 class TokenBatch(Protocol):
@@ -108,6 +109,7 @@ class GradientStep:
         self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
         self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
         self._padding = self._samples = 0
+        self._is_first = True
         self._share = 1 / mesh.replicas.size
         self._sums: TermSums | None = None
         self.buffers = MovingBuffers(self.stages, plan, mesh)
@@ -152,6 +154,9 @@ class GradientStep:
             self.gradients.begin(self.runner.arrivals)
             self.buffers.begin()
             term = self.runner.forward_backward(local, factor)
+            if self._is_first and self.plan.constructed:
+                self._require_unchanged_weights()
+            self._is_first = False
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.gradients.finish()
         self.buffers.finish(self._share)
@@ -204,6 +209,17 @@ class GradientStep:
         totals = torch.stack([total, (tokens.labels != IGNORE_INDEX).sum().to(total)])
         summed, count = self._sum_over_ranks(self._own_summands(totals))
         return _of_tokens(summed, int(count), len(batch.labels) * self.mesh.dp.size)
+
+    def _require_unchanged_weights(self) -> None:
+        """Narrow weights are still those of their masters, which an update would put in their place again."""
+        for weight in self.model.weights:
+            if weight.master is weight.leaf or isinstance(weight.leaf, FakeTensor):
+                continue
+            if not torch.equal(weight.leaf, weight.master.to(weight.leaf.dtype)):
+                raise UserError(
+                    f"forward changes the parameter {weight.name!r}, and in {weight.leaf.dtype} the change would be "
+                    "lost, as another copy is updated; compute with a changed copy, keep it in a buffer, or use fp32."
+                )
 
     def _explaining(self) -> AbstractContextManager[None]:
         """A block in which usual errors of a user's own layers are sentences."""
@@ -363,6 +379,7 @@ def _of_tokens(total: float, count: int, samples: int) -> LossSums:
 
 @contextmanager
 def _in_evaluation_mode(stages: Sequence[Stage]) -> Iterator[None]:
+    modes = [(module, module.training) for stage in stages for module in stage.modules()]
     for stage in stages:
         stage.eval()
     try:
@@ -370,3 +387,5 @@ def _in_evaluation_mode(stages: Sequence[Stage]) -> Iterator[None]:
     finally:
         for stage in stages:
             stage.train()
+        for module, mode in modes:  # a constructor may keep a part of its model in evaluation mode
+            module.training = mode

@@ -79,8 +79,8 @@ class _Buffer:
     def take(self) -> None:
         """Take what a micro-batch has made of the copy."""
         held = self.held
-        self.moved = self.moved or held is not self.given or version_of(held) != self.version
-        made = held.detach()
+        made, is_new = held.detach(), held is not self.given
+        self.moved = self.moved or is_new or version_of(held) != self.version or self._differs(made)
         self.put(self.value)
         self.given = None
         if made.shape != self.value.shape:
@@ -98,6 +98,10 @@ class _Buffer:
         elif not isinstance(made, FakeTensor):
             self.differs = self.differs or not torch.equal(made, self.results)
 
+    def _differs(self, made: Tensor) -> bool:
+        """Whether values have changed without a new version of the tensor, as through `.data` or `numpy()`."""
+        return not isinstance(made, FakeTensor) and not torch.equal(made, self.value)
+
 
 class MovingBuffers:
     """The persistent buffers of a rank's stages, and which of them forward passes change.
@@ -110,6 +114,7 @@ class MovingBuffers:
 
     def __init__(self, stages: Sequence[Stage], plan: ModelPlan, mesh: Mesh) -> None:
         self._mesh, self._running, self._known = mesh, False, False
+        self._stages, self._names = stages, _names(stages)
         found: dict[int, _Buffer] = {}
         self._by_stage = {stage: _collect(stage, found) for stage in stages}
         self._buffers = list(found.values())
@@ -135,7 +140,10 @@ class MovingBuffers:
             UserError: a buffer was changed in a way that depends on the layout.
         """
         self._running = False
+        if not self._known:
+            self._require_no_others()
         if not self._buffers:
+            self._known = True
             return
         if not self._known:
             self._agree()
@@ -180,6 +188,14 @@ class MovingBuffers:
             for each in self._by_stage[stage]:
                 if each.given is not None:
                     each.take()
+
+    def _require_no_others(self) -> None:
+        """Parameters and persistent buffers are those that the constructor has made."""
+        for name in sorted(_names(self._stages) - self._names):
+            raise UserError(
+                f"forward makes {name!r}, which no optimizer, checkpoint or other rank knows; make it in the "
+                "constructor, at its full size, and write to it in forward."
+            )
 
     def _agree(self) -> None:
         """Count a buffer as moving on all replicas where one has moved it."""
@@ -273,6 +289,12 @@ def _collect(stage: Stage, found: dict[int, _Buffer]) -> list[_Buffer]:
             buffer.is_recomputed |= any(f"{name}.".startswith(f"{each}.") for each in around)
             mine[id(value)] = buffer
     return list(mine.values())
+
+
+def _names(stages: Sequence[Stage]) -> set[str]:
+    """The names of all parameters and persistent buffers."""
+    names = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+    return names | stored_buffers(stages).keys()
 
 
 def _joined(module: str, attribute: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from threefold.comm.axis import Axis
 from threefold.comm.collectives import local_part
 from threefold.dtypes import DTYPES
-from threefold.models.construct import ConstructedModel
+from threefold.models.construct import ConstructedModel, skeleton
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan
 from threefold.ops.kernels import DeferrableWeight
@@ -109,8 +109,8 @@ def parallelize(
     Raises:
         UserError: the plan does not fit the model, or has no such `recompute`.
     """
-    with torch.device("meta"):
-        model = make_model()
+    seed = seed if training is None else training.seed
+    model = skeleton(make_model, seed)
     check_plan(model, plan)
     check_tensor_axis(plan, how.mesh.tp.size)
     check_cut_modules(model, plan, how.mesh.tp.size)
@@ -124,7 +124,7 @@ def parallelize(
     _tie(stages, plan)
     # Frozen weights: sharding made parameters anew.
     _freeze(stages, plan)
-    constructed = ConstructedModel(make_model, seed if training is None else training.seed)
+    constructed = ConstructedModel(make_model, seed)
     if training is None:
         _allocate(stages, how, constructed)
         return ParallelModel(stages, plan, how)

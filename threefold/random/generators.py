@@ -54,10 +54,19 @@ class ProcessGenerators:
         restore_generators(states, self.device)
         self._kept |= states.keys()
 
+    def begin(self, seed: int) -> None:
+        """Set each generator to the state that a run begins with, which follows from its seed and this rank's place."""
+        self._seed(seed)
+        self._start = generator_states(self.device)
+
     def reseed(self, *parts: int | str) -> None:
         """Set each generator to a state that follows from `parts` and this rank's place alone."""
-        seed_generators(stream_key("process", *self.place, *parts), self.device)
+        self._seed(*parts)
         self._kept |= generator_states(self.device).keys()
+
+    def _seed(self, *parts: int | str) -> None:
+        # The same on all tensor ranks, which compute with the same activations.
+        seed_generators(stream_key("process", *self.place[:-1], *parts), self.device)
 
     def _stored_name(self, name: str, sizes: Sequence[int]) -> str:
         return f"{stored_as(sizes)}{name}.{'.'.join(map(str, self.place))}"

@@ -109,6 +109,8 @@ def train(
         mesh.heartbeat.activity(Activity.MODEL)
         make_model, plan = source.load(config)
         engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
+        if config.model.architecture == OWN:
+            engine.generators.begin(config.train.seed)
         policy = AnomalyPolicy(config)
         checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents(), policy.facts)
         clock = checkpoints.run_by(began)

@@ -103,7 +103,7 @@ class OneProcess:
         clip_share: float | None = None,
     ) -> None:
         self.plan, self.config, self.loss, self.clip_share = plan, config, loss, clip_share
-        self.model = construct(make_model, config.train.seed).to(DTYPES[config.precision.dtype])
+        self.model = _with_floats(construct(make_model, config.train.seed), DTYPES[config.precision.dtype])
         self.parameters = dict(self.model.named_parameters())
         for name, parameter in self.parameters.items():
             _draw_(parameter, plan.initial(name), name, config.train.seed)
@@ -150,10 +150,12 @@ class OneProcess:
 
     @torch.no_grad()
     def _evaluate(self, batch: Any) -> float:
-        before = self._buffers()
+        before, modes = self._buffers(), [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         loss = self._mean_loss(batch, None).item()
         self.model.train()
+        for module, mode in modes:
+            module.training = mode
         self._put_back(before)
         return loss
 
@@ -210,16 +212,23 @@ def evaluated_step(steps: int) -> int:
 
 
 def reference_loss(
-    model: nn.Module, plan: ModelPlan, batch: Any, step: int | None, config: Config, loss: LossFunction | None
+    model: nn.Module,
+    plan: ModelPlan,
+    batch: Any,
+    step: int | None,
+    config: Config,
+    loss: LossFunction | None,
+    by_layers: bool = False,
 ) -> Tensor:
     """The mean loss of a global batch, in one pass of the plain model; arguments as of `one_process`.
 
     Args:
         step: from 0, for the dropout masks; None for a pass in which nothing is dropped.
+        by_layers: call the layers one by one, as training does, whatever `forward` the model has.
     """
     if loss is None:
         return _token_loss(model, batch, step, config)
-    return _own_loss(model, plan, batch, step, config, loss)
+    return _own_loss(model, plan, batch, step, config, loss, by_layers)
 
 
 def write_trace(
@@ -247,8 +256,19 @@ def _token_loss(model: nn.Module, batch: Any, step: int | None, config: Config) 
     return mean
 
 
+def has_forward(model: nn.Module) -> bool:
+    """Whether a model has a `forward`; else its layers are called one by one."""
+    return type(model).forward is not nn.Module.forward
+
+
 def _own_loss(
-    model: nn.Module, plan: ModelPlan, batch: Any, step: int | None, config: Config, loss: LossFunction
+    model: nn.Module,
+    plan: ModelPlan,
+    batch: Any,
+    step: int | None,
+    config: Config,
+    loss: LossFunction,
+    by_layers: bool = False,
 ) -> Tensor:
     """The mean loss of a batch of the user's own model: forward once through the model, or through its layers."""
     if isinstance(batch, Batch):
@@ -257,7 +277,7 @@ def _own_loss(
     keys = None if step is None else sample_keys(config.train.seed, step, torch.arange(size))
     samples = NOTHING if keys is None else SampleInfo(keys)
     dtype = DTYPES[config.precision.dtype]
-    if type(model).forward is not nn.Module.forward:
+    if has_forward(model) and not by_layers:
         whole = LayerSignature.of("the model", model)
         output = forward_layer(model, whole, whole.inputs_of(batch, dtype), samples)
     else:
@@ -267,6 +287,22 @@ def _own_loss(
             inputs = inputs_from(output, plan.layers[place - 1]) if place else signature.inputs_of(batch, dtype)
             output = forward_layer(model.get_submodule(name), signature, inputs, samples)
     return TermSums(loss, count_terms(loss, batch, size))(output, batch, size)
+
+
+def _with_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert the floats of a model, and leave its complex buffers as they are, whose imaginary part would be lost."""
+    complexes = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if buffer.is_complex()
+    ]
+    for module, name, _ in complexes:
+        setattr(module, name, None)
+    model.to(dtype)
+    for module, name, buffer in complexes:
+        setattr(module, name, buffer)
+    return model
 
 
 @torch.no_grad()

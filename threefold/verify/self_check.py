@@ -1,21 +1,27 @@
 """The short check that a run of an own model makes of its layout before its first step, in its own ranks.
 
-Rank 0 computes two steps of a few samples in one process, then all ranks compute them in the run's layout and compare.
+Rank 0 computes two steps of a few samples in one process, then all ranks compute them in the run's layout and compare;
+a run of one rank and one micro-batch too, as it calls the model's layers one by one, and not its forward.
 The optimizer is SGD and the dtype fp32, whatever the run's are: a forward and a backward pass are what an own model
 brings along.
 """
 
 import json
+import os
 import shutil
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from threefold.checkpoint.selection import from_first
 from threefold.checksums import checksum_of
@@ -29,9 +35,11 @@ from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.files import read_text
-from threefold.models.construct import construct
+from threefold.models.construct import construct, skeleton
 from threefold.models.constructor import told
+from threefold.models.loss_terms import LossFunction
 from threefold.models.own_batch import batch_shapes
+from threefold.models.sharding import ModelPlan
 from threefold.models.source import MakeModel, ModelSource
 from threefold.output.durable import write_durably
 from threefold.plugins import modules_beside
@@ -39,9 +47,9 @@ from threefold.random.generators import generators_preserved
 from threefold.random.rng import draws_in_sequence
 from threefold.train.callbacks.console import say
 from threefold.verify.batches import BatchSource
-from threefold.verify.hidden_state import HiddenState, find_hidden_state
+from threefold.verify.hidden_state import HiddenState, find_hidden_state, state_preserved
 from threefold.verify.rank_worker import run_rank
-from threefold.verify.reference import Trace, one_process, reference_loss
+from threefold.verify.reference import Trace, has_forward, one_process, reference_loss
 from threefold.verify.report import DEPARTS, judge
 from threefold.verify.verifier import choose_batches
 
@@ -65,6 +73,8 @@ _OF_TRAINING: Final = (
     *("recompute", "recompute_every"),
 )
 """The settings of `train` that the result depends on."""
+_VERSIONED: Final = {"torch", "threefold"}
+"""Packages that are known by their versions."""
 _KEPT: Final = 32
 """Results that are remembered in a run's folder."""
 
@@ -167,16 +177,22 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
     key = _key(config, small, source)
     if key and key in _remembered(run_dir):
         return _Prepared()
-    compares = Layout.of(config.parallel).world_size > 1 or small.train.gradient_accumulation_steps > 1
+    is_split = Layout.of(config.parallel).world_size > 1 or small.train.gradient_accumulation_steps > 1
     try:
-        reason, found = "", HiddenState()
+        reason, found, other = "", HiddenState(), ""
         make_model, plan = source.load(small)
         reason = _too_large(config, small, make_model, rows)
         if not reason:
             model = construct(make_model, small.train.seed)
             batch, loss = rows.batch(small, 0), source.loss(small)
-            found = find_hidden_state(model, lambda: reference_loss(model, plan, batch, 0, small, loss))
-            if compares and not found.refusal and not found.drawing:
+            found = find_hidden_state(
+                model,
+                partial(construct, make_model, small.train.seed),
+                partial(reference_loss, plan=plan, batch=batch, step=0, config=small, loss=loss),
+            )
+            if loss is not None and not found.refusal and not found.drawing:
+                other = _other_forward(model, plan, batch, small, loss)
+            if not (found.refusal or found.drawing or other):
                 trace = one_process(make_model, plan, small, rows, STEPS, loss)
                 (run_dir / _PARTIAL).mkdir(exist_ok=True)
                 trace.save(run_dir / _PARTIAL)
@@ -185,23 +201,39 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
     if reason:
         return _Prepared((f"Not verified against one process: {reason}.",))
     name = source.describe(config)
-    if found.refusal:
-        raise UserError(f"{name}: {found.refusal}; or set train.verify to false to train all the same.")
-    if found.drawing and (compares or config.train.recompute != "none"):
+    if refusal := found.refusal or other:
+        raise UserError(f"{name}: {refusal}; or set train.verify to false to train all the same.")
+    if found.drawing and (is_split or config.train.recompute != "none"):
         raise UserError(
             f"{name}: {found.drawing}, whose numbers depend on the layout, its micro-batches and what is computed "
             "again; use threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; or set "
             "train.verify to false to train all the same."
         )
-    return _Prepared(found.notes, key, compares)
+    return _Prepared(found.notes, key, compares=not found.drawing)
+
+
+def _other_forward(model: nn.Module, plan: ModelPlan, batch: Any, small: Config, loss: LossFunction) -> str:
+    """Return a clause about a model whose forward computes something else than its layers; empty where it does not."""
+    if not has_forward(model):
+        return ""
+    with torch.no_grad(), state_preserved(model):
+        whole = reference_loss(model, plan, batch, 0, small, loss).item()
+    with torch.no_grad(), state_preserved(model):
+        by_layers = reference_loss(model, plan, batch, 0, small, loss, by_layers=True).item()
+    if abs(whole - by_layers) <= TOLERANCE * abs(whole):
+        return ""
+    return (
+        f"its forward computes a loss of {whole:.5g} and its layers, one after another, {by_layers:.5g}, and training "
+        f"calls the layers ({plan.layers[0]} … {plan.layers[-1]}) alone; move into a layer what forward does between "
+        "them"
+    )
 
 
 def _too_large(config: Config, small: Config, make_model: MakeModel, rows: BatchSource) -> str:
     """Return why a model is not run in one process; empty where it is."""
     if config.train.device != "cpu":
         return f"the run is on {config.train.device}; use threefold verify"
-    with torch.device("meta"):
-        model = make_model()
+    model = skeleton(make_model, small.train.seed)
     if any(draws_in_sequence(module) for module in model.modules()):
         return "it draws from random streams, which depend on the layout"
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -227,10 +259,11 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
         UserError: they are not.
     """
     began = time.monotonic()
+    spec = LayoutSpec(Layout.of(config.parallel))
+    order = list(Trace.load(folder).initial)  # read here, as rank 0 deletes the folder when it has what it needs
     reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
-    spec, order = LayoutSpec(Layout.of(config.parallel)), list(Trace.load(folder).initial)
     result = judge(spec, reports, order, TOLERANCE, time.monotonic() - began, None)
-    layout, samples = _said(config, small), small.train.global_batch_size
+    layout, samples = _said(config, small, source), small.train.global_batch_size
     if result.verdict == DEPARTS and result.first is not None:
         first = result.first
         raise UserError(
@@ -242,11 +275,13 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
     return f"Verified {layout} against one process: {STEPS} steps of {samples} samples are equal ({worst:.0e})"
 
 
-def _said(config: Config, small: Config) -> str:
-    """The layout, and the micro-batches of one that has nothing else."""
+def _said(config: Config, small: Config, source: ModelSource) -> str:
+    """The layout, or the micro-batches or layers of one that has nothing else."""
     layout = Layout.of(config.parallel)
     count = small.train.gradient_accumulation_steps
-    return str(layout) if layout.world_size > 1 else f"{count} micro-batches"
+    if layout.world_size > 1:
+        return str(layout)
+    return f"{count} micro-batches" if count > 1 else f"{len(source.load(small)[1].layers)} layers one by one"
 
 
 def _key(config: Config, small: Config, source: ModelSource) -> str:
@@ -254,8 +289,9 @@ def _key(config: Config, small: Config, source: ModelSource) -> str:
     files = source.files(config)
     if not files:
         return ""
-    every = sorted({*files, *(beside for file in files for beside in modules_beside(file))})
-    _, plan = source.load(small)
+    make_model, plan = source.load(small)
+    beside = {each for file in files for each in modules_beside(file)}
+    every = sorted({*files, *beside, *_loaded(files, skeleton(make_model, small.train.seed))})
     sharding = (plan.split, plan.layers, plan.ties, plan.recompute, plan.shared, plan.bare)
     model = {key: value for key, value in small.sections()["model"].items() if key != "file"}
     parts = [
@@ -265,6 +301,19 @@ def _key(config: Config, small: Config, source: ModelSource) -> str:
         *(read_text(file) for file in every),
     ]
     return checksum_of(json.dumps(parts, default=str).encode())
+
+
+def _loaded(files: Sequence[Path], model: nn.Module) -> set[Path]:
+    """Return the files of imported modules in the folders of `files` and in the packages of the model's layers."""
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - _VERSIONED
+    folders = tuple(f"{file.resolve().parent}{os.sep}" for file in files)
+    found = set()
+    for name, module in list(sys.modules.items()):
+        path, package = getattr(module, "__file__", None) or "", name.partition(".")[0]
+        is_beside = path.startswith(folders) and not path.startswith(sys.prefix) and package not in _VERSIONED
+        if path.endswith(".py") and (package in packages or is_beside):
+            found.add(Path(path))
+    return found
 
 
 def _remembered(run_dir: Path) -> list[str]:
