@@ -227,8 +227,9 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
         UserError: they are not.
     """
     began = time.monotonic()
-    reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
+    # Read before the ranks meet: after that the first one may have removed the folder.
     spec, order = LayoutSpec(Layout.of(config.parallel)), list(Trace.load(folder).initial)
+    reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
     result = judge(spec, reports, order, TOLERANCE, time.monotonic() - began, None)
     layout, samples = _said(config, small), small.train.global_batch_size
     if result.verdict == DEPARTS and result.first is not None:
