@@ -87,13 +87,16 @@ def test_recompute_would_update_a_buffer_twice(pool, tmp_path: Path) -> None:
 
 
 def test_evaluations_leave_buffers_and_generators_as_they_are(pool, tmp_path: Path) -> None:
-    """`running range` updates its buffer in evaluation mode too, and `F.dropout` draws in training alone."""
-    for kind in ("running range", "numpy"):
+    """Both count or draw in evaluation mode too."""
+    for kind in ("samples seen", "numpy"):
         run = run_of(kind, steps=3, set=micro_batches(1))
         pool.run(1, drawn_rank, run, tmp_path / kind / "plain")
         evaluated = run.but(set=(*run.set, ("train.eval_every", 1), ("train.eval_batches", 2)))
         pool.run(1, drawn_rank, evaluated, tmp_path / kind / "evaluated")
         assert losses(tmp_path / kind / "evaluated") == losses(tmp_path / kind / "plain")
+        expected, found = tensors(tmp_path / kind / "plain"), tensors(tmp_path / kind / "evaluated")
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 @pytest.mark.parametrize("kind", ["F.dropout", "random", "numpy"])
