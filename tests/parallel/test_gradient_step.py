@@ -384,3 +384,9 @@ def test_a_loss_scale_changes_no_gradient(pool) -> None:
     ((plain, scaled),) = pool.run(1, scaled_gradients, MOE)
     for name, gradient in plain.items():
         assert relative_error(scaled[name], gradient) < 1e-12, name
+
+
+def test_sums_of_two_batches_are_those_of_both() -> None:
+    one, other = LossSums({"a": 2.0}, {"a": 4.0}, {"a": 1}, 3), LossSums({"a": 5.0}, {"a": 10.0}, {"a": 6}, 4)
+    assert one + other == LossSums({"a": 7.0}, {"a": 14.0}, {"a": 7}, 7)
+    assert (one + other).loss == 2.0

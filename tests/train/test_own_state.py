@@ -10,7 +10,7 @@ import torch
 
 from tests.support.own_state_models import WIDTH
 from tests.support.own_state_runs import losses, micro_batches, run_of
-from tests.train.support import Run, train_rank
+from tests.train.support import Run, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors_alone, stored_names, stored_tensors
 from threefold.errors import UserError
@@ -97,6 +97,16 @@ def test_evaluations_leave_buffers_and_generators_as_they_are(pool, tmp_path: Pa
         expected, found = tensors(tmp_path / kind / "plain"), tensors(tmp_path / kind / "evaluated")
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_skipped_step_leaves_buffers_as_they_were(pool, tmp_path: Path) -> None:
+    """Of three steps whose gradients overflow."""
+    fp16 = (("precision.dtype", "fp16"), ("precision.loss_scale", 2.0**60))
+    pool.run(1, train_rank, run_of("tracked", steps=3, set=(*micro_batches(1), *fp16)), tmp_path)
+    assert all(step["skipped"] for step in steps_of(tmp_path).values())
+    found = tensors(tmp_path)
+    assert found["model.blocks.1.part.updates"] == 0
+    assert torch.equal(found["model.blocks.1.part.size"].float(), torch.ones(WIDTH))
 
 
 @pytest.mark.parametrize("kind", ["F.dropout", "random", "numpy"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.parity import Case, make_engine, shard_of
+from tests.support.parity import Case, make_engine, shard_of, whole_tensors
 from tests.support.precision import FP16, check_skipped_by_all, overflowing
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
@@ -146,6 +146,17 @@ def states_of(case: Case) -> set[torch.dtype]:
     engine.train_step(shard_of(case, 0, 0), 0)
     found = {value.dtype for _, _, value in engine.optimizer.states() if value.dim()}
     return found | {entry.gradient.dtype for entry in engine.optimizer.entries}
+
+
+def initial_masters(case: Case) -> dict[str, Tensor]:
+    return {name: master.clone() for name, master in whole_tensors(make_engine(case), "master").items()}
+
+
+def test_masters_start_at_their_full_width(pool) -> None:
+    """With the numbers of a run in fp32, not those that were rounded for the computation."""
+    (wide,), (narrow,) = (pool.run(1, initial_masters, Case(dtype=dtype)) for dtype in ("fp32", "bf16"))
+    assert narrow.keys() == wide.keys()
+    assert all(narrow[name].equal(wide[name]) for name in wide)
 
 
 def test_pure_bf16_keeps_nothing_wide(pool) -> None:

@@ -30,6 +30,7 @@ def test_a_stop_before_the_first_step_saves_what_is_only_in_memory(
 ) -> None:
     settings = [("checkpoint.memory_every", 1), ("checkpoint.every", 3), ("checkpoint.keep", 0)]
     settings += [("precision.loss_scale", 2.0**6), ("precision.loss_scale_window", 2)]
+    settings += [("train.spike_factor", 90.0), ("train.spike_window", 2)]
     run = small_run.but(dp=2, dtype="fp16", set=tuple(settings))
     files, folder = memory_files(2), tmp_path / "stopped"
     larger = run.but(steps=1, set=(*settings, ("train.global_batch_size", 12)))
@@ -39,6 +40,8 @@ def test_a_stop_before_the_first_step_saves_what_is_only_in_memory(
     assert pool.run(2, started, run, folder, files, signal.SIGTERM) == [Stopped(signal.SIGTERM, 3)] * 2
     assert tensors_of(folder, 3) == tensors_of(tmp_path / "whole", 3) != []
     facts = manifest(path_of(folder, 3))
+    assert facts["anomalies"] == manifest(path_of(tmp_path / "whole", 3))["anomalies"]
+    assert len(facts["anomalies"]["recent"]) == 2
     assert (facts["loss_scale"], facts["good_steps"], facts["consumed_samples"]) == (2.0**7, 1, 12 + 8 + 8)
     written = path_of(folder, 3).stat().st_ino
     assert pool.run(2, started, run, folder, files, signal.SIGTERM) == [Stopped(signal.SIGTERM, 3)] * 2
