@@ -2,19 +2,23 @@
 
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.own_state_models import WIDTH
+from tests.support.own_state_models import WIDTH, Model, Sums, loss
 from tests.support.own_state_runs import losses, micro_batches, run_of
 from tests.train.support import Run, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors_alone, stored_names, stored_tensors
+from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
+from threefold.parallel.gradient_step import GradientStep
+from threefold.parallel.settings import TrainingSettings
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -97,6 +101,19 @@ def test_evaluations_leave_buffers_and_generators_as_they_are(pool, tmp_path: Pa
         expected, found = tensors(tmp_path / kind / "plain"), tensors(tmp_path / kind / "evaluated")
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_buffer_that_a_callback_replaces_is_the_one_that_goes_on() -> None:
+    make = partial(Model, kind="tracked")
+    with torch.device("meta"):
+        plan = Model.plan.build(make())
+    step = GradientStep(make, plan, Mesh.alone(), TrainingSettings(micro_batches=1))
+    part = step.stages[0].get_submodule("blocks.0.part")
+    batch = tuple(torch.stack(each) for each in zip(*(Sums()[row] for row in range(4)), strict=True))
+    step.train_batch(batch, 0, loss)
+    part.size = torch.full((WIDTH,), 9.0)
+    step.train_batch(batch, 1, loss)
+    assert part.size.min() > 8
 
 
 def test_a_skipped_step_leaves_buffers_as_they_were(pool, tmp_path: Path) -> None:

@@ -66,6 +66,19 @@ def test_a_scale_that_is_too_large_falls_until_the_gradients_fit(pool) -> None:
         assert after == scale / 2 if skipped else after in (scale, scale * 2)
 
 
+def refused_step(case: Case) -> tuple[bool, str, float, int]:
+    engine = make_engine(case)
+    loss, tokens = engine.compute_gradients(shard_of(case, 0, 0), 0)
+    result = engine.update(loss, tokens, 0, lambda loss, norm: "a spike")
+    assert engine.loss_scale is not None
+    return result.skipped, result.refused, engine.loss_scale.value, engine.loss_scale.good_steps
+
+
+def test_a_step_that_is_refused_for_its_loss_leaves_the_scale(pool) -> None:
+    case = replace(FP16, settings=(("precision.loss_scale", 2.0**5),))
+    assert pool.run(1, refused_step, case) == [(True, "a spike", 2.0**5, 1)]
+
+
 def hopeless(case: Case) -> None:
     engine = make_engine(case)
     for entry in engine.optimizer.entries:
