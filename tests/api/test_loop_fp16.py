@@ -45,20 +45,23 @@ def trained(sizes: dict[str, int], options: dict[str, Any], folder: Path | None 
     mesh = threefold.init_mesh(**sizes)
     model = threefold.parallelize(layers(), mesh=mesh, **options)
     optimizer = threefold.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
-    found: dict[str, list[Any]] = {"losses": [], "skipped": [], "scales": [], "kept": []}
+    found: dict[str, list[Any]] = {"losses": [], "skipped": [], "scales": [], "good steps": [], "kept": []}
     for step in range(4):
         before = [weight.detach().clone() for weight in model.parameters()]
         found["losses"].append(model.train_batch(batch(step, mesh), loss_fn))
         optimizer.step()
         found["skipped"].append(optimizer.step_was_skipped)
         found["kept"].append(all(map(torch.equal, before, model.parameters())))
-        found["scales"].append(None if model.loss_scale is None else model.loss_scale.value)
+        assert model.loss_scale is not None
+        found["scales"].append(model.loss_scale.value)
+        found["good steps"].append(model.loss_scale.good_steps)
     if folder is not None:
         threefold.save(folder, 4, model=model, optimizer=optimizer)
         again = threefold.parallelize(layers(), mesh=mesh, **options)
         threefold.load(folder, model=again)
         assert again.loss_scale is not None
         found["scales"].append(again.loss_scale.value)
+        found["good steps"].append(again.loss_scale.good_steps)
     return found
 
 
@@ -75,6 +78,7 @@ def test_fp16_skips_an_overflow_on_all_ranks_and_is_that_of_one_process(
         assert found["skipped"] == found["kept"] == [False, True, False, False]
         first, *rest = found["scales"]
         assert rest == [first / 2] * 4
+        assert found["good steps"] == [1, 0, 1, 2, 2]
         assert [found["losses"][step] for step in (0, 2, 3)] == pytest.approx(
             [alone["losses"][step] for step in (0, 2, 3)], rel=5e-3
         )

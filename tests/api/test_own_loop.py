@@ -54,7 +54,7 @@ class Trained:
     evaluated: float = 0.0
 
 
-def plain(dtype: torch.dtype) -> Trained:
+def plain(dtype: torch.dtype, clip: float = CLIP) -> Trained:
     """The model in one process, with torch alone: one pass over the global batch, torch's clip and optimizer."""
     model = MaskedModel().to(dtype)
     for name, parameter in model.named_parameters():
@@ -72,7 +72,7 @@ def plain(dtype: torch.dtype) -> Trained:
         optimizer.zero_grad()
         loss.backward()
         found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        found.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        found.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
         found.losses.append(loss.item())
     model.eval()
@@ -100,15 +100,15 @@ def whole(model: threefold.DistributedModel, optimizer: threefold.ModelOptimizer
     return {name: tensor.clone() for name, tensor in whole_tensors(seen, attribute).items()}
 
 
-def made(sizes: dict[str, int], options: dict[str, Any]) -> Any:
+def made(sizes: dict[str, int], options: dict[str, Any], clip: float = CLIP) -> Any:
     mesh = threefold.init_mesh(**sizes)
     model = threefold.parallelize(MaskedModel, PLAN, mesh, seed=SEED, **options)
-    optimizer = threefold.distributed_optimizer(optimizer_of(model.parameters()), model, clip_grad_norm=CLIP)
+    optimizer = threefold.distributed_optimizer(optimizer_of(model.parameters()), model, clip_grad_norm=clip)
     return model, optimizer, threefold.DataLoader(Masked(), 24, mesh, seed=SEED)
 
 
-def loop(sizes: dict[str, int], options: dict[str, Any]) -> Trained:
-    model, optimizer, loader = made(sizes, options)
+def loop(sizes: dict[str, int], options: dict[str, Any], clip: float = CLIP) -> Trained:
+    model, optimizer, loader = made(sizes, options, clip)
     found = Trained()
     for batch in loader:
         found.losses.append(model.train_batch(batch, masked_loss))
@@ -154,6 +154,14 @@ def test_a_loop_computes_what_the_plain_model_does(pool, sizes: dict[str, int], 
                 assert relative_error(gradient, expected.gradients[step][name]) <= limit, (step, name)
         for name, weight in each.weights.items():
             assert relative_error(weight, expected.weights[name]) <= limit, name
+
+
+def test_a_norm_below_the_limit_clips_nothing(pool) -> None:
+    (expected,) = pool.run(1, plain, torch.float64, 1e3)
+    (found,) = pool.run(1, loop, {}, {"dtype": torch.float64}, 1e3)
+    assert max(found.norms) < 1e3
+    for name, weight in found.weights.items():
+        assert relative_error(weight, expected.weights[name]) <= TOLERANCE["fp64"], name
 
 
 def begun(sizes: dict[str, int], options: dict[str, Any], folder: Path) -> list[float]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.parity import Case, shard_of
-from tests.train.support import Run, losses_of, train_rank
+from tests.train.support import Run, engine_of, losses_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import stored_names
 from threefold.comm.layout import Coordinates, Layout
@@ -20,6 +20,7 @@ from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.random.rng import STREAMS, RandomStreams
 from threefold.train.engine import Engine
+from threefold.train.state import restore_engine
 
 
 def streams(tp: int, cp: int = 0) -> RandomStreams:
@@ -120,6 +121,15 @@ def test_a_resumed_run_draws_what_the_unbroken_one_draws(pool, small_run: Run, t
     assert "random streams" not in printed
 
 
+def drawn_after_restoring(config: Run, folder: Path) -> list[Tensor]:
+    """The numbers of an engine that has loaded the newest checkpoint, and of one that has loaded none."""
+    restored, fresh = (engine_of(config.config) for _ in range(2))
+    checkpoint = newest(folder)
+    assert checkpoint is not None
+    restore_engine(restored, checkpoint)
+    return [draw(engine.streams, "global") for engine in (restored, fresh)]
+
+
 @pytest.mark.slow
 def test_another_layout_draws_anew_and_says_so(pool, small_run: Run, tmp_path: Path) -> None:
     for folder in ("once", "twice"):
@@ -127,6 +137,9 @@ def test_another_layout_draws_anew_and_says_so(pool, small_run: Run, tmp_path: P
         printed = pool.run(1, train_noisily, small_run.but(steps=4), tmp_path / folder, True)[0]
         assert "The random streams that the model draws from belong to another layout" in printed
     assert losses_of(tmp_path / "once") == losses_of(tmp_path / "twice")
+    pool.run(2, train_noisily, small_run.but(tp=2, steps=2), tmp_path / "saved")
+    ((restored, fresh),) = pool.run(1, drawn_after_restoring, small_run, tmp_path / "saved")
+    assert not restored.equal(fresh)  # which would draw the numbers of the first steps again
 
 
 def test_runs_that_never_draw_store_no_streams(pool, small_run: Run, tmp_path: Path) -> None:

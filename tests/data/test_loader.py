@@ -11,6 +11,7 @@ import torch
 
 from threefold.data.loader import Batch, Loader, Share, fingerprint
 from threefold.data.packed_samples import PackedSamples
+from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.random.permutation import samples_at
 
@@ -89,6 +90,12 @@ def test_an_epoch_reads_every_sample_once(make_loader) -> None:
     assert rows[:n] != rows[n:], "the second epoch has an order of its own"
     assert loader.epoch(0) == 0
     assert loader.epoch(n) == GLOBAL_BATCH
+
+
+def test_epochs_are_counted_in_samples_whatever_the_batches_were(make_loader) -> None:
+    loader = make_loader()
+    loader.consumed = ConsumedSamples(GLOBAL_BATCH, 3, 100)
+    assert loader.epoch(5) == (100 + 2 * GLOBAL_BATCH) / len(loader.train)
 
 
 def test_documents_are_those_of_the_token_files(make_loader) -> None:

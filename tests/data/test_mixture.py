@@ -15,7 +15,7 @@ from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, Loader, Share
 from threefold.data.mixture import LONGEST_PERIOD, Blend, MixedSamples, whole_shares
 from threefold.data.packed_samples import PackedSamples
-from threefold.data.samples import MixturePart
+from threefold.data.samples import ConsumedSamples, MixturePart
 from threefold.errors import UserError
 from threefold.random.permutation import KeyedPermutation
 
@@ -152,6 +152,12 @@ def test_a_run_reads_what_the_oracle_names(make_loader, corpora: list[Corpus]) -
     for step in range(steps):
         assert_is(loader.batch(step), windows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
     assert max(loader.corpus_epochs(steps).values()) > 2
+
+
+def test_epochs_are_counted_in_samples_whatever_the_batches_were(make_loader) -> None:
+    loader = make_loader()
+    loader.consumed = ConsumedSamples(GLOBAL_BATCH, 3, 100)
+    assert loader.corpus_epochs(5) == loader.train.epochs(100 + 2 * GLOBAL_BATCH)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.support.parity import Case, make_engine
 from threefold.config import Config, resolve
 from threefold.launch.worker_pool import WorkerPool
+from threefold.models.construct import drawn as drawn_by
 from threefold.models.registry import make_model, model_plan
 from threefold.parallel.parameter import offset
 from threefold.parallel.weights import draw_
@@ -115,6 +116,18 @@ def test_they_are_philox_numbers_of_seed_name_and_place() -> None:
     for name in ("blocks.1.attn.proj.weight", "head.output.weight"):
         std = RANGE / sqrt(2 * LAYERS) if name.endswith(NARROW) else RANGE
         np.testing.assert_allclose(values[name].flatten().numpy(), by_hand(name, values[name].numel()) * std, rtol=1e-9)
+
+
+def test_what_a_function_draws_follows_from_seed_and_name() -> None:
+    """As with `nn.init.xavier_uniform_` in a plan."""
+    places = [("a", SEED), ("b", SEED), ("a", SEED + 1)]
+    values = [drawn_by(torch.nn.init.normal_, name, (40, 30), seed).flatten() for name, seed in places]
+    for one, other in combinations(values, 2):
+        assert largest_correlation(one, other) < 7
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    assert drawn_by(torch.nn.init.normal_, "a", (40, 30), SEED).flatten().equal(values[0])
+    assert torch.get_rng_state().equal(before)
 
 
 def by_hand(name: str, count: int) -> npt.NDArray[np.float64]:

@@ -13,6 +13,7 @@ from tests.support.compiled import operators_of
 from threefold.ops import attention as module
 from threefold.ops import tiles
 from threefold.ops.attention import attention
+from threefold.ops.tile_inputs import TileGradients, tile_inputs
 from threefold.ops.tiles import Sight
 from threefold.plan.saved_tensors import recording_saved
 from threefold.torch_private.fake import OperationMode, fake_tensors, leaves
@@ -136,6 +137,20 @@ def test_a_mistake_would_be_seen(mistake: Callable[[Sight], Sight], window: int,
     wrong = patch.object(module, "Sight", lambda *given: mistake(tiles.Sight(*given)))
     with wrong, pytest.raises(AssertionError):
         check(inputs(2, 300, 300), window, numbered(kind, 2, 300))
+
+
+def test_gradients_of_keys_that_many_tiles_use_do_not_stagnate() -> None:
+    """In bf16 a sum of ones stops growing at 256."""
+    q, k, v = (torch.zeros(1, 3, 1, 2, dtype=torch.bfloat16) for _ in range(3))
+    (part,) = tile_inputs(q, k, v, Sight(0, torch.zeros(1, 3, dtype=torch.int64)), None)
+    gradients, ones = TileGradients(q, k, v), torch.ones(1, 1, 3, 2, dtype=torch.bfloat16)
+    for _ in range(512):
+        gradients.add(part, (ones, ones, ones))
+    of_q, of_k, of_v = gradients.whole()
+    assert of_q.eq(1).all()
+    assert of_k.eq(512).all()
+    assert of_v.eq(512).all()
+    assert {each.dtype for each in (of_q, of_k, of_v)} == {torch.bfloat16}
 
 
 def test_shapes_without_memory() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.cases import MOE
 from tests.support.own_models import (
     MaskedModel,
     StreamModel,
@@ -20,6 +21,7 @@ from tests.support.own_models import (
     plan_of,
     stream_batch,
 )
+from tests.support.parity import Case, make_engine, shard_of, whole_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.data.loader import Batch
@@ -33,6 +35,7 @@ from threefold.parallel.parameter import local, offset
 from threefold.parallel.settings import TrainingSettings
 from threefold.random.keys import stream_key
 from threefold.random.philox import fill_normal_
+from threefold.verify.compare import relative_error
 
 WIDTHS = (3, 8, 5, 2)
 
@@ -364,3 +367,26 @@ def test_tokens_with_a_loss_in_the_last_layer_or_of_the_users(pool, layout: Layo
         assert own_count == count > 10
         assert own_term == pytest.approx(term, rel=1e-12)
         torch.testing.assert_close(own_gradients, gradients, rtol=1e-12, atol=1e-14)
+
+
+def scaled_gradients(case: Case) -> list[dict[str, Tensor]]:
+    """The gradients of a step without a loss scale, and with one."""
+    engine = make_engine(case)
+    found = []
+    for scale in (1.0, 4096.0):
+        engine.compute_gradients(shard_of(case, 0, 0), 0, scale=scale)
+        found.append({name: gradient.clone() for name, gradient in whole_tensors(engine, "gradient").items()})
+    return found
+
+
+def test_a_loss_scale_changes_no_gradient(pool) -> None:
+    """Nor that of the losses that routers add."""
+    ((plain, scaled),) = pool.run(1, scaled_gradients, MOE)
+    for name, gradient in plain.items():
+        assert relative_error(scaled[name], gradient) < 1e-12, name
+
+
+def test_sums_of_two_batches_are_those_of_both() -> None:
+    one, other = LossSums({"a": 2.0}, {"a": 4.0}, {"a": 1}, 3), LossSums({"a": 5.0}, {"a": 10.0}, {"a": 6}, 4)
+    assert one + other == LossSums({"a": 7.0}, {"a": 14.0}, {"a": 7}, 7)
+    assert (one + other).loss == 2.0

@@ -41,13 +41,16 @@ def test_dropout_of_what_is_attended_to(window: int, queries: int, keys: int, ki
         torch.testing.assert_close(ours, theirs)
 
 
-def test_dropout_keeps_nothing_of_the_matrix() -> None:
-    core = CausalAttention(0.1, 32, "blocks.0.attn.core")
-    q, k, v = inputs(1500, 1500)
+@pytest.mark.parametrize(("window", "length"), [(32, 1500), (0, 600)])
+def test_dropout_keeps_nothing_of_the_matrix(window: int, length: int) -> None:
+    """Of a window, or of a long sequence."""
+    core = CausalAttention(0.1, window, "blocks.0.attn.core")
+    q, k, v = inputs(length, length)
     samples = SampleInfo(sample_keys(1, 2, torch.arange(2)))
     with recording_saved(()) as saved:
         core(q, k, v, samples)
-    assert saved.nbytes == sum(each.nbytes for each in (q, k, v)) + 8 * 2
+    kept = saved.nbytes
+    assert kept == sum(each.nbytes for each in (q, k, v)) + 8 * 2
 
 
 @pytest.mark.slow

@@ -2,19 +2,23 @@
 
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.own_state_models import WIDTH
+from tests.support.own_state_models import WIDTH, Model, Sums, loss
 from tests.support.own_state_runs import losses, micro_batches, run_of
-from tests.train.support import Run, train_rank
+from tests.train.support import Run, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors_alone, stored_names, stored_tensors
+from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
+from threefold.parallel.gradient_step import GradientStep
+from threefold.parallel.settings import TrainingSettings
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -87,13 +91,39 @@ def test_recompute_would_update_a_buffer_twice(pool, tmp_path: Path) -> None:
 
 
 def test_evaluations_leave_buffers_and_generators_as_they_are(pool, tmp_path: Path) -> None:
-    """`running range` updates its buffer in evaluation mode too, and `F.dropout` draws in training alone."""
-    for kind in ("running range", "numpy", "evaluated"):
+    """Two update their buffer in evaluation mode too, one draws there, and one has a part that never trains."""
+    for kind in ("running range", "samples seen", "numpy", "evaluated"):
         run = run_of(kind, steps=3, set=micro_batches(1))
         pool.run(1, drawn_rank, run, tmp_path / kind / "plain")
         evaluated = run.but(set=(*run.set, ("train.eval_every", 1), ("train.eval_batches", 2)))
         pool.run(1, drawn_rank, evaluated, tmp_path / kind / "evaluated")
         assert losses(tmp_path / kind / "evaluated") == losses(tmp_path / kind / "plain")
+        expected, found = tensors(tmp_path / kind / "plain"), tensors(tmp_path / kind / "evaluated")
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_buffer_that_a_callback_replaces_is_the_one_that_goes_on() -> None:
+    make = partial(Model, kind="tracked")
+    with torch.device("meta"):
+        plan = Model.plan.build(make())
+    step = GradientStep(make, plan, Mesh.alone(), TrainingSettings(micro_batches=1))
+    part = step.stages[0].get_submodule("blocks.0.part")
+    batch = tuple(torch.stack(each) for each in zip(*(Sums()[row] for row in range(4)), strict=True))
+    step.train_batch(batch, 0, loss)
+    part.size = torch.full((WIDTH,), 9.0)
+    step.train_batch(batch, 1, loss)
+    assert part.size.min() > 8
+
+
+def test_a_skipped_step_leaves_buffers_as_they_were(pool, tmp_path: Path) -> None:
+    """Of three steps whose gradients overflow."""
+    fp16 = (("precision.dtype", "fp16"), ("precision.loss_scale", 2.0**60))
+    pool.run(1, train_rank, run_of("tracked", steps=3, set=(*micro_batches(1), *fp16)), tmp_path)
+    assert all(step["skipped"] for step in steps_of(tmp_path).values())
+    found = tensors(tmp_path)
+    assert found["model.blocks.1.part.updates"] == 0
+    assert torch.equal(found["model.blocks.1.part.size"].float(), torch.ones(WIDTH))
 
 
 @pytest.mark.parametrize("kind", ["F.dropout", "random", "numpy", "drawn attributes", "written data"])

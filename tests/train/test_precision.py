@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.parity import Case, make_engine, shard_of
+from tests.support.parity import Case, make_engine, shard_of, whole_tensors
 from tests.support.precision import FP16, check_skipped_by_all, overflowing
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
@@ -64,6 +64,19 @@ def test_a_scale_that_is_too_large_falls_until_the_gradients_fit(pool) -> None:
     scales = [scale for _, scale in steps]
     for (skipped, scale), after in zip(steps, scales[1:], strict=False):
         assert after == scale / 2 if skipped else after in (scale, scale * 2)
+
+
+def refused_step(case: Case) -> tuple[bool, str, float, int]:
+    engine = make_engine(case)
+    loss, tokens = engine.compute_gradients(shard_of(case, 0, 0), 0)
+    result = engine.update(loss, tokens, 0, lambda loss, norm: "a spike")
+    assert engine.loss_scale is not None
+    return result.skipped, result.refused, engine.loss_scale.value, engine.loss_scale.good_steps
+
+
+def test_a_step_that_is_refused_for_its_loss_leaves_the_scale(pool) -> None:
+    case = replace(FP16, settings=(("precision.loss_scale", 2.0**5),))
+    assert pool.run(1, refused_step, case) == [(True, "a spike", 2.0**5, 1)]
 
 
 def hopeless(case: Case) -> None:
@@ -146,6 +159,17 @@ def states_of(case: Case) -> set[torch.dtype]:
     engine.train_step(shard_of(case, 0, 0), 0)
     found = {value.dtype for _, _, value in engine.optimizer.states() if value.dim()}
     return found | {entry.gradient.dtype for entry in engine.optimizer.entries}
+
+
+def initial_masters(case: Case) -> dict[str, Tensor]:
+    return {name: master.clone() for name, master in whole_tensors(make_engine(case), "master").items()}
+
+
+def test_masters_start_at_their_full_width(pool) -> None:
+    """With the numbers of a run in fp32, not those that were rounded for the computation."""
+    (wide,), (narrow,) = (pool.run(1, initial_masters, Case(dtype=dtype)) for dtype in ("fp32", "bf16"))
+    assert narrow.keys() == wide.keys()
+    assert all(narrow[name].equal(wide[name]) for name in wide)
 
 
 def test_pure_bf16_keeps_nothing_wide(pool) -> None:

@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import shutil
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +13,12 @@ import torch
 from tests.support import own_state_models
 from tests.support.own_state_runs import StateRun, losses, micro_batches, run_of
 from tests.train.support import train
+from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
+from threefold.verify import rank_worker
+from threefold.verify import self_check as self_check_module
+from threefold.verify.rank_worker import RankReport
 from threefold.verify.self_check import FILE, self_check
 
 ALONE = micro_batches(1)
@@ -117,6 +124,24 @@ def test_a_layout_that_computes_what_one_process_does_is_verified_once(pool, tmp
     again, *_ = pool.run(run.world_size, checked_rank, run.but(steps=2), tmp_path / "run", True)
     assert "against one process" not in again
     assert not (tmp_path / "run" / "verify.partial").exists()
+
+
+def checked_behind_the_first(run: StateRun, folder: Path) -> str:
+    """Train with a check whose folder is gone, as rank 0 removes it, when the ranks have met."""
+
+    def run_rank(*args: Any, mesh: Mesh) -> RankReport:
+        report = rank_worker.run_rank(*args, mesh=mesh)
+        mesh.world.gather_objects(None)
+        shutil.rmtree(folder / "verify.partial", ignore_errors=True)
+        return report
+
+    with patch.object(self_check_module, "run_rank", run_rank):
+        return checked_rank(run, folder)
+
+
+def test_no_rank_reads_what_the_first_may_have_removed(pool, tmp_path: Path) -> None:
+    printed, _ = pool.run(2, checked_behind_the_first, run_of("plain", dp=2, steps=1), tmp_path / "run")
+    assert "against one process" in printed
 
 
 def test_no_bit_of_the_run_depends_on_the_check(pool, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support import mistakes
 from tests.support.sweep import sweep
 from tests.verify.support import LAYOUTS, MistakenPool, config, task, verify
+from threefold.labels import IGNORE_INDEX
+from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import Comparison, Held, coverage
 from threefold.verify.reference import Trace
 from threefold.verify.report import DEPARTS, EQUAL, FAILED, LayoutResult
@@ -23,6 +26,18 @@ def test_layouts_are_equal(pool, tmp_path: Path, dtype: str, optimizer: str) -> 
         assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
         assert result.worst is not None
         assert 0 < result.worst.relative <= todo.tolerance  # different orders of summing: never all bits the same
+
+
+@pytest.mark.parametrize("rows", [2, 4, 6, 8, 24])
+def test_first_and_last_rows_have_labels_and_another_has_none(rows: int) -> None:
+    """Each may be a micro-batch; without labels its gradient would be zero, and a mistake that loses it not seen."""
+    small = task("dp2").config
+    train = small.train.model_copy(update={"global_batch_size": rows})
+    batch = RandomBatches().batch(small.model_copy(update={"train": train}), 0)
+    counts = (batch.labels != IGNORE_INDEX).sum(1).tolist()
+    assert counts[0] > 0 < counts[-1]
+    assert max(counts) == batch.labels.shape[1]
+    assert (min(counts) == 0) == (rows > 3)
 
 
 MISTAKES = [

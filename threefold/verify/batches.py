@@ -40,8 +40,9 @@ class BatchSource(ABC):
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
         """As `read`; if `masked`, with some labels ignored, a different fraction in each row.
 
-        So the ranks have different numbers of labels, and a mean of means is not the mean. Some of the first rows keep
-        all labels, the last ones none.
+        So the ranks have different numbers of labels, and a mean of means is not the mean. Some rows keep all labels,
+        and of four rows or more one in the middle keeps none: the first and the last, each of which may be a
+        micro-batch, have a gradient that can be lost.
         """
         size = config.train.global_batch_size
         batch = self.read(config, step, Share(size, dp_index, dp))
@@ -49,7 +50,8 @@ class BatchSource(ABC):
             return batch
         generator = torch.Generator().manual_seed(stream_key("label masks", config.train.seed, step))
         chance = torch.rand((size, batch.labels.shape[1]), generator=generator)[batch.rows]
-        masked = chance < torch.linspace(-0.1, 1.05, size)[batch.rows].unsqueeze(1)
+        shares = torch.linspace(-0.1, 1.05 if size > 3 else 0.7, size).roll(size // 2)
+        masked = chance < shares[batch.rows].unsqueeze(1)
         return replace(batch, labels=batch.labels.masked_fill(masked, IGNORE_INDEX))
 
 

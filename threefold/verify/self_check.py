@@ -259,8 +259,8 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
         UserError: they are not.
     """
     began = time.monotonic()
-    spec = LayoutSpec(Layout.of(config.parallel))
-    order = list(Trace.load(folder).initial)  # read here, as rank 0 deletes the folder when it has what it needs
+    # Read before the ranks meet: after that the first one may have removed the folder.
+    spec, order = LayoutSpec(Layout.of(config.parallel)), list(Trace.load(folder).initial)
     reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
     result = judge(spec, reports, order, TOLERANCE, time.monotonic() - began, None)
     layout, samples = _said(config, small, source), small.train.global_batch_size

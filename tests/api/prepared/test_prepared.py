@@ -89,27 +89,35 @@ def _distance(found: Updates, expected: Updates) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def overflowing_step() -> tuple[bool, float, float, bool]:
-    """A step whose gradients overflow in fp16, and the next."""
+def overflowing_step() -> tuple[bool, float, float, bool, list[int]]:
+    """A step whose gradients overflow in fp16, and two more; last, the steps for which the loss scale has held."""
     model, optimizer = nn.Linear(1, 1, bias=False), None
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     model, optimizer, schedule = t3.prepare(model, optimizer, schedule, precision="fp16")
     before = model.weight.item()
-    rates = []
-    for scale in (1e38, 1.0):
+    rates, held = [], []
+    for scale in (1e38, 1.0, 1.0):
         t3.backward(model(torch.full((2, 1), 0.5)).sum() * scale, reduction="sum")
         optimizer.step()
         schedule.step()
         rates.append(optimizer.param_groups[0]["lr"])
+        held.append(model.sync.loss_scale.good_steps)
         if scale > 1:
             skipped = optimizer.step_was_skipped and model.weight.item() == before
-    return skipped, rates[0], rates[1], optimizer.step_was_skipped
+    return skipped, rates[0], rates[1], optimizer.step_was_skipped, held
 
 
 def test_an_overflow_in_fp16_skips_the_update_and_the_schedule(pool) -> None:
     for found in pool.run(2, overflowing_step):
-        assert found == (True, 1.0, 0.5, False)
+        assert found == (True, 1.0, 0.5, False, [0, 1, 2])
+
+
+def test_a_norm_below_the_limit_clips_nothing(pool) -> None:
+    script = Script("stack", "sgd", "float64", epochs=1, clip=1e3)
+    expected, found = pool.run(1, plain, script)[0], pool.run(1, prepared, script)[0]
+    assert max(found.norms) < 1e3
+    assert worst(found, expected) < 1e-10
 
 
 def resumed(script: Script, first: dict[str, Any] | None) -> Any:

@@ -88,6 +88,15 @@ def test_rounds_no_worse_than_all_at_once(dtype: torch.dtype, scale: float) -> N
         assert all(error <= 3 * limit + 1e-6 for error, limit in zip(problem.errors(solved), at_once, strict=True))
 
 
+def test_the_gradient_of_the_input_of_many_chunks_does_not_stagnate() -> None:
+    """In bf16 a sum of equal numbers stops growing at 256 of them."""
+    x, weight = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True), torch.ones(512, 2, dtype=torch.bfloat16)
+    weight[7] = 0  # that of the label; all tokens are as probable
+    cross_entropy.chunked_cross_entropy(x, weight, torch.tensor([7]), 1).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[pytest.approx(511 / 512, rel=2**-8)] * 2]
+
+
 class _Largest(TorchDispatchMode):
     """Elements of the largest tensor that any operator gave."""
 

@@ -85,6 +85,21 @@ def test_only_a_layer_without_a_name_draws_from_torchs_generator(pool) -> None:
     assert pool.run(1, draws_outside) == [(True, False)]
 
 
+def named(places: list[tuple[str, int]]) -> list[Tensor]:
+    axis = tensor_axis()
+    made = [
+        ColumnParallelLinear(5, 7, axis, name=name, seed=seed, weight_init=nn.init.normal_) for name, seed in places
+    ]
+    return [whole(layer.weight).detach() for layer in made]
+
+
+def test_values_of_a_layer_with_a_name_follow_from_that_and_its_seed(pool) -> None:
+    ((first, other_seed, other_name, again),) = pool.run(1, named, [("a", 2), ("a", 3), ("b", 2), ("a", 2)])
+    assert again.equal(first)
+    assert not torch.isclose(other_seed, first).any()
+    assert not torch.isclose(other_name, first).any()
+
+
 def refusals() -> list[str]:
     axis, found = tensor_axis(), []
     for options in ({"weight_init": "xavier"}, {"bias_init": lambda bias: torch.ones(3)}):

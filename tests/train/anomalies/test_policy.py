@@ -65,13 +65,16 @@ def test_what_is_skipped_and_what_a_checkpoint_keeps() -> None:
     assert policy.skipped_for(9) == "data.skip_steps has steps 8 to 9"
     assert policy.skipped_for(4) == ""
     policy.updated(1.5, 0.1)
+    policy.skip("nan")
     policy.roll_back("nan")
     policy.rolled_back(7, 4, "the loss is nan", AnomalyFacts(recent=((1.0, 2.0),)))
     assert policy.skipped_for(5) == "a rollback skips steps 5 to 7"
     assert policy.skipped_for(7) == "a rollback to step 4 skips steps 5 to 7: the loss is nan"
     assert (policy.next_step(5), policy.next_step(3)) == (10, 4)
+    policy.skip("spike")
+    policy.skip("nan")
     facts = policy.facts()
-    assert facts == AnomalyFacts(skipped=((5, 7),), rollbacks=1, recent=((1.0, 2.0),))
+    assert facts == AnomalyFacts(skipped=((5, 7),), skips=3, consecutive=2, rollbacks=1, recent=((1.0, 2.0),))
     other = AnomalyPolicy(config(spike_factor=2.0, spike_window=2))
     other.resume(facts)
     assert other.facts() == facts

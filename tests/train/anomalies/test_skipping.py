@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,10 +12,15 @@ from tests.support.faults import Fault, train_with
 from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, losses_of, manifest, same, steps_of, train_rank
 from threefold.checkpoint.folder import path_of
+from threefold.checkpoint.manifest import Facts
+from threefold.config import Config
 from threefold.config.data import StepRanges
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Loader
+from threefold.data.samples import ConsumedSamples
 from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.train.anomalies.bad_steps import BadSteps
+from threefold.train.anomalies.policy import AnomalyPolicy
 from threefold.train.callbacks.metrics import read_metrics
 from threefold.train.entry_point import open_loader
 
@@ -239,3 +245,15 @@ def test_the_last_steps_may_be_skipped(pool: WorkerPool, small_run: Run, tmp_pat
     assert tensors(tmp_path / "bad", 4) == tensors(tmp_path / "purpose", 4)
     assert losses_of(tmp_path / "purpose")[-1] is None
     assert list(read_metrics(tmp_path / "purpose" / "metrics.jsonl"))[-1]["reason"]
+
+
+def test_a_rollback_goes_back_to_the_samples_of_its_checkpoint() -> None:
+    """Which the run has consumed in batches of another size than since it was resumed."""
+    train = {"on_spike": "rollback", "spike_factor": 2.0, "global_batch_size": 4}
+    config = Config.model_validate({"data": {"path": "unused"}, "train": train})
+    engine, loader = SimpleNamespace(config=config), SimpleNamespace(consumed=ConsumedSamples(4, 3, 24))
+    saving = SimpleNamespace(roll_back=lambda: Path("step_00000002"))
+    store = SimpleNamespace(load=lambda path: Facts(2, 16, 0, None, None, 0, 0))
+    bad: Any = BadSteps(engine, loader, saving, store, AnomalyPolicy(config))  # type: ignore[arg-type]
+    assert bad.spike("the loss is 9", 4).start == 2
+    assert loader.consumed == ConsumedSamples(4, 2, 16)

@@ -5,7 +5,7 @@ import io
 import signal
 from pathlib import Path
 
-from tests.train.support import Run, train, train_rank
+from tests.train.support import Run, manifest, train, train_rank
 from threefold.checkpoint.folder import newest, path_of
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.recovery.attempt import Attempt, memory_files
@@ -28,12 +28,21 @@ def tensors_of(folder: Path, step: int) -> list[bytes]:
 def test_a_stop_before_the_first_step_saves_what_is_only_in_memory(
     pool: WorkerPool, small_run: Run, tmp_path: Path
 ) -> None:
-    run = small_run.but(dp=2, set=(("checkpoint.memory_every", 1), ("checkpoint.every", 3), ("checkpoint.keep", 0)))
+    settings = [("checkpoint.memory_every", 1), ("checkpoint.every", 3), ("checkpoint.keep", 0)]
+    settings += [("precision.loss_scale", 2.0**6), ("precision.loss_scale_window", 2)]
+    settings += [("train.spike_factor", 90.0), ("train.spike_window", 2)]
+    run = small_run.but(dp=2, dtype="fp16", set=tuple(settings))
     files, folder = memory_files(2), tmp_path / "stopped"
+    larger = run.but(steps=1, set=(*settings, ("train.global_batch_size", 12)))
+    pool.run(2, train_rank, larger, tmp_path / "whole")
     pool.run(2, started, run, tmp_path / "whole", files)
     assert newest(folder) is None
     assert pool.run(2, started, run, folder, files, signal.SIGTERM) == [Stopped(signal.SIGTERM, 3)] * 2
     assert tensors_of(folder, 3) == tensors_of(tmp_path / "whole", 3) != []
+    facts = manifest(path_of(folder, 3))
+    assert facts["anomalies"] == manifest(path_of(tmp_path / "whole", 3))["anomalies"]
+    assert len(facts["anomalies"]["recent"]) == 2
+    assert (facts["loss_scale"], facts["good_steps"], facts["consumed_samples"]) == (2.0**7, 1, 12 + 8 + 8)
     written = path_of(folder, 3).stat().st_ino
     assert pool.run(2, started, run, folder, files, signal.SIGTERM) == [Stopped(signal.SIGTERM, 3)] * 2
     assert path_of(folder, 3).stat().st_ino == written, "a state that is saved was saved again"
