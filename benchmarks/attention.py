@@ -52,7 +52,7 @@ def attention_pass(way: str, hides: str, dtype: str, length: int, report: str, f
         report: a file.
         forward: whether the backward pass is left out.
     """
-    keep_freed_memory()  # as `threefold.train.entry_point` does
+    keep_freed_memory()  # as `threefold.train.run` does
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     draw = torch.Generator().manual_seed(1)
     inputs = [

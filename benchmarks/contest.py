@@ -40,7 +40,7 @@ class Contestant:
 def contest(contestants: list[Contestant], rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds per step of each contestant, by round. In every round each makes `steps` steps; one round warms up."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["threefold.train.engine", "threefold.models.gpt.model"])
+    context.set_forkserver_preload(["threefold.train.step", "threefold.models.gpt.model"])
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     with ExitStack() as stack:
         started = {contestant.name: _start(contestant, context, stack) for contestant in contestants}

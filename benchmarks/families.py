@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from threefold.config import Config, resolve
-from threefold.models.registry import make_model
+from threefold.models.family import make_model
 from threefold.train.callbacks.loss_curve import smoothed
 from threefold.train.callbacks.metrics import FILE, read_metrics
 

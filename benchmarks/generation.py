@@ -42,8 +42,7 @@ def main() -> None:
 
 def kept_step(batch: int) -> Callable[[int], None]:
     """Threefold as it is."""
-    from threefold.inference.generate import GenerationRequest, complete
-    from threefold.inference.sampling import Sampling
+    from threefold.inference.generate import GenerationRequest, Sampling, complete
 
     torch.set_num_threads(1)
     model = _model()
@@ -98,11 +97,11 @@ def _model():  # type: ignore[no-untyped-def]
     from threefold.checkpoint.manifest import Facts
     from threefold.comm.mesh import Mesh
     from threefold.inference.model import Model, Trained
-    from threefold.models.registry import make_model, model_plan
-    from threefold.parallel.parallelism import Parallelism
+    from threefold.models.family import make_model, model_plan
     from threefold.parallel.parallelize import parallelize
-    from threefold.parallel.pipeline.placement import StageMap
+    from threefold.parallel.pipeline.partition import StageMap
     from threefold.parallel.pipeline.stage import whole_parameters
+    from threefold.parallel.settings import Parallelism
     from threefold.parallel.weights import draw_
 
     config = shape.config("fp32")

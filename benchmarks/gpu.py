@@ -9,7 +9,7 @@ nanoGPT (GPT shapes alone), each as it is and with `torch.compile`. They take tu
 so that each has the whole memory, with steps to warm up before those that are timed. Where a micro-batch does not fit,
 the contestant halves it, and the table says so.
 
-The share is model FLOPs (`threefold.models.flops`: attention over the whole square, nothing for what is recomputed)
+The share is model FLOPs (`threefold.models.family`: attention over the whole square, nothing for what is recomputed)
 per second over the largest rate of matrix products in the same dtype, measured before the first turn and after the
 last. Memory is the most that torch had allocated of the GPU (resident memory on a CPU), beside what
 `threefold estimate` and `threefold dry-run` say for that micro-batch. The rows are for RESULTS.md. `--profile` shows
@@ -33,9 +33,9 @@ from rich.console import Console
 
 from threefold.dtypes import DTYPES
 from threefold.host import peak_memory
-from threefold.models.flops import model_flops_per_token
-from threefold.plan.dry_run.rank_run import dry_run
-from threefold.plan.memory.stages import stage_memory
+from threefold.models.family import model_flops_per_token
+from threefold.planner.dry_run import dry_run
+from threefold.planner.stage_memory import stage_memory
 
 MODELS = ("gpt2-124m", "llama-3.2-1b", "gpt3-1.3b", "gpt3-2.7b")
 SEQUENCES = (1024, 2048, 4096, 8192)

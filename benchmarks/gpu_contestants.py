@@ -16,8 +16,8 @@ from threefold.config import Config, resolve
 from threefold.config.presets import PRESETS
 from threefold.data.loader import Batch
 from threefold.huggingface.config_mapping import choose_type, write_model
-from threefold.models.registry import make_model, model_plan
-from threefold.train.engine import Engine
+from threefold.models.family import make_model, model_plan
+from threefold.train.step import Engine
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 TINY: dict[str, Any] = {

@@ -36,7 +36,7 @@ WAYS = ("all at once", f"{COLUMNS} columns", f"{TOKENS} tokens, gradients at onc
 
 def head_step(way: str, dtype: str, sizes: tuple[int, int, int], report: str) -> Callable[[int], None]:
     """What does one pass one way, and writes the process's largest memory into `report`."""
-    keep_freed_memory()  # as `threefold.train.entry_point` does
+    keep_freed_memory()  # as `threefold.train.run` does
     vocab, tokens, hidden = sizes
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     output = Linear(hidden, vocab, bias=False, dtype=kind)

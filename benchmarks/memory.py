@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py
 
-Activations: bytes that autograd keeps of one block and one micro-batch (`threefold.plan.activations`). Pipeline:
+Activations: bytes that autograd keeps of one block and one micro-batch (`threefold.planner.activations`). Pipeline:
 the most micro-batches whose activations a stage holds at once; 1F1B holds at most pp − stage. ZeRO: bytes of weights,
 gradients and optimizer state that a rank keeps of its own; what is gathered for a while is not among them.
 """
@@ -23,9 +23,9 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import local
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.plan.activations import BlockSizes, block_bytes
-from threefold.plan.saved_tensors import recording_saved
-from threefold.train.engine import Engine
+from threefold.planner.activations import BlockSizes, block_bytes
+from threefold.planner.saved_tensors import recording_saved
+from threefold.train.step import Engine
 
 LENGTH, MICRO_BATCH, MICRO_BATCHES = 256, 2, 8
 MIB = 1 << 20

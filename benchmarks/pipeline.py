@@ -23,20 +23,18 @@ from torch import Tensor, nn
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
-from threefold.config.schedule_actions import Action
-from threefold.config.schedules import SCHEDULES
+from threefold.config.schedules import SCHEDULES, Action
 from threefold.data.loader import Batch
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.initial_values import Constant
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.models.sharding import ModelPlan, Replicated
+from threefold.models.sharding import Constant, ModelPlan, Replicated
 from threefold.ops.kernels import gradient_store
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.scheduled_stage import TimedAction
-from threefold.plan.schedule.simulator import simulate
-from threefold.train.engine import Engine
+from threefold.planner.schedule import simulate
+from threefold.train.step import Engine
 
 BLOCKS, PASS_SECONDS, WIDTH, VOCAB = 8, 0.008, 8, 64
 GOAL = 1.10  # for 1f1b, of the theory

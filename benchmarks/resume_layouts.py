@@ -23,7 +23,7 @@ from rich.table import Table
 from threefold.config import Config, resolve
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.entry_point import train
+from threefold.train.run import train
 
 SAVED = 10
 GOALS = {"fp32": 1e-5, "fp64": 1e-12}
@@ -113,9 +113,9 @@ def _config(tokens: Path, dtype: str, layout: dict[str, Any], steps: int, expert
 
 def _tokens(folder: Path) -> Path:
     """Token files of English, from Python's documentation."""
-    from threefold.data.prepare.preparation import PrepareRequest, prepare
-    from threefold.data.progress import SILENT
-    from threefold.data.text.python_text import write_sample
+    from threefold.data.preparation import PrepareRequest, prepare
+    from threefold.data.python_text import write_sample
+    from threefold.output import SILENT
 
     write_sample(folder.with_name("text"))
     prepare(PrepareRequest((folder.with_name("text"),), folder, vocab_size=512, workers=1), SILENT)

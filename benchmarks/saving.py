@@ -29,9 +29,9 @@ from hardware import hardware_line
 from rich.console import Console
 from rich.table import Table
 
+from threefold.checkpoint.background import BackgroundSaver
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import save_checkpoint
-from threefold.checkpoint.saving.background import BackgroundSaver
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -42,8 +42,8 @@ from threefold.launch.launcher import spawn
 from threefold.launch.worker import RankInfo
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.train.engine import Engine
 from threefold.train.state import engine_tensors
+from threefold.train.step import Engine
 
 RANKS, BATCH = 2, 4
 LAYOUTS = {"tp 2": {"tp": 2}, "pp 2": {"pp": 2}, "dp 2, ZeRO 1": {"dp": 2, "zero": 1}, "dp 2": {"dp": 2}}

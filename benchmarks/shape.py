@@ -14,10 +14,10 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.host import keep_freed_memory
-from threefold.models.flops import model_flops_per_token
+from threefold.models.family import model_flops_per_token
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.train.engine import Engine
+from threefold.train.step import Engine
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs, as `threefold.models.flops` counts them."""
+        """Model FLOPs, as `threefold.models.family` counts them."""
         found = model_flops_per_token(config("fp32", shape=self).model, self.sequence)
         assert found is not None
         return found
@@ -125,7 +125,7 @@ def config(dtype: str, dp: int = 1, tp: int = 1, pp: int = 1, shape: Shape = BAS
 
 def threefold_step(settings: Config, shape: Shape = BASE) -> Callable[[int], None]:
     """Set Threefold's training up on this rank of an initialised process group; returns what does one step of it."""
-    keep_freed_memory()  # as `threefold.train.entry_point` does
+    keep_freed_memory()  # as `threefold.train.run` does
     parallel = settings.parallel
     mesh = Mesh(Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp), torch.device("cpu"))
     engine = Engine(lambda: GPT(settings.model), gpt_plan(settings.model, shape.sequence), mesh, settings)

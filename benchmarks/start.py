@@ -31,9 +31,9 @@ from rich.table import Table
 
 from threefold.comm.layout import Layout
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.parallel.pipeline.stage_map import stage_map
-from threefold.parallel.pipeline.tied import TiedWeights
-from threefold.plan.dry_run.fake_mesh import FakeMesh
+from threefold.parallel.pipeline.partition import stage_map
+from threefold.parallel.pipeline.stage import TiedWeights
+from threefold.planner.dry_run import FakeMesh
 from threefold.torch_private.fake import fake_process_group
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4)}

@@ -35,8 +35,8 @@ LONGEST = (
     "cli/test_demo.py",
     "parallel/test_parity.py",
     "parallel/pipeline/test_schedules.py",
-    "config/rules/test_compatibility.py",
-    "parallel/data/test_zero.py",
+    "config/test_compatibility.py",
+    "parallel/test_zero.py",
     "ops/test_attention.py",
     "cli/test_stop.py",
     "cli/test_streams.py",
@@ -47,15 +47,15 @@ LONGEST = (
     "cli/test_resume_auto.py",
     "cli/test_elastic.py",
     "parallel/pipeline/test_schedule_files.py",
-    "parallel/context/test_attention.py",
+    "parallel/test_context.py",
     "checkpoint/test_damage.py",
     "train/callbacks/test_stopping.py",
     "cli/test_data_commands.py",
-    "parallel/context/test_sequence.py",
-    "train/anomalies/test_skipping.py",
+    "parallel/test_sequence.py",
+    "train/test_skipping.py",
     "test_api_page.py",
     "parallel/tensor/test_chunked_loss.py",
-    "train/corruption/test_watch.py",
+    "train/test_watch.py",
     "api/test_example_scripts.py",
     "cli/test_launchers.py",
     "launch/test_worker_pool.py",
@@ -66,12 +66,12 @@ LONGEST = (
     "cli/test_restarts.py",
     "fuzz/test_damaged_files.py",
     "huggingface/test_models.py",
-    "plan/test_golden_collectives.py",
-    "parallel/expert/test_experts.py",
+    "planner/test_golden_collectives.py",
+    "parallel/test_experts.py",
     "parallel/test_recompute.py",
     "ops/test_tiles.py",
     "verify/test_own_plan.py",
-    "data/prepare/test_preparation.py",
+    "data/test_preparation.py",
     "launch/test_torchrun.py",
 )
 """Files that take longest, each for one worker: they begin first, so that none is left alone at the end."""
@@ -133,7 +133,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _import_for_workers() -> None:
     """Import what runs import on their way: every worker is forked with it, as is each that replaces a failed one."""
     from threefold.launch.process import lasting_imports
-    from threefold.train.callbacks.tensorboard import import_writer
+    from threefold.train.callbacks.trackers import import_writer
 
     with lasting_imports():  # so that no collection of a worker walks all that
         for module in pkgutil.walk_packages(package.__path__, "threefold."):
@@ -198,7 +198,7 @@ def threefold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token files of a few hundred short documents with a vocabulary of at most 300."""
-    from threefold.data.prepare.preparation import PrepareRequest, prepare
+    from threefold.data.preparation import PrepareRequest, prepare
 
     folder = tmp_path_factory.mktemp("corpus")
     text = folder / "text.jsonl"

@@ -38,11 +38,20 @@ if TYPE_CHECKING:
     from threefold.data.map_dataset import DataLoader, DistributedBatchSampler
     from threefold.errors import UserError
     from threefold.launch.failure import RankFailed
-    from threefold.models.bare_sharding import Shard
-    from threefold.models.initial_values import Constant, Normal
     from threefold.models.loss_terms import CountedLoss, LossFunction, LossSums, LossTerm
     from threefold.models.plan import Plan
-    from threefold.models.sharding import Column, ModelPlan, PerHead, Replicated, Row, Split, Vocab
+    from threefold.models.sharding import (
+        Column,
+        Constant,
+        ModelPlan,
+        Normal,
+        PerHead,
+        Replicated,
+        Row,
+        Shard,
+        Split,
+        Vocab,
+    )
     from threefold.parallel.pipeline.partition import (
         layers_by_rank,
         partition_by_class,
@@ -51,8 +60,12 @@ if TYPE_CHECKING:
         partition_uniform_chunks,
     )
     from threefold.parallel.tensor.functional import Splitter, split
-    from threefold.parallel.tensor.initial_values import Initializer
-    from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from threefold.parallel.tensor.layers import (
+        ColumnParallelLinear,
+        Initializer,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+    )
     from threefold.parallel.tensor.loss import ParallelCrossEntropy
     from threefold.random.dropout import Dropout, sample_keys
     from threefold.random.rng import RandomStreams
@@ -146,7 +159,7 @@ _MODULES: Final = {
     "Column": "models.sharding",
     "ColumnParallelLinear": "parallel.tensor.layers",
     "Config": "config",
-    "Constant": "models.initial_values",
+    "Constant": "models.sharding",
     "Coordinates": "comm.layout",
     "CountedLoss": "models.loss_terms",
     "DataLoader": "data.map_dataset",
@@ -155,7 +168,7 @@ _MODULES: Final = {
     "DistributedOptimizer": "api.horovod",
     "Dropout": "random.dropout",
     "EvaluationRecord": "train.callbacks.base",
-    "Initializer": "parallel.tensor.initial_values",
+    "Initializer": "parallel.tensor.layers",
     "InspectedModule": "api.inspect_model",
     "Inspection": "api.inspect_model",
     "Layout": "comm.layout",
@@ -165,7 +178,7 @@ _MODULES: Final = {
     "Mesh": "comm.mesh",
     "ModelOptimizer": "api.optimizer",
     "ModelPlan": "models.sharding",
-    "Normal": "models.initial_values",
+    "Normal": "models.sharding",
     "ParallelCrossEntropy": "parallel.tensor.loss",
     "PerHead": "models.sharding",
     "PipelineLayers": "api.pipeline",
@@ -180,7 +193,7 @@ _MODULES: Final = {
     "Row": "models.sharding",
     "RowParallelLinear": "parallel.tensor.layers",
     "RunContext": "train.callbacks.base",
-    "Shard": "models.bare_sharding",
+    "Shard": "models.sharding",
     "Split": "models.sharding",
     "Splitter": "parallel.tensor.functional",
     "StepRecord": "train.callbacks.base",

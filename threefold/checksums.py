@@ -1,12 +1,10 @@
-"""Checksums that find a damaged file: XXH3 of 128 bits, which is faster than a disk.
+"""Checksums that find a damaged file, and JSON files that keep one of themselves."""
 
-They protect against what disks, memory and copying do to files, not against an attacker.
-"""
-
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import xxhash
 
@@ -56,3 +54,34 @@ def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda siz
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="threefold-checksum") as pool:
         return list(pool.map(lambda path: checksum(path, advance), paths))
+
+
+_KEY: Final = "checksum"
+_MARK: Final = f'  "{_KEY}": "'
+
+
+def seal(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of a JSON object and, as the last, their checksum, which the order of the members does not change."""
+    return {**facts, _KEY: _checksum(facts)}
+
+
+def unseal(facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The members without their checksum; None where that is missing or wrong."""
+    members = {name: value for name, value in facts.items() if name != _KEY}
+    return members if facts.get(_KEY) == _checksum(members) else None
+
+
+def seal_text(document: str) -> str:
+    """Add its checksum to the text of a JSON object with members, as the last of them, on a line of its own."""
+    body = document.rstrip().removesuffix("}").rstrip() + ",\n"
+    return f'{body}{_MARK}{checksum_of(body.encode())}"\n}}\n'
+
+
+def is_intact(text: str) -> bool:
+    """Whether a text is what `seal_text` returned."""
+    body, mark, end = text.rpartition(_MARK)
+    return bool(mark) and end == f'{checksum_of(body.encode())}"\n}}\n'
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    return checksum_of(json.dumps(facts, sort_keys=True).encode())

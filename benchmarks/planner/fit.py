@@ -15,10 +15,9 @@ from statistics import mean
 
 from benchmarks.planner.rows import published_rows
 from threefold.config import Config
-from threefold.plan.cost.step import step_time
-from threefold.plan.cost.system import System, find_system
-from threefold.plan.hardware.catalogue import find_hardware
-from threefold.plan.hardware.entry import Hardware
+from threefold.planner.estimate import step_time
+from threefold.planner.hardware import Hardware, find_hardware
+from threefold.planner.systems import System, find_system
 
 EXPECTED = {
     "matrix": (0.8, 0.08),

@@ -19,10 +19,9 @@ from benchmarks.planner.rows import published_rows
 from threefold.config import resolve
 from threefold.config.loading import config_of
 from threefold.host import usable_cores
-from threefold.plan.dry_run.rank_run import dry_run
-from threefold.plan.dry_run.stages import stage_ranks
-from threefold.plan.hardware.catalogue import find_hardware
-from threefold.plan.memory.stages import stage_memory, usable_bytes
+from threefold.planner.dry_run import dry_run, stage_ranks
+from threefold.planner.hardware import find_hardware
+from threefold.planner.stage_memory import stage_memory, usable_bytes
 
 LARGEST_OF_DRY_RUNS, LARGEST_OF_PUBLISHED, MOST_MISJUDGED = 0.03, 0.05, 0.1
 _PUBLISHED = Path(__file__).parent / "published" / "memory.yaml"

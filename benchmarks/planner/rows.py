@@ -22,7 +22,7 @@ class Row:
         file, title: where it is in `published/steps/`.
         source: of the figure.
         hardware: name in the catalogue.
-        system: that ran it, as in `threefold.plan.cost.system`.
+        system: that ran it, as in `threefold.planner.systems`.
         sections: of the config.
         seconds: of a step; None where it ran out of memory.
         given: whether this project's reference gives it in full.

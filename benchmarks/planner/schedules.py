@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planner.goals import Goal
-from threefold.plan.schedule.orders import find_planned, program_of
-from threefold.plan.schedule.simulator import share_of_ranks, simulate
+from threefold.planner.schedule import find_planned, program_of, share_of_ranks, simulate
 
 DATA: Final = Path(__file__).parent / "published" / "zero_bubble.yaml"
 LIMITS: Final = {"1f1b": 0.002, "zb-h1": 0.002, "zb-h2": 0.002, "interleaved": 0.01}

@@ -9,10 +9,9 @@ from rich.table import Table
 
 from benchmarks.planner.goals import Goal
 from benchmarks.planner.rows import Row, published_rows
-from threefold.plan.cost.estimate import usual_system
-from threefold.plan.cost.step import step_time
-from threefold.plan.cost.system import find_system
-from threefold.plan.hardware.catalogue import find_hardware
+from threefold.planner.estimate import step_time, usual_system
+from threefold.planner.hardware import find_hardware
+from threefold.planner.systems import find_system
 
 LARGEST_MEDIAN, LARGEST_GIVEN, LARGEST_BY_DEFAULT = 0.05, 0.15, 0.08
 

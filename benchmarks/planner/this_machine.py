@@ -21,12 +21,11 @@ from threefold.data.loader import Batch
 from threefold.host import keep_freed_memory
 from threefold.launch.worker import threads_per_rank
 from threefold.launch.worker_pool import WorkerPool
-from threefold.models.registry import make_model, model_plan
-from threefold.plan.cost.estimate import estimate
-from threefold.plan.doctor.examination import examine
-from threefold.plan.doctor.measured_entry import measured_entry
-from threefold.plan.hardware.entry import Hardware
-from threefold.train.engine import Engine
+from threefold.models.family import make_model, model_plan
+from threefold.planner.doctor.examination import examine, measured_entry
+from threefold.planner.estimate import estimate
+from threefold.planner.hardware import Hardware
+from threefold.train.step import Engine
 
 RANKS: Final = 8
 ROUNDS, STEPS = 3, 3
@@ -99,7 +98,7 @@ def config(parallel: dict[str, int]) -> Config:
 def fastest_step(settings: Config, steps: int) -> float:
     """Called on each rank: seconds of the fastest of so many steps, after one that warms up."""
     torch.set_num_threads(threads_per_rank(RANKS))
-    keep_freed_memory()  # as `threefold.train.entry_point` does
+    keep_freed_memory()  # as `threefold.train.run` does
     mesh, length = Mesh(Layout.of(settings.parallel)), settings.data.sequence_length
     engine = Engine(lambda: make_model(settings.model), model_plan(settings.model, length), mesh, settings)
     rows = torch.arange(settings.train.global_batch_size).chunk(mesh.dp.size)[mesh.dp.index]

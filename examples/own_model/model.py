@@ -9,10 +9,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.config import ModelConfig
-from threefold.models.initial_values import Constant, Normal
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, CrossEntropy, SampleInfo
-from threefold.models.sharding import AttentionCore, Column, ModelPlan, Replicated, Row, Vocab, VocabLoss
+from threefold.models.sharding import (
+    AttentionCore,
+    Column,
+    Constant,
+    ModelPlan,
+    Normal,
+    Replicated,
+    Row,
+    Vocab,
+    VocabLoss,
+)
 
 
 class Embed(nn.Module):

@@ -15,11 +15,10 @@ import threefold
 from tests.support.own_models import MaskedModel, masked_batch, masked_loss, plan_of
 from tests.support.parity import whole_tensors
 from tests.support.sweep import sweep
-from threefold.models.initial_values import Normal
 from threefold.models.layers.decoder import SampleInfo
+from threefold.models.sharding import Normal
 from threefold.random.dropout import sample_keys
-from threefold.random.keys import stream_key
-from threefold.random.philox import fill_normal_
+from threefold.random.rng import fill_normal_, stream_key
 from threefold.verify.compare import TOLERANCE, relative_error
 
 PLAN, STEPS, SEED, CLIP = plan_of(3), 3, 4, 0.7

@@ -15,7 +15,7 @@ from threefold.data.dataset import open_dataset
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.entry_point import open_loader
+from threefold.train.run import open_loader
 
 BEFORE, AFTER, WHOLE = 3, 6, 9
 

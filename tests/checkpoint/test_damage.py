@@ -22,15 +22,14 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import folders, path_of
-from threefold.checkpoint.resume import find_resumption, has_all_steps
+from threefold.checkpoint.resume import find_resumption, find_warm_start, has_all_steps
 from threefold.checkpoint.selection import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
-from threefold.checkpoint.warm_start import find_warm_start
+from threefold.checksums import seal_text
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.inference.model import Trained
 from threefold.launch.worker_pool import WorkerPool
-from threefold.sealed_json import seal_text
 
 EVERY = (("checkpoint.every", 2), ("checkpoint.keep", 0))
 

@@ -13,7 +13,7 @@ from tests.train.support import Run, losses_of, same, train_rank
 from threefold.data.loader import Loader
 from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel import gradient_step
-from threefold.train import engine
+from threefold.train import step as engine
 from threefold.train.state import Checkpoints
 
 HALF, WHOLE, BATCH = 3, 6, 48

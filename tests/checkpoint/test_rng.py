@@ -19,8 +19,8 @@ from threefold.models.gpt.model import GPT, Block
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.random.rng import STREAMS, RandomStreams
-from threefold.train.engine import Engine
 from threefold.train.state import restore_engine
+from threefold.train.step import Engine
 
 
 def streams(tp: int, cp: int = 0) -> RandomStreams:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.train.support import Run, train_rank
-from threefold.checkpoint.format.storage import Writer, read_chunk, stored_index
+from threefold.checkpoint.storage import Writer, read_chunk, stored_index
 from threefold.checkpoint.tensors import (
     load_tensors,
     load_tensors_alone,

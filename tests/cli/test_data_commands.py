@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from threefold.cli.data import app
 from threefold.config import Config
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.packed_samples import PackedSamples, split_facts
+from threefold.data.packed import PackedSamples, split_facts
 from threefold.errors import UserError
 from threefold.launch.training_run import resolve_run
 

@@ -11,9 +11,9 @@ import pytest
 from tests.support.command import Command
 from tests.support.hf_models import write_llama
 from tests.support.other_systems import write_megatron
-from threefold.data.formats.threefold_meta import Meta
-from threefold.data.token_storage import META_FILE
-from threefold.output.overwrite import MARKER
+from threefold.data.formats.threefold_folder import Meta
+from threefold.data.stored_array import META_FILE
+from threefold.output import MARKER
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

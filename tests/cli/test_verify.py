@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import ready
-from threefold.comm.layout_spec import parse
+from threefold.comm.layout import parse
 from threefold.config import load_config
-from threefold.data.vocabulary import vocabulary
-from threefold.plan.model_size import ModelSize
+from threefold.data.dataset import vocabulary
+from threefold.planner.model_size import ModelSize
 from threefold.verify.shrunk_config import compose, prepare
 
 VERIFY = [sys.executable, "-m", "threefold", "verify"]

@@ -14,9 +14,9 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import ModelConfig
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.parallel.pipeline.placement import StageMap
-from threefold.parallel.pipeline.tied import TiedWeights
-from threefold.plan.dry_run.fake_mesh import FakeMesh
+from threefold.parallel.pipeline.partition import StageMap
+from threefold.parallel.pipeline.stage import TiedWeights
+from threefold.planner.dry_run import FakeMesh
 from threefold.torch_private.fake import fake_process_group
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8, "vocab_size": 16}

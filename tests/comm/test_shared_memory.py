@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.sweep import sweep
-from threefold.comm import shared_memory_setup
+from threefold.comm import segments as shared_memory_setup
 from threefold.comm.shared_memory import DEFAULT_CAPACITY, PeerLostError, SharedMemoryGroup
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

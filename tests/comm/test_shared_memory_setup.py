@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from threefold.comm import shared_memory_setup
+from threefold.comm import segments as shared_memory_setup
+from threefold.comm.segments import Room, StoreExchange
 from threefold.comm.shared_memory import SharedMemoryGroup
-from threefold.comm.shared_memory_setup import Room, StoreExchange
 
 NOBODY = 65534
 

@@ -11,8 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from threefold.comm.shared_memory_setup import TURNSTILES, Shared, memory_bytes, tickets
-from threefold.comm.turnstile import PeerLostError, Turnstile
+from threefold.comm.segments import TURNSTILES, PeerLostError, Shared, Turnstile, memory_bytes, tickets
 
 
 def test_all_pass_and_who_has_passed_may_end(tmp_path):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from threefold.config.config_error import _ELSEWHERE, nearest_setting
-from threefold.config.loading import known_keys
+from threefold.config.loading import _ELSEWHERE, known_keys, nearest_setting
 from threefold.config.schema import Config
 
 

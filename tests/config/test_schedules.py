@@ -9,8 +9,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from threefold.config import Config
 from threefold.config.resolve import resolve
-from threefold.config.schedule_actions import Action, read_schedule_file
-from threefold.config.schedules import SCHEDULES, FileSchedule, find_schedule, schedule_name
+from threefold.config.schedules import SCHEDULES, Action, FileSchedule, find_schedule, read_schedule_file, schedule_name
 from threefold.errors import UserError
 
 ABSTRACT = ("PipelineScheduleSingle", "PipelineScheduleMulti")

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.formats.threefold_meta import Meta
-from threefold.data.token_storage import (
+from threefold.data.formats.threefold_folder import Meta, TokenFiles
+from threefold.data.stored_array import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     DTYPES,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from threefold.data.loader import Batch, Loader, Share, fingerprint
-from threefold.data.packed_samples import PackedSamples
+from threefold.data.packed import PackedSamples
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.random.permutation import samples_at

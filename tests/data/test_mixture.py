@@ -14,7 +14,7 @@ from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, Loader, Share
 from threefold.data.mixture import LONGEST_PERIOD, Blend, MixedSamples, whole_shares
-from threefold.data.packed_samples import PackedSamples
+from threefold.data.packed import PackedSamples
 from threefold.data.samples import ConsumedSamples, MixturePart
 from threefold.errors import UserError
 from threefold.random.permutation import KeyedPermutation

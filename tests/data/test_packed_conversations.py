@@ -13,10 +13,10 @@ from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.packed_conversations import PackedConversations, pack
-from threefold.data.prepare.preparation import PrepareRequest, prepare
-from threefold.data.progress import SILENT
+from threefold.data.packed import PackedConversations, pack
+from threefold.data.preparation import PrepareRequest, prepare
 from threefold.errors import UserError
+from threefold.output import SILENT
 
 
 def write_chats(path: Path) -> Path:
@@ -158,7 +158,7 @@ def test_a_folder_keeps_to_its_rule(files: TokenFiles) -> None:
 
 
 def test_a_mask_is_not_lost_in_a_conversion(files: TokenFiles, tmp_path: Path) -> None:
-    from threefold.data.prepare.conversion import convert
+    from threefold.data.preparation import convert
 
     with pytest.raises(UserError, match="holds conversations with a loss mask, which a conversion would lose"):
         convert(files.path, "megatron", tmp_path / "out", None, None, False, Silent())

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from threefold.data.packed_samples import PackedSamples, split_facts
-from threefold.data.split import SPLITS, document_runs
+from threefold.data.packed import PackedSamples, split_facts
+from threefold.data.samples import SPLITS, document_runs
 from threefold.errors import UserError
 
 from .conftest import EOD

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.data.split import SPLITS, document_counts, document_runs, parse_split
+from threefold.data.samples import SPLITS, document_counts, document_runs, parse_split
 from threefold.errors import UserError
 
 

@@ -21,10 +21,9 @@ from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.hf_models import Silent, write_llama
 from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
 from threefold.data.formats.jsonl import JsonLines
-from threefold.data.prepare.conversion import to_threefold
-from threefold.data.prepare.preparation import PrepareRequest, prepare
-from threefold.data.progress import SILENT
+from threefold.data.preparation import PrepareRequest, prepare, to_threefold
 from threefold.huggingface.import_hf import Import, import_model
+from threefold.output import SILENT
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from tests.support.masks_by_hand import dropout_factors
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of, whole_tensors
 from tests.support.precision import narrow_departures
 from threefold.random.dropout import Dropout, keep_mask, sample_keys
-from threefold.train.engine import StepResult
+from threefold.train.step import StepResult
 from threefold.verify.compare import relative_error
 
 GPT = Case(dropout=0.1, steps=2)

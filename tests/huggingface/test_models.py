@@ -9,15 +9,14 @@ import torch
 
 from tests.support.hf_models import Silent, file_tensors, model_of, same_tensors, stored
 from tests.support.sweep import sweep
-from threefold.huggingface import weights
+from threefold.huggingface import tensor_files as weights
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.inference.generate import GenerationRequest, complete
+from threefold.inference.generate import GenerationRequest, Sampling, complete
 from threefold.inference.model import Trained
-from threefold.inference.sampling import Sampling
 from threefold.models.gpt import huggingface as gpt
 from threefold.models.gpt.config import Activation
-from threefold.ops.activation import ACTIVATIONS
+from threefold.ops.kernels import ACTIVATIONS
 
 TOLERANCE = 1e-5
 SHARD = 20_000  # bytes: several files for every model here

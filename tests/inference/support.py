@@ -5,7 +5,7 @@ from torch import Tensor
 
 from threefold.checkpoint.tensors import load_tensors_alone
 from threefold.inference.model import Trained
-from threefold.models.registry import make_model
+from threefold.models.family import make_model
 
 
 class Oracle:

@@ -7,11 +7,10 @@ import torch
 
 from tests.support.chats import TURN_END, write_tokenizer
 from tests.support.hf_models import Silent
-from threefold.data.chat.messages import Conversation
+from threefold.data.messages import Conversation
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.inference.generate import GenerationRequest, encode_prompts, generate_text, generate_tokens
+from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, generate_text, generate_tokens
 from threefold.inference.model import Trained
-from threefold.inference.sampling import Sampling
 
 REQUEST = GenerationRequest(3, Sampling(temperature=0))
 CHAT = Conversation("--prompt", ({"role": "user", "content": "What is 2 + 2?"},))

@@ -11,14 +11,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tests.support.hf_models import Silent, write_llama
-from threefold.data.text.text_encoding import TextRule, beginning_of
+from threefold.data.tokenizer import TextRule, beginning_of
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.inference.eval_tasks import LastWord, Perplexity
-from threefold.inference.generate import GenerationRequest, generate
-from threefold.inference.log_likelihood import score
+from threefold.inference.eval_tasks import LastWord, Perplexity, score
+from threefold.inference.generate import GenerationRequest, Sampling, generate
 from threefold.inference.model import Trained
-from threefold.inference.sampling import Sampling
 
 PROMPTS = ["If the file", "x", "The quick brown fox jumps over it", "a b c"]
 ENDS = list(range(2, 301, 5))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from threefold.errors import UserError
-from threefold.inference.sampling import Sampling, uniform
+from threefold.inference.generate import Sampling, uniform
 
 LOGITS = [0.1, 0.4, 0.3, 0.2]  # probabilities, whose logarithms are the logits
 

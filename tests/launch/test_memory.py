@@ -12,11 +12,11 @@ from tests.support import own_token_model, ready
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.errors import UserError
-from threefold.launch import memory
+from threefold.launch import device as memory
+from threefold.launch.device import require_memory
 from threefold.launch.environment import LaunchedRank
 from threefold.launch.failure import from_exception
-from threefold.launch.memory import require_memory
-from threefold.plan.model_size import ModelSize
+from threefold.planner.model_size import ModelSize
 
 ADAMW = 16
 """Bytes of a weight, its gradient and two moments, in fp32."""

@@ -14,8 +14,8 @@ from tests.support.command import Ended
 from tests.support.other_systems import write_megatron
 from tests.train.support import Run, train_rank, write_ids
 from threefold.checkpoint.folder import FOLDER, path_of, prune, remove_partial
-from threefold.data.split import document_runs
-from threefold.data.text.tokenizer import END_OF_DOCUMENT
+from threefold.data.samples import document_runs
+from threefold.data.tokenizer import END_OF_DOCUMENT
 from threefold.launch.worker_pool import WorkerPool
 
 

@@ -23,10 +23,10 @@ from tests.support.transformers_oracle import (
     under_our_names,
 )
 from threefold.config import Config, resolve
-from threefold.labels import IGNORE_INDEX
+from threefold.constants import IGNORE_INDEX
 from threefold.launch.worker_pool import WorkerPool
+from threefold.models.family import make_model
 from threefold.models.layers.decoder import Decoder, SampleInfo
-from threefold.models.registry import make_model
 from threefold.random.dropout import Dropout, sample_keys
 
 TOLERANCE = 1e-10

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from threefold.config import Config, resolve
-from threefold.labels import IGNORE_INDEX
+from threefold.constants import IGNORE_INDEX
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import SampleInfo

@@ -17,7 +17,7 @@ from tests.support.parity import Case, make_engine
 from threefold.config import Config, resolve
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.construct import drawn as drawn_by
-from threefold.models.registry import make_model, model_plan
+from threefold.models.family import make_model, model_plan
 from threefold.parallel.parameter import offset
 from threefold.parallel.weights import draw_
 

@@ -3,7 +3,7 @@
 import pytest
 
 from threefold.errors import UserError
-from threefold.models.name_pattern import Patterns, matches
+from threefold.models.sharding import Patterns, matches
 
 
 @pytest.mark.parametrize(

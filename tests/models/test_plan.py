@@ -8,9 +8,8 @@ from torch import nn
 
 from tests.support.own_token_model import Tiny
 from threefold.errors import UserError
-from threefold.models.initial_values import AsConstructed, Drawn, Normal
 from threefold.models.plan import Plan
-from threefold.models.sharding import Column, PerHead, Replicated, Row, Vocab
+from threefold.models.sharding import AsConstructed, Column, Drawn, Normal, PerHead, Replicated, Row, Vocab
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
 
 SHARD = Tiny.plan.shard or {}

@@ -8,7 +8,7 @@ import torch
 from tests.support.sweep import sweep
 from threefold.config import Config, resolve
 from threefold.config.presets import PRESETS, PresetName
-from threefold.models.registry import make_model
+from threefold.models.family import make_model
 
 PUBLISHED = {
     "gpt2-124m": 124_439_808,

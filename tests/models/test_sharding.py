@@ -8,7 +8,7 @@ import torch
 
 from tests.support.cases import LLAMA, over
 from tests.support.parity import Case
-from threefold.models.registry import make_model, model_plan
+from threefold.models.family import make_model, model_plan
 from threefold.models.sharding import Column, ModelPlan, OverExperts, Row
 
 CASES = {"gpt": Case(), "rope": Case(positions="rope", head_dim=4), "llama": LLAMA, "mixture": over(1, 1, 1)}
@@ -56,5 +56,5 @@ def test_settings_that_an_axis_has_to_divide() -> None:
 
 def test_the_rules_need_no_torch() -> None:
     """Config checks read them, and a config error must not wait for torch."""
-    script = "import sys, threefold.models.sharding, threefold.models.decoder_plan\nassert 'torch' not in sys.modules"
+    script = "import sys, threefold.models.sharding, threefold.models.plan\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

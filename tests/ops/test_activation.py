@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.support.compiled import traced
-from threefold.ops.activation import gelu_tanh
+from threefold.ops.kernels import gelu_tanh
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

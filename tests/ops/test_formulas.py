@@ -18,20 +18,17 @@ from tests.support.compiled import traced
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.labels import IGNORE_INDEX
+from threefold.constants import IGNORE_INDEX
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import Embedding, Head, Linear, PositionEmbedding, SampleInfo
-from threefold.models.layers.experts import MixtureOfExperts
+from threefold.models.layers.experts import MixtureOfExperts, SwiGLU
 from threefold.models.layers.rope_scaling import RopeScaling
-from threefold.models.layers.swiglu import SwiGLU
 from threefold.models.llama.config import LlamaConfig
-from threefold.ops.activation import ACTIVATIONS
 from threefold.ops.attention import attention
 from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
-from threefold.ops.kernels import embedding, grouped_linear, linear
-from threefold.ops.plain_tile import plain_tile, plain_tile_gradients
-from threefold.ops.tiles import Sight
+from threefold.ops.kernels import ACTIVATIONS, embedding, grouped_linear, linear
+from threefold.ops.tiles import Sight, plain_tile, plain_tile_gradients
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
 from threefold.random.dropout import sample_keys
 

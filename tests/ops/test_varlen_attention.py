@@ -8,9 +8,8 @@ from torch import Tensor
 
 from tests.support.attention import masked_attention, numbered
 from threefold.ops import attention as module
-from threefold.ops.attention import attention
+from threefold.ops.attention import attention, varlen_lengths
 from threefold.ops.tiles import Sight
-from threefold.ops.varlen_attention import varlen_lengths
 
 
 def stand_in(

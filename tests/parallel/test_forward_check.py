@@ -17,7 +17,7 @@ from tests.support.odd_parameters import batch_of, loss
 from threefold import Column, PerHead, Replicated, Row, Shard, Vocab
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.models.forward_errors import explaining_passes
+from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan, Split
 from threefold.parallel.forward_check import check_forward
 from threefold.parallel.gradient_step import GradientStep

@@ -15,8 +15,8 @@ from threefold.config import Config
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
 from threefold.parallel.shard_shapes import place_of
-from threefold.plan.dry_run.rank_run import dry_run
-from threefold.plan.model_size import ModelSize
+from threefold.planner.dry_run import dry_run
+from threefold.planner.model_size import ModelSize
 
 ALONE: dict[tuple[str, str, str], Trace] = {}
 

@@ -27,14 +27,12 @@ from threefold.comm.mesh import Mesh
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
-from threefold.models.initial_values import Normal
 from threefold.models.loss_terms import CountedLoss, LossSums, LossTerm
-from threefold.models.sharding import Column, ModelPlan, Replicated, Row
+from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Row
 from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.parameter import local, offset
 from threefold.parallel.settings import TrainingSettings
-from threefold.random.keys import stream_key
-from threefold.random.philox import fill_normal_
+from threefold.random.rng import fill_normal_, stream_key
 from threefold.verify.compare import relative_error
 
 WIDTHS = (3, 8, 5, 2)

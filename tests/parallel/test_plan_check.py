@@ -18,14 +18,15 @@ from threefold.config.presets import PRESETS
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
-from threefold.models.initial_values import Constant, Normal
+from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import CrossEntropy
-from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import (
     AttentionCore,
     Column,
+    Constant,
     ModelPlan,
+    Normal,
     OverSequence,
     PerHead,
     Replicated,
@@ -34,11 +35,11 @@ from threefold.models.sharding import (
     Vocab,
     VocabLoss,
 )
-from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parallelize import parallelize
 from threefold.parallel.parameter import local
-from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.plan_check import check_plan
+from threefold.parallel.settings import Parallelism
 
 
 class Block(nn.Module):

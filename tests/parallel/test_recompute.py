@@ -14,14 +14,13 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.initial_values import Constant
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.models.sharding import ModelPlan, Replicated
+from threefold.models.sharding import Constant, ModelPlan, Replicated
 from threefold.parallel.parameter import local, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import Recomputed, apply_recompute, chosen_layers, unwrapped
-from threefold.plan.activations import block_bytes
-from threefold.plan.saved_tensors import recording_saved
+from threefold.planner.activations import block_bytes
+from threefold.planner.saved_tensors import recording_saved
 from threefold.random.dropout import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from threefold.random.dropout import Dropout, keep_mask, sample_keys
-from threefold.random.positions import Slice
+from threefold.random.rng import Slice
 
 
 def mask(rows: Tensor, step: int = 4, site: int = 9, p: float = 0.25) -> Tensor:

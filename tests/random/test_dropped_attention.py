@@ -10,7 +10,7 @@ from tests.support.attention import masked_weights, numbered
 from tests.support.compiled import operators_of
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
-from threefold.plan.saved_tensors import recording_saved
+from threefold.planner.saved_tensors import recording_saved
 from threefold.random.dropout import sample_keys
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from threefold.random.keys import stream_key
-from threefold.random.philox import _AT_ONCE, _philox2x32, fill_normal_
+from threefold.random.rng import _AT_ONCE, _philox2x32, fill_normal_, stream_key
 
 
 def test_philox_gives_the_published_answers() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.parity import Case, departures, in_layout
-from threefold.plan.activations import Attention, BlockSizes
+from threefold.planner.activations import Attention, BlockSizes
 
 LLAMA_SIZES = (
     ("architecture", "llama"),

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from tests.train.support import Run
 from threefold.parallel.parameter import local
-from threefold.train import entry_point
+from threefold.train import run as entry_point
 from threefold.train.callbacks.base import Callback
-from threefold.train.engine import Engine, StepResult
 from threefold.train.optimizers.base import Entry
+from threefold.train.step import Engine, StepResult
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tests.support.own_models import OwnCase, own_case
-from threefold.models.name_pattern import matches
+from threefold.models.sharding import matches
 
 FROZEN = {
     "first layers": ("start.**", "blocks.0.**", "blocks.1.**"),

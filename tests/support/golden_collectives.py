@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.support.parity import Case, make_engine, shard_of
 
-FILE = Path(__file__).parents[1] / "plan" / "data" / "collectives.json"
+FILE = Path(__file__).parents[1] / "planner" / "data" / "collectives.json"
 
 Sequences = list[list[str]]
 """By rank: one `axis operation bytes` for each collective, in the order in which the rank entered them."""

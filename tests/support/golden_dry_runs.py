@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 from tests.support.golden_collectives import LAYOUTS
 from threefold.ops import kernels
-from threefold.plan.dry_run.report import DryRunReport
-from threefold.plan.dry_run.stages import run_ranks, stage_ranks
+from threefold.planner.dry_run import run_ranks, stage_ranks
+from threefold.planner.dry_step import DryRunReport
 
-FILE = Path(__file__).parents[1] / "plan" / "data" / "dry_runs.txt"
+FILE = Path(__file__).parents[1] / "planner" / "data" / "dry_runs.txt"
 
 NAMES = (
     "dp2",

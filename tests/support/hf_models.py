@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import newest, stored_config
-from threefold.checkpoint.tensor_names import MODEL
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
-from threefold.models.registry import make_model, model_plan
+from threefold.models.family import make_model, model_plan
 
 
 class Silent:

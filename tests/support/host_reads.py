@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import threefold
 from threefold.torch_private.fake import OperationMode, leaves
 from threefold.torch_private.tensors import number_of
-from threefold.train.engine import Engine
+from threefold.train.step import Engine
 
 _ROOT = Path(threefold.__file__).parents[1]
 _aten = torch.ops.aten

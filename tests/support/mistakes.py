@@ -11,15 +11,18 @@ from torch import Tensor
 from tests.support.parity import Case, Trace, in_layout
 from threefold.comm import collectives
 from threefold.comm.mesh import Axis
+from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
-from threefold.labels import IGNORE_INDEX
 from threefold.models.sharding import AttentionCore, Split
 from threefold.parallel import gradient_step, parallelize, shard_modules, weights
-from threefold.parallel.data import grad_buckets as data
-from threefold.parallel.pipeline import runner, stage, tied
+from threefold.parallel import gradients as data
+from threefold.parallel.pipeline import runner, stage
+from threefold.parallel.pipeline import stage as tied
 from threefold.parallel.tensor import layers as tensor
 from threefold.parallel.tensor import loss
-from threefold.train import engine, gradient_norm, optimizer
+from threefold.train import step as engine
+from threefold.train import step as gradient_norm
+from threefold.train import step as optimizer
 from threefold.train.optimizers import base
 
 Patch = tuple[Any, str, Any]

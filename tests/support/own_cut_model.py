@@ -5,9 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.own_token_model import HEAD, Embed, Head
-from threefold.models.bare_sharding import Shard
 from threefold.models.plan import Plan
-from threefold.models.sharding import Column, Replicated, Row, Vocab
+from threefold.models.sharding import Column, Replicated, Row, Shard, Vocab
 
 HEADS, INNER = 6, 25
 

@@ -11,13 +11,12 @@ from torch.nn import functional as F
 from tests.support.parity import Case, Trace, whole_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.models.initial_values import Constant, Initial, Normal
 from threefold.models.loss_terms import CountedLoss, LossFunction, LossTerm
-from threefold.models.sharding import Column, ModelPlan, Replicated, Row, Split
+from threefold.models.sharding import Column, Constant, Initial, ModelPlan, Normal, Replicated, Row, Split
 from threefold.random.dropout import Dropout
-from threefold.train.engine import Engine
+from threefold.train.step import Engine
 from threefold.verify import reference
-from threefold.verify.own_batches import OwnBatches
+from threefold.verify.batches import OwnBatches
 
 WORDS, CLASSES, LENGTH, WIDTH, INNER = 23, 5, 7, 10, 12
 OTHER_LENGTH, OTHER_WIDTH = 3, 5

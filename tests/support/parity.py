@@ -13,13 +13,13 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import resolve
+from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch, Share
-from threefold.labels import IGNORE_INDEX
-from threefold.models.registry import make_model, model_plan
+from threefold.models.family import make_model, model_plan
 from threefold.parallel.parameter import offset
 from threefold.parallel.settings import PieceSizes
 from threefold.parallel.weights import Weight
-from threefold.train.engine import Engine
+from threefold.train.step import Engine
 from threefold.verify import reference
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import (

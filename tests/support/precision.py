@@ -10,9 +10,8 @@ from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.dtypes import DTYPES
-from threefold.parallel.data.compression import start_narrow_sum
-from threefold.parallel.data.grad_buckets import GradientBuckets
-from threefold.train.engine import Engine, StepResult
+from threefold.parallel.gradients import GradientBuckets, start_narrow_sum
+from threefold.train.step import Engine, StepResult
 from threefold.verify.compare import relative_error
 
 FP16 = Case(dtype="fp16", dropout=0.1)

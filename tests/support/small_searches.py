@@ -8,12 +8,9 @@ import numpy as np
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.schedules import SCHEDULES
-from threefold.models.registry import model_plan
-from threefold.plan.search.choice import LayoutChoice
-from threefold.plan.search.in_layout import alone
-from threefold.plan.search.sound_options import Soundness
-from threefold.plan.search.soundness import Check, layout_rules
-from threefold.plan.search.space import Space
+from threefold.models.family import model_plan
+from threefold.planner.search.search import Soundness
+from threefold.planner.search.space import Check, LayoutChoice, Space, alone, layout_rules
 
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt": {

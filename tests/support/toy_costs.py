@@ -5,10 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from threefold.config import Config
-from threefold.plan.hardware.entry import Hardware
-from threefold.plan.search.choice import LayoutChoice
-from threefold.plan.search.costs import Array, Evaluated, Mask
-from threefold.plan.search.space import MeshSizes, Options
+from threefold.planner.hardware import Hardware
+from threefold.planner.search.bounds import Array, Evaluated, Mask
+from threefold.planner.search.space import LayoutChoice, MeshSizes, Options
 
 
 class ToyCosts:

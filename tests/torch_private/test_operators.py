@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from threefold.torch_private.compilation import CompileCounts
-from threefold.torch_private.operators import Handle, operator
+from threefold.torch_private.compilation import CompileCounts, Handle, operator
 
 
 class Factor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from threefold.torch_private.threads import end_openmp_threads
+from threefold.torch_private.runtime import end_openmp_threads
 
 
 def test_end_openmp_threads() -> None:

@@ -17,9 +17,8 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.dataset import open_dataset
-from threefold.data.formats.threefold_meta import Meta
-from threefold.data.text.tokenizer import END_OF_DOCUMENT, train_tokenizer
-from threefold.data.token_storage import (
+from threefold.data.formats.threefold_folder import Meta
+from threefold.data.stored_array import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
     DTYPES,
@@ -28,15 +27,16 @@ from threefold.data.token_storage import (
     TOKENS_FILE,
     dtype_for,
 )
+from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.train import entry_point
+from threefold.train import run as entry_point
 from threefold.train.callbacks import loss_curve
 from threefold.train.callbacks.base import StepRecord
 from threefold.train.callbacks.metrics import read_metrics
-from threefold.train.engine import Engine
-from threefold.train.entry_point import open_loader
-from threefold.train.evaluate import evaluate
+from threefold.train.loop import evaluate
+from threefold.train.run import open_loader
+from threefold.train.step import Engine
 from threefold.train.stop import Stopped
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}

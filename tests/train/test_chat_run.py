@@ -19,15 +19,13 @@ from threefold.config import Config, load_config
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.loader import Loader, Share
-from threefold.data.prepare.preparation import PrepareRequest, prepare
+from threefold.data.preparation import PrepareRequest, prepare
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.inference.eval_tasks import Perplexity
-from threefold.inference.generate import GenerationRequest, generate_text
-from threefold.inference.log_likelihood import score
+from threefold.inference.eval_tasks import Perplexity, score
+from threefold.inference.generate import GenerationRequest, Sampling, generate_text
 from threefold.inference.model import Trained
 from threefold.inference.prompt_files import read_prompts, read_texts
-from threefold.inference.sampling import Sampling
 from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 

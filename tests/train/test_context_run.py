@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import Run, losses_of, same, train_rank, write_tokens
-from threefold.inference.generate import GenerationRequest, generate
-from threefold.inference.sampling import Sampling
+from threefold.inference.generate import GenerationRequest, Sampling, generate
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.metrics import read_metrics
 

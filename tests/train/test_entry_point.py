@@ -15,7 +15,7 @@ from threefold.errors import UserError
 from threefold.launch import RankInfo, spawn
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.metrics import MEASURED, read_metrics
-from threefold.train.entry_point import check_division
+from threefold.train.run import check_division
 
 STEP_LINE = re.compile(
     r"global step \d+, epoch: \d+, batch: \d+, loss: \d+\.\d{9}, avg_reader_cost: \d+\.\d{5} sec, "

@@ -15,14 +15,14 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, evaluated, write_ids
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.packed_samples import PackedSamples
-from threefold.data.split import document_runs
+from threefold.data.packed import PackedSamples
+from threefold.data.samples import document_runs
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.weights import draw_
-from threefold.train.entry_point import open_loader
-from threefold.train.evaluate import evaluate
+from threefold.train.loop import evaluate
+from threefold.train.run import open_loader
 
 
 def offline(run: Run, batches: int) -> tuple[float, int]:

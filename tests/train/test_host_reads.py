@@ -15,7 +15,7 @@ from tests.support.host_reads import HostReads
 from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.random.dropout import Dropout
-from threefold.train.engine import Engine
+from threefold.train.step import Engine
 
 STEPS = 2
 LOSS_AND_NORM = {"comm/axis.py: all_reduce_values": STEPS}
@@ -23,13 +23,13 @@ LOSS_AND_NORM = {"comm/axis.py: all_reduce_values": STEPS}
 ON_A_CPU = (
     "ops/kernels.py: backward",  # of a narrow embedding, whose sums a CPU would round
     "ops/kernels.py: grouped_linear",  # a GPU has a product of groups whose sizes are on the device
-    "models/layers/router.py: _losses",  # `F.one_hot` checks its input on a CPU alone
-    "models/layers/router.py: _taken",  # likewise
+    "models/layers/experts.py: _losses",  # `F.one_hot` checks its input on a CPU alone
+    "models/layers/experts.py: _taken",  # likewise
 )
 """Reads of code that a GPU does not run."""
 OF_EXPERTS = (
     "models/layers/experts.py: through",  # where an expert may be full: how many tokens found room
-    "parallel/expert/experts.py: _run",  # how many tokens each rank sends and receives
+    "parallel/experts.py: _run",  # how many tokens each rank sends and receives
 )
 """What the host has to know: sizes of tensors that follow from the router's choice."""
 

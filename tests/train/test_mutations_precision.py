@@ -12,10 +12,12 @@ from tests.support.cases import with_recompute
 from tests.support.mistakes import Patch, patched
 from tests.support.parity import Case, Trace, departures, in_layout
 from tests.support.precision import FP16, check_skipped_by_all, narrow_departures, narrow_sum, narrow_sums, overflowing
-from threefold.parallel.data import compression
-from threefold.parallel.data import grad_buckets as data
+from threefold.parallel import gradients as compression
+from threefold.parallel import gradients as data
 from threefold.random import dropout
-from threefold.train import engine, gradient_norm, loss_scale
+from threefold.train import step as engine
+from threefold.train import step as gradient_norm
+from threefold.train import step as loss_scale
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 

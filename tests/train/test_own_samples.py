@@ -16,17 +16,16 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config.loading import config_of
 from threefold.data.dataset import open_dataset
-from threefold.data.formats.nested_samples import NestedSamples
+from threefold.data.formats.own_data import NestedSamples
 from threefold.data.loader import Loader, Share
 from threefold.data.map_dataset import DataLoader
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.plugins import import_file
 from threefold.train.callbacks.base import StepRecord
-from threefold.train.callbacks.csv_log import CSVLog
-from threefold.train.callbacks.epoch_metrics import EpochRecord
-from threefold.train.data_check import DataCheck
-from threefold.train.evaluate import several
+from threefold.train.callbacks.csv_log import CSVLog, EpochRecord
+from threefold.train.data_checks import DataCheck
+from threefold.train.loop import several
 
 WHOLE = Share(4)
 FILE = Path(__file__).parents[2] / "examples" / "two_tower.py"

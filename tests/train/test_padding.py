@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from tests.train.support import Run, steps_of, train_rank
+from threefold.constants import IGNORE_INDEX
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Loader, Share
-from threefold.data.text.tokenizer import END_OF_DOCUMENT
-from threefold.labels import IGNORE_INDEX
+from threefold.data.tokenizer import END_OF_DOCUMENT
 from threefold.launch.worker_pool import WorkerPool
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.mistakes import Patch, patched
-from threefold.comm.layout_spec import LayoutSpec, parse
+from threefold.comm.layout import LayoutSpec, parse
 from threefold.config import Config
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.source import ConfigSource, ModelSource

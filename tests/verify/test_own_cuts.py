@@ -12,9 +12,8 @@ from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, task, verify
 from threefold.config.loading import config_of
 from threefold.errors import UserError
-from threefold.models.bare_sharding import Shard
 from threefold.models.plan import Plan
-from threefold.models.sharding import Column, Replicated, Split
+from threefold.models.sharding import Column, Replicated, Shard, Split
 from threefold.models.source import ObjectSource
 from threefold.parallel.plan_check import check_plan, check_tensor_axis
 from threefold.parallel.tensor.grouped_heads import ConcatenatedLinear

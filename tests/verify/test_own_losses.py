@@ -17,7 +17,7 @@ from threefold.config import Config
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource
 from threefold.parallel.gradient_step import GradientStep
-from threefold.verify.own_batches import OwnBatches
+from threefold.verify.batches import OwnBatches
 from threefold.verify.report import DEPARTS, EQUAL
 from threefold.verify.verifier import Verification
 

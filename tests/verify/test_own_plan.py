@@ -46,7 +46,7 @@ def test_initial_values_have_the_same_bits_in_every_layout(pool, tmp_path: Path)
 
 
 def _reports(pool, folder: Path, layout: str):
-    from threefold.comm.layout_spec import parse
+    from threefold.comm.layout import parse
     from threefold.verify.rank_worker import run_rank
     from threefold.verify.reference import write_trace
     from threefold.verify.shrunk_config import compose

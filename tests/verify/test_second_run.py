@@ -10,12 +10,12 @@ from torch import Tensor
 from tests.support.mistakes import Patch
 from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, config, task, verify
-from threefold.parallel import gradient_step
-from threefold.parallel.data import grad_buckets, zero
-from threefold.train import gradient_norm
-from threefold.verify import second_run
+from threefold.parallel import gradient_step, zero
+from threefold.parallel import gradients as grad_buckets
+from threefold.train import step as gradient_norm
+from threefold.verify import rank_worker as second_run
+from threefold.verify.rank_worker import CHECKS, MIXED, MOVED, OVERFLOW, RESUMED
 from threefold.verify.report import DEPARTS, EQUAL
-from threefold.verify.second_run import CHECKS, MIXED, MOVED, OVERFLOW, RESUMED
 
 SEEN_AT_ONCE = ""
 """In the first run."""

@@ -8,7 +8,7 @@ import torch
 from tests.support import mistakes
 from tests.support.sweep import sweep
 from tests.verify.support import LAYOUTS, MistakenPool, config, task, verify
-from threefold.labels import IGNORE_INDEX
+from threefold.constants import IGNORE_INDEX
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import Comparison, Held, coverage
 from threefold.verify.reference import Trace
@@ -89,7 +89,7 @@ def dies() -> list[mistakes.Patch]:
     import os
     import signal
 
-    from threefold.train.engine import Engine
+    from threefold.train.step import Engine
 
     def update(self: Engine, *rest: object) -> None:
         if self.mesh.rank == 1:
@@ -100,7 +100,7 @@ def dies() -> list[mistakes.Patch]:
 
 
 def raises() -> list[mistakes.Patch]:
-    from threefold.train.engine import Engine
+    from threefold.train.step import Engine
 
     def update(self: Engine, *rest: object) -> None:
         raise ValueError("the shapes\ndo not fit")

@@ -10,22 +10,20 @@ from torch import Tensor
 
 from threefold.api.model import DistributedModel
 from threefold.api.optimizer import ModelOptimizer
-from threefold.api.prepared import states as prepared
+from threefold.api.prepared import prepare as prepared
 from threefold.api.prepared.module import PreparedModule
 from threefold.api.prepared.optimizer import PreparedOptimizer
-from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import LOOP, newest
 from threefold.checkpoint.manifest import Facts
-from threefold.checkpoint.save import save_checkpoint
+from threefold.checkpoint.save import WRITER, record_of_layout, save_checkpoint
 from threefold.checkpoint.selection import from_first
-from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
 from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
-from threefold.checkpoint.writer import WRITER, record_of_layout
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parameter import like
-from threefold.train.loss_scale import LossScale
+from threefold.train.step import LossScale
 
 if TYPE_CHECKING:
     from threefold.data.map_dataset import DataLoader

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from threefold.api.wrapped_optimizer import WrappedOptimizer
+from threefold.api.prepared.optimizer import WrappedOptimizer
 from threefold.comm.axis import Axis, Recorder
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.parallel.data.grad_buckets import buckets_by_dtype
+from threefold.parallel.gradients import buckets_by_dtype
 from threefold.plugins import one_of
 
 COMPRESSIONS: Final = ("none", "fp16", "bf16")

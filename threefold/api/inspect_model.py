@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from threefold.api.arguments import with_arguments
+from threefold.api.model import with_arguments
 from threefold.errors import UserError
 from threefold.models.plan import Plan, as_pattern
 from threefold.models.proposal import Proposal, propose

@@ -174,7 +174,7 @@ def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thr
     """What `fn` returns on this rank, pickled."""
     import torch
 
-    from threefold.comm.tensor_pickle import dumps
+    from threefold.comm.axis import dumps
 
     if one_thread:
         torch.set_num_threads(1)
@@ -219,7 +219,7 @@ def _run_here(
     """Call `fn` as the rank that a launcher started."""
     import torch.distributed as dist
 
-    from threefold.comm.tensor_pickle import dumps
+    from threefold.comm.axis import dumps
 
     join_launched(launched, device)
     value = fn(*args)

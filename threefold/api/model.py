@@ -1,21 +1,22 @@
-"""`parallelize`: a model spread over a mesh, for a loop of one's own."""
+"""The arguments of a model's constructor, given by name."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from threefold.api.arguments import with_arguments
 from threefold.api.mesh import mesh_of_all_ranks
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.config.schedules import Schedule
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments
-from threefold.models.constructor import told
+from threefold.models.construct import told
 from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
@@ -23,7 +24,36 @@ from threefold.parallel.gradient_step import GradientStep
 from threefold.parallel.settings import TrainingSettings
 from threefold.parallel.weights import publish_
 from threefold.plugins import one_of
-from threefold.train.loss_scale import LossScale
+from threefold.train.step import LossScale
+
+
+def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:
+    """What makes a model, with the keyword arguments of its constructor bound.
+
+    Raises:
+        UserError: it does not take one of them, or needs further ones.
+    """
+    given = dict(arguments or {})
+    name = getattr(model, "__name__", type(model).__name__)
+    try:
+        signature = inspect.signature(model)
+    except ValueError:  # of a class that is not written in Python
+        return partial(model, **given)
+    takes = {each.name: each for each in signature.parameters.values() if each.kind in _BY_NAME}
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+    for each in given:
+        if each not in takes and not takes_any:
+            close = get_close_matches(each, takes, n=1)
+            near = f"the nearest is {close[0]!r}" if close else "leave it out"
+            raise UserError(f"arguments has {each!r}, which {name} does not take; {near}.")
+    for parameter in takes.values():
+        if parameter.default is parameter.empty and parameter.name not in given:
+            raise UserError(f"{name} needs the argument {parameter.name}; give arguments={{{parameter.name!r}: …}}.")
+    return partial(model, **given) if given else model
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _MOST_FOR_A_STAGE = 64

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from threefold.api.model import DistributedModel
 from threefold.errors import UserError
-from threefold.parallel.matrices import ShardedMatrix
-from threefold.train.gradient_norm import GradientNorm
-from threefold.train.optimizers.base import Entry
-from threefold.train.optimizers.updated_weights import UpdatedWeights
+from threefold.parallel.parameter import ShardedMatrix
+from threefold.train.optimizers.base import Entry, UpdatedWeights
+from threefold.train.step import GradientNorm
 
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 

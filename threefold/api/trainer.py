@@ -11,11 +11,10 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.in_process import joined_rank
-from threefold.launch.signals import StopSignals
+from threefold.launch.process import StopSignals
 from threefold.launch.training_run import explain_stop, prepare_training
 from threefold.models.loss_terms import LossFunction
-from threefold.train.callbacks.base import Callback
-from threefold.train.callbacks.console import say
+from threefold.train.callbacks.base import Callback, say
 from threefold.train.callbacks.registry import require_packages
 from threefold.verify.self_check import self_check
 

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from threefold.api.own_parts import AnyConfig, own_run
-from threefold.comm.layout_spec import parse_layouts
-from threefold.data.vocabulary import vocabulary
+from threefold.comm.layout import parse_layouts
+from threefold.data.dataset import vocabulary
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.process import prepare_fork, require_room
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ModelSource
-from threefold.parallel.source_check import layout_check
-from threefold.verify.layout_selection import asked_for, covering, possible
+from threefold.parallel.forward_check import layout_check
 from threefold.verify.report import EQUAL, LayoutResult
 from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
-from threefold.verify.verifier import Verification, choose_batches, verifier
+from threefold.verify.verifier import Verification, asked_for, choose_batches, covering, possible, verifier
 
 if TYPE_CHECKING:
     import torch

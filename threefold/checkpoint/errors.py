@@ -1,7 +1,7 @@
 """The error of a damaged checkpoint."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from threefold.errors import UserError
 
@@ -20,3 +20,23 @@ class DamagedCheckpoint(UserError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.reason)
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether a name is that of a file in a folder itself: none of another folder, none that is absolute."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def whole(value: Any) -> int:
+    """A whole number from 0 on.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+MODEL: Final = "model."
+OPTIMIZER: Final = "optimizer."

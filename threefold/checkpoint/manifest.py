@@ -8,15 +8,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.format.validation import is_plain_name, whole
-from threefold.checksums import checksum
+from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name, whole
+from threefold.checksums import checksum, is_intact, seal_text
 from threefold.data.content_checksums import CONTENT_DTYPES, Content
-from threefold.data.text.text_encoding import BEFORE_RULES, SpecialTokens, TextRule
+from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file, shown
-from threefold.output.durable import sync, write_durably
-from threefold.sealed_json import is_intact, seal_text
+from threefold.output import sync, write_durably
 
 MANIFEST: Final = "checkpoint.json"
 PARTIAL: Final = ".partial"
@@ -187,7 +185,7 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     Raises:
         DamagedCheckpoint: the index of its tensors, which was just written, is damaged.
     """
-    from threefold.checkpoint.format.index import read_data_files
+    from threefold.checkpoint.index import read_data_files
 
     known = read_data_files(folder)
     paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)

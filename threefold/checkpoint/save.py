@@ -1,20 +1,154 @@
-"""Saving a checkpoint atomically: complete or not at all."""
+"""writer.json of a checkpoint: when it was written, by which layout, and by which versions.
+
+None of it is needed to open a checkpoint. It is a file of its own, as earlier releases refuse a manifest with fields
+that they do not know; older checkpoints lack it, and the layout is that of their `config.yaml` then.
+"""
 
 import errno
+import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import yaml
 from torch import Tensor
 
 from threefold.checkpoint.folder import DIVERGED, complete, path_of, remove, remove_partial
 from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, write_manifest
 from threefold.checkpoint.tensors import save_tensors
-from threefold.comm.mesh import Axis
+from threefold.comm.axis import Axis
+from threefold.comm.layout import AXES, Layout
+from threefold.config.schema import ParallelConfig
 from threefold.errors import ProcessFault, UserError
+from threefold.files import read_json, read_text
 from threefold.host import exchange_paths
-from threefold.output.durable import sync, write_durably
+from threefold.output import sync, write_durably
+
+WRITER: Final = "writer.json"
+_FORMAT: Final = "threefold-writer"
+_CONFIG: Final = "config.yaml"
+
+
+@dataclass(frozen=True)
+class WriterRecord:
+    """Who wrote a checkpoint.
+
+    Attributes:
+        layout: the `parallel` settings of the run that say how its ranks shared the work, by name; None where that is
+            not known.
+        saved: when; None where that is not known.
+        versions: of the package and of torch, by name.
+        weights_only: whether the optimizer's state was left out on purpose.
+    """
+
+    layout: Mapping[str, Any] | None = None
+    saved: datetime | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    weights_only: bool = False
+
+    @property
+    def ranks(self) -> int | None:
+        """How many processes wrote it."""
+        return None if self.layout is None else prod(int(self.layout.get(axis, 1)) for axis in AXES)
+
+    @property
+    def text(self) -> str:
+        """The content of writer.json."""
+        document = {
+            "format": _FORMAT,
+            "version": 1,
+            "saved": self.saved.isoformat(timespec="seconds") if self.saved else None,
+            "layout": None if self.layout is None else dict(self.layout),
+            "versions": dict(self.versions),
+            "weights_only": self.weights_only,
+        }
+        return json.dumps(document, indent=2) + "\n"
+
+    def __str__(self) -> str:
+        """The layout on one line, such as `dp 2 · tp 2 · pp 2, zero 1`."""
+        if self.layout is None:
+            return "unknown"
+        sizes = {axis: int(self.layout.get(axis, 1)) for axis in (*AXES, "ep")}
+        zero, schedule = self.layout.get("zero", 0), self.layout.get("schedule")
+        more = [f"zero {zero}"] if zero else []
+        more += [str(schedule)] if schedule and sizes["pp"] > 1 else []
+        return ", ".join((str(Layout(**sizes)), *more))
+
+
+def record_of(parallel: ParallelConfig) -> WriterRecord:
+    """The record of a checkpoint that is written now by a run with these settings."""
+    settings = parallel.settings()
+    kept = ("dp", "tp", "pp", "cp", "ep", "zero", "zero_shards", "schedule", "stage_chunks", "sequence_parallel")
+    return WriterRecord({name: settings[name] for name in kept if name in settings}, _now(), _versions())
+
+
+def record_of_layout(layout: Layout) -> WriterRecord:
+    """The record of a checkpoint that is written now by a loop of the user's own."""
+    return WriterRecord({axis: layout.size(axis) for axis in ("dp", "tp", "pp", "cp", "ep")}, _now(), _versions())
+
+
+def read_writer(folder: Path) -> WriterRecord:
+    """What a checkpoint says about its writer; of an older one what its config says. Never an error: what cannot be
+    read is not known."""
+    try:
+        document = read_json(folder / WRITER)
+    except UserError:
+        return WriterRecord(_layout_of_config(folder))
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        return WriterRecord(_layout_of_config(folder))
+    versions = document.get("versions")
+    return WriterRecord(
+        _usable(document.get("layout")),
+        _time(document.get("saved")),
+        {str(name): str(value) for name, value in versions.items()} if isinstance(versions, dict) else {},
+        document.get("weights_only") is True,
+    )
+
+
+def _layout_of_config(folder: Path) -> dict[str, Any] | None:
+    """The layout in config.yaml, which a run stores as it ran."""
+    try:
+        document = yaml.safe_load(read_text(folder / _CONFIG))
+    except (UserError, yaml.YAMLError, ValueError, RecursionError):
+        return None
+    return _usable(document.get("parallel", {})) if isinstance(document, dict) else None
+
+
+def _usable(layout: Any) -> dict[str, Any] | None:
+    if not isinstance(layout, dict):
+        return None
+    known = {axis: layout.get(axis, 1) for axis in (*AXES, "ep")}
+    if not all(type(size) is int and 1 <= size < 1 << 31 for size in known.values()):
+        return None
+    return layout if known["dp"] % known["ep"] == 0 else None
+
+
+def _time(text: Any) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("threefold", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a folder of sources
+            continue
+    return found
+
 
 _LIMITS: Final = tuple(f"[Errno {number}]" for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 """What a rank's error has, as the others are told of it, where its process may have no further file or memory."""
@@ -28,7 +162,7 @@ def save_checkpoint(
     Until it is complete the checkpoint has another name, so a full disk or a killed process leaves the ones before it
     unchanged, and nothing that looks like a new one. Files that a failure left are deleted.
 
-    The folder is not staged as `threefold.output.staging` does for one process: all ranks, on several hosts, write into
+    The folder is not staged as `threefold.output` does for one process: all ranks, on several hosts, write into
     it under a name that each derives from the step, and the lock of the run keeps other writers out.
 
     Args:

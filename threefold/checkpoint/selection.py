@@ -1,29 +1,118 @@
-"""Select the newest valid checkpoint of a run; damaged ones are skipped with a warning.
+"""Whether the names and shapes of a checkpoint's tensors match the model that its config describes."""
 
-Everything but the tensors' bytes is checked before a checkpoint is selected: the manifest, the presence and the size of
-every file, the checksums of all small files, the index, and whether the tensors are those of the model that the config
-describes. The tensors' bytes, which may be many gigabytes on many hosts, are compared with their checksums by the rank
-that reads them, as it reads them. Where one finds damage, loading ends with `DamagedCheckpoint` on all ranks, and the
-caller selects again, with that checkpoint among the damaged ones.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
+import torch
 import yaml
 
-from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, LOOP, Checkpoint, folders, stored_config
 from threefold.checkpoint.manifest import Manifest, read_manifest
-from threefold.config import Config
+from threefold.checkpoint.tensors import stored_tensors
+from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN
 from threefold.errors import UserError
+from threefold.files import shown
+from threefold.models.family import make_model
+from threefold.models.sharding import ModelPlan
+from threefold.torch_private.tensors import persistent_buffers
 
 if TYPE_CHECKING:
-    from threefold.checkpoint.model_match import Shapes
     from threefold.comm.mesh import Axis
+
+
+_BLOCKS: Final = "blocks."
+_SIZES: Final[Mapping[str, tuple[str | None, ...]]] = {
+    "embed.tokens.weight": ("vocab_size", "hidden_size"),
+    "embed.positions.weight": ("max_position_embeddings", None),
+    "blocks.0.mlp.down.weight": (None, "ffn_hidden_size"),
+}
+"""The settings that are the sizes of a weight."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
+    """Why stored tensors do not match a model, as a clause; None where they match.
+
+    Single tensors are compared first, so that a config of a billion layers is refused at once.
+
+    Args:
+        model: resolved.
+        stored: shapes of all tensors of a checkpoint by name; those that are no weights are not looked at.
+    """
+    weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
+    return next(_misfits(model, weights), None)
+
+
+def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
+    """Check that the weights of a checkpoint are those of an own model, as its file makes it now.
+
+    Args:
+        model: resolved.
+        plan: of the model.
+        checkpoint: its folder.
+
+    Raises:
+        UserError: one is missing, is unknown or has another shape.
+    """
+    weights = {
+        name.removeprefix(MODEL): shape
+        for name, (shape, _) in stored_tensors(checkpoint).items()
+        if name.startswith(MODEL)
+    }
+    with torch.device("meta"):
+        made = make_model(model)
+    expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in made.named_parameters()}
+    for prefix, module in made.named_modules():
+        for name, buffer in persistent_buffers(module):
+            whole = plan.whole_name(f"{prefix}.{name}" if prefix else name)
+            if whole in weights:  # checkpoints of older versions have none
+                expected[whole] = tuple(buffer.shape)
+    if reason := next(_differences(expected, weights), None):
+        raise UserError(
+            f"The model of {shown(model.file)} is not the one that {checkpoint} was made with: {reason}; restore the "
+            "file, or start a new run in another folder."
+        )
+
+
+def _differences(expected: Shapes, weights: Shapes) -> Iterator[str]:
+    """What is different between the weights of a model and those that are stored, as clauses."""
+    for name in [*expected, *sorted(weights.keys() - expected.keys())]:
+        if name not in weights:
+            yield f"it has {name}, which the checkpoint lacks"
+        elif name not in expected:
+            yield f"the checkpoint has {name}, which it lacks"
+        elif weights[name] != expected[name]:
+            yield f"its {name} is {_shown(expected[name])} and the checkpoint's is {_shown(weights[name])}"
+
+
+def _misfits(model: ModelConfig, weights: Shapes) -> Iterator[str]:
+    layers = {name.split(".")[1] for name in weights if name.startswith(_BLOCKS)}
+    if len(layers) != model.num_layers:
+        yield f"its config has model.num_layers {model.num_layers} and its tensors are those of {len(layers)} layers"
+    for name, keys in _SIZES.items():
+        for key, size in zip(keys, weights.get(name, ()), strict=False):
+            if key is not None and getattr(model, key) != size:
+                yield f"its config has model.{key} {getattr(model, key)} and its tensor {name} has {size}"
+    with torch.device("meta"):
+        expected = {name: tuple(weight.shape) for name, weight in make_model(model).named_parameters()}
+    for missing in sorted(expected.keys() - weights.keys()):
+        yield f"its config describes a model with {missing}, which is not among its tensors"
+    for unknown in sorted(weights.keys() - expected.keys()):
+        yield f"its tensors hold {unknown}, which the model that its config describes does not have"
+    for name, shape in expected.items():
+        if weights[name] != shape:
+            found = _shown(weights[name])
+            yield f"its config describes a model whose {name} is {_shown(shape)} and its tensor of that name is {found}"
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "a number"
+
 
 Damaged = Mapping[Path, str]
 """Reasons why checkpoints could not be loaded, by folder."""
@@ -118,8 +207,7 @@ def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
     manifest = read_manifest(path)
     manifest.check_sizes()
     # These import torch, which a run without checkpoints must not wait for.
-    from threefold.checkpoint.format.storage import stored_index
-    from threefold.checkpoint.model_match import model_mismatch
+    from threefold.checkpoint.storage import stored_index
 
     index = stored_index(path)
     data = {chunk.file for tensor in index.values() for chunk in tensor.chunks}
@@ -153,7 +241,6 @@ def _check_small(manifest: Manifest, data: set[str], shapes: "Shapes") -> None:
 
 
 def _more_exactly(damage: DamagedCheckpoint, shapes: "Shapes") -> DamagedCheckpoint:
-    from threefold.checkpoint.model_match import model_mismatch
 
     try:
         model = usable_config(damage.path).model

@@ -1,7 +1,8 @@
-"""Saving and loading tensors through `torch.distributed.checkpoint`: global tensors under global names.
+"""Shards that two mesh axes cut along the same dim, described to torch.distributed.checkpoint.
 
-Sharded tensors are `DTensor`s, which carry the global shape and their offsets in it; torch writes each part once and
-reads any part of it, so neither the layout nor the dtype of the writer matters to the reader.
+A weight that tensor parallelism and ZeRO both shard by rows is a `DTensor` with a `_StridedShard`. Where its rows do
+not divide evenly, torch 2.13 computes other bounds for such a shard than `fully_shard` gave it, and parts of the
+checkpoint would be missing or doubled. So these shards state their own offsets.
 """
 
 import logging
@@ -9,18 +10,62 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any, Self, TypeGuard
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.format.storage import Reader, Writer, stored_index
-from threefold.checkpoint.strided_shard import StridedShard, is_strided
+from threefold.checkpoint.storage import Reader, Writer, stored_index
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat
 from threefold.errors import UserError
+from threefold.parallel.parameter import offset
+from threefold.torch_private.distributed import PiecewiseTensor, StridedPlacement
+
+
+def is_strided(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether two axes cut the tensor along one dim."""
+    return isinstance(tensor, DTensor) and any(
+        isinstance(placement, StridedPlacement) for placement in tensor.placements
+    )
+
+
+class StridedShard(PiecewiseTensor):
+    """This rank's shard, its memory shared, with torch.distributed.checkpoint's protocol for sharded tensors."""
+
+    _whole: torch.Size
+    _chunk: ChunkStorageMetadata
+    _shard: Tensor
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Self:
+        """The part of a detached `tensor` that this rank holds."""
+        shard = tensor.to_local()
+        part = shard.as_subclass(cls)
+        part._whole, part._shard = tensor.shape, shard
+        part._chunk = ChunkStorageMetadata(offsets=torch.Size(offset(tensor)), sizes=shard.shape)
+        return part
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole tensor, as a `DTensor`'s."""
+        return self._whole if dim is None else self._whole[dim]
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk]
+
+    def write_items(self, name: str) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._shard)
+        data = TensorWriteData(chunk=self._chunk, properties=properties, size=self._whole)
+        return [WriteItem(MetadataIndex(name, self._chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def piece(self, index: MetadataIndex) -> Tensor:
+        return self._shard
 
 
 def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis | None = None) -> None:

@@ -1,12 +1,19 @@
 """`threefold config`: show, size and convert configs."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from threefold.byte_sizes import format_bytes
+from threefold.cli.data_view import print_table
 from threefold.cli.options import ConfigFile, ModelFile, Overrides, TrustCode, read_config
 from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from threefold.config import Config
+    from threefold.planner.model_size import ModelSize
+
 
 app = typer.Typer(help="Show, size and convert configs.", no_args_is_help=True)
 
@@ -25,15 +32,14 @@ def size(
     config: ConfigFile, model: ModelFile = None, trust_code: TrustCode = False, overrides: Overrides = None
 ) -> None:
     """Print the parameter count of CONFIG's model and the memory of each rank's shards, without starting any."""
-    from threefold.cli.size_view import print_size
     from threefold.config.resolve import check_settings
 
     given = read_config(config, overrides, model, trust_code)
     check_settings(given)
-    from threefold.data.vocabulary import resolve_without_data
+    from threefold.data.dataset import resolve_without_data
 
     resolved = resolve_without_data(given)
-    from threefold.plan.model_size import ModelSize  # imports torch, which errors do not wait for
+    from threefold.planner.model_size import ModelSize  # imports torch, which errors do not wait for
 
     print_size(ModelSize(resolved), resolved)
 
@@ -68,8 +74,8 @@ def convert(
     Exit status: 0 for a config that can run, 1 if settings such as data.path are still to be set (the comments at its
     head), 2 if settings that change the training are unsupported, or the config is invalid.
     """
-    from threefold.config.convert import convert as converted_from
-    from threefold.config.convert import unmapped_lines
+    from threefold.convert import convert as converted_from
+    from threefold.convert import unmapped_lines
 
     converted = converted_from(file, kind, world_size)
     typer.echo(converted.to_yaml(), nl=False)
@@ -106,10 +112,50 @@ FeatureNames = Annotated[
 @app.command()
 def compatibility(features: FeatureNames = None) -> None:
     """Print whether FEATUREs can be combined and, if not, why and what to use instead; of one, with which it cannot."""
-    from threefold.config.rules.compatibility_page import answers, features_named, markdown
+    from threefold.config.compatibility_page import answers, features_named, markdown
 
     if not features:
         typer.echo(markdown(), nl=False)
         return
     for answer in answers(features_named(features)):
         typer.echo(answer)
+
+
+def print_size(size: "ModelSize", config: "Config") -> None:
+    """Print the parameters of a model, of its pipeline stages, and the memory of each rank's shards."""
+    from threefold.comm.layout import Layout
+
+    layout = Layout.of(config.parallel)
+    active = f", {size.active:,} active per token" if size.active < size.parameters else ""
+    typer.echo(f"Parameters: {size.parameters:,}{active}.")
+    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
+    typer.echo(f"Layout: {layout}{zero}, {_number(layout.world_size, 'rank')}; {config.precision.dtype}.")
+    if layout.pp > 1:
+        _print_stages(size)
+    _print_ranks(size, layout.pp, layout.world_size // layout.pp)
+
+
+def _print_stages(size: "ModelSize") -> None:
+    rows: list[tuple[str, ...]] = [
+        (str(number), str(stage.pp_rank), _run(stage.layers), f"{stage.parameters:,}")
+        for number, stage in enumerate(size.stages())
+    ]
+    print_table(("stage", "pp rank", "layers", "parameters"), rows)
+
+
+def _print_ranks(size: "ModelSize", pp: int, ranks: int) -> None:
+    rows: list[tuple[str, ...]] = []
+    for pp_rank in range(pp):
+        held = size.largest_rank(pp_rank)
+        amounts = (held.weights, held.gradients, held.optimizer, held.bytes)
+        rows.append((str(pp_rank), str(ranks), f"{held.parameters:,}", *map(format_bytes, amounts)))
+    print_table(("pp rank", "ranks", "parameters", "weights", "gradients", "optimizer", "together"), rows)
+    typer.echo("Upper bound per rank during a step; activations and buffers are not included.")
+
+
+def _run(layers: tuple[str, ...]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+
+
+def _number(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'s' * (count != 1)}"

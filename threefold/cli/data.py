@@ -17,7 +17,7 @@ app = typer.Typer(help="Prepare token files from text, convert, inspect and veri
 @app.command()
 def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to.")]) -> None:
     """Write a few MB of English, from the documentation in Python's library, as JSON lines."""
-    from threefold.data.text.python_text import write_sample
+    from threefold.data.python_text import write_sample
 
     summary = write_sample(directory)
     typer.echo(f"Wrote {summary.documents:,} documents, {summary.bytes / 1e6:.1f} MB of English text:")
@@ -62,9 +62,9 @@ def prepare(
 ) -> None:
     """Encode text into token files for `data.path` of a run."""
 
-    from threefold.data.prepare.preparation import PrepareRequest
-    from threefold.data.prepare.preparation import prepare as prepare_files
-    from threefold.data.prepare.summary import summarize
+    from threefold.data.audit import summarize
+    from threefold.data.preparation import PrepareRequest
+    from threefold.data.preparation import prepare as prepare_files
 
     if workers is None:
         workers = usable_cores()
@@ -92,10 +92,10 @@ def show(
     """Show what token files of any system hold, and their first training sample as text."""
     import numpy as np
 
+    from threefold.data.audit import summarize
     from threefold.data.formats.token_files import open_corpus, read_stored
-    from threefold.data.packed_samples import PackedSamples, split_facts
-    from threefold.data.prepare.summary import summarize
-    from threefold.data.text.tokenizer import load_tokenizer
+    from threefold.data.packed import PackedSamples, split_facts
+    from threefold.data.tokenizer import load_tokenizer
 
     if tokenizer is not None:
         load_tokenizer(tokenizer)
@@ -124,8 +124,8 @@ def show(
 def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> None:
     import numpy as np
 
-    from threefold.data.packed_conversations import PackedConversations
-    from threefold.data.split import SPLITS, document_runs
+    from threefold.data.packed import PackedConversations
+    from threefold.data.samples import SPLITS, document_runs
 
     rows: list[tuple[str, ...]] = []
     for name in SPLITS:
@@ -157,7 +157,7 @@ def verify(
 ) -> None:
     """Read token files whole and compare them with the checksums that were written with them."""
     from threefold.cli.data_view import print_audits
-    from threefold.data.prepare.audit import audit
+    from threefold.data.audit import audit
     from threefold.errors import UserError
 
     with Bars() as bars:
@@ -190,7 +190,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")] = False,
 ) -> None:
     """Convert token files of one system to those of another, token for token."""
-    from threefold.data.prepare.conversion import convert as convert_tokens
+    from threefold.data.preparation import convert as convert_tokens
 
     with Bars() as bars:
         converted = convert_tokens(source, to, out, tokenizer, eod, overwrite, bars)

@@ -10,11 +10,10 @@ from threefold.byte_sizes import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from threefold.data.audit import Audit, TokenSummary
     from threefold.data.corpus import Corpus, StoredTokens
     from threefold.data.formats.threefold_folder import TokenFiles
-    from threefold.data.prepare.audit import Audit
-    from threefold.data.prepare.conversion import ConvertedTokens
-    from threefold.data.prepare.summary import TokenSummary
+    from threefold.data.preparation import ConvertedTokens
 
 
 _UNBOUNDED: Final = 10**6
@@ -114,7 +113,7 @@ def print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], docum
     from rich.console import Console
     from rich.text import Text
 
-    from threefold.labels import IGNORE_INDEX
+    from threefold.constants import IGNORE_INDEX
 
     whole = [*tokens, labels[-1]]
     counted = [False, *(label != IGNORE_INDEX for label in labels)]

@@ -118,7 +118,7 @@ def measure(
     model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], json: Path | None
 ) -> None:
     """Evaluate on all ranks; one rank prints."""
-    from threefold.inference.log_likelihood import score
+    from threefold.inference.eval_tasks import score
 
     if model.prints:
         print_warnings(model.trained.warnings)

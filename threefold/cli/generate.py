@@ -21,7 +21,7 @@ from threefold.cli.streams import read_standard_input
 from threefold.errors import OutputLost
 
 if TYPE_CHECKING:
-    from threefold.data.chat.messages import Conversation
+    from threefold.data.messages import Conversation
     from threefold.inference.generate import GenerationRequest, Prompt
     from threefold.inference.model import Model
 
@@ -60,9 +60,8 @@ def generate(
     The layout changes only the speed: the same prompt, seed and options give the same text in every layout.
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.generate import GenerationRequest, encode_prompts, require_text
+    from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, require_text
     from threefold.inference.prompt_files import read_prompts
-    from threefold.inference.sampling import Sampling
     from threefold.launch.inference_run import InferenceRun
 
     if system is not None and not chat:
@@ -80,7 +79,7 @@ def generate(
 
 
 def _message(prompt: str, system: str | None) -> "Conversation":
-    from threefold.data.chat.messages import Conversation
+    from threefold.data.messages import Conversation
 
     before = () if system is None else ({"role": "system", "content": system},)
     return Conversation("--prompt", (*before, {"role": "user", "content": prompt}))

@@ -34,7 +34,7 @@ def inspect(
         given = config_of({**read.sections(), "model": {**settings, **own}})
     from threefold.api.inspect_model import inspect_made
     from threefold.config import resolve
-    from threefold.data.vocabulary import USUAL_VOCABULARY
+    from threefold.data.dataset import USUAL_VOCABULARY
     from threefold.models.source import file_source
 
     resolved = resolve(given, given.model.vocab_size or USUAL_VOCABULARY)

@@ -11,8 +11,21 @@ from typing import Annotated, Final
 import typer
 
 from threefold import __version__
-from threefold.cli import checkpoint, config, data, eval, generate, inspect, train, verify
-from threefold.cli.planning import doctor, dry_run, estimate, plan, simulate
+from threefold.cli import (
+    checkpoint,
+    config,
+    data,
+    doctor,
+    dry_run,
+    estimate,
+    eval,
+    generate,
+    inspect,
+    plan,
+    simulate,
+    train,
+    verify,
+)
 from threefold.cli.streams import guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import shown

@@ -104,7 +104,7 @@ def train(
 
     SIGINT (Ctrl-C), SIGTERM and SIGUSR1 end the run after the current step, with a checkpoint; a second one at once.
     """
-    from threefold.launch.signals import StopRequested, StopSignals
+    from threefold.launch.process import StopRequested, StopSignals
 
     console, folder = _ranks(console_ranks), run_dir or Path("runs") / config.stem
     profiled = _profile_steps(profile)

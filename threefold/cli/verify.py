@@ -7,9 +7,9 @@ import typer
 from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
 
 if TYPE_CHECKING:
-    from threefold.comm.layout_spec import LayoutSpec
+    from threefold.comm.layout import LayoutSpec
     from threefold.config import Config
-    from threefold.verify.layout_selection import Check, Selection
+    from threefold.verify.verifier import Check, Selection
 
 
 def verify(
@@ -55,14 +55,12 @@ def verify(
     Exit status: 0 if every layout is equal; 1 if one differs, fails, or shards nothing over one of its axes; 2 if
     verification cannot start.
     """
-    from threefold.comm.layout_spec import parse_layouts
-    from threefold.config.model import OWN
-    from threefold.config.model_file import is_made_from_section, split_model_file
-    from threefold.data.dataset import names_nested_data
-    from threefold.data.vocabulary import vocabulary
+    from threefold.comm.layout import parse_layouts
+    from threefold.config.model import OWN, is_made_from_section, split_model_file
+    from threefold.data.dataset import names_nested_data, vocabulary
     from threefold.launch.process import require_room
-    from threefold.verify.layout_selection import possible
     from threefold.verify.shrunk_config import UNKNOWN_VOCABULARY, prepare, shrink
+    from threefold.verify.verifier import possible
 
     from_section = model is not None and is_made_from_section(*split_model_file(model))
     given = read_config(config, overrides, None if from_section else model, trust_code)
@@ -81,7 +79,7 @@ def verify(
         TableView,
     )  # import torch, which error messages above need not wait for
     from threefold.models.source import ConfigSource, FileSource
-    from threefold.parallel.source_check import layout_check
+    from threefold.parallel.forward_check import layout_check
     from threefold.verify.verifier import Verification, choose_batches, verifier
 
     source = FileSource.parse(model) if model is not None and from_section else ConfigSource()
@@ -104,7 +102,7 @@ def _select(
     config: "Config", specs: "list[LayoutSpec]", ranks: int, every: bool, check: "Check | None" = None
 ) -> "Selection":
     """The layouts to verify; `check` is of a model that the config alone does not describe."""
-    from threefold.verify import layout_selection
+    from threefold.verify import verifier as layout_selection
 
     check = check or layout_selection.suits
     if specs:

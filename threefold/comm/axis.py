@@ -1,5 +1,10 @@
-"""One axis of the mesh: its collectives (all-reduce, all-gather, reduce-scatter, all-to-all …) and their record."""
+"""Pickling of values with many tensors in them.
 
+A tensor that is pickled as torch has it becomes a file of its own, with a header and a record for each part, which
+costs about a millisecond. Here it is its bytes, its dtype and its shape: some ten microseconds.
+"""
+
+import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,12 +16,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.shared_memory import PostponedSum, SharedMemoryGroup, accumulate
-from threefold.comm.tensor_pickle import dumps
-from threefold.torch_private.operators import Handle
+from threefold.errors import UserError
+from threefold.torch_private.compilation import Handle
 from threefold.torch_private.tensors import foreach_copy_
+
+
+def dumps(value: Any) -> bytes:
+    """A value as bytes that `pickle.loads` reads. Tensors go by value, also where they share memory, and a `DTensor`
+    that every rank has whole as a plain tensor.
+
+    Raises:
+        UserError: a `DTensor` is a part of a tensor, which the mesh of its ranks does not outlive.
+    """
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return _itself, (_whole(value),)
+        if type(value) is not Tensor or not _is_plain(value):
+            return NotImplemented
+        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        sizes = " × ".join(map(str, tensor.shape))
+        raise UserError(
+            f"A DTensor of {sizes} was returned, of which a rank has a part ({tensor.placements}); return "
+            "tensor.full_tensor(), which all ranks of its mesh call."
+        )
+    return tensor.to_local().detach()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return tensor.device.type == "cpu" and dense and not tensor.requires_grad
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.shared_memory_setup import SIGNAL_BYTES, Shared, room_for_rounds, share, whole_pages
-from threefold.comm.turnstile import PeerLostError, Turnstile
+from threefold.comm.segments import SIGNAL_BYTES, PeerLostError, Shared, Turnstile, room_for_rounds, share, whole_pages
 
 __all__ = ["PeerLostError", "SharedMemoryGroup", "accumulate"]
 

@@ -1,22 +1,54 @@
-"""The `model` section: the settings that every family of models has, and the class of a family for a config.
+"""How a model's Python file is named: `FILE.py`, or `FILE.py:NAME`."""
 
-Each family declares its own settings in a class derived from `ModelConfig` (threefold/models/FAMILY/config.py), and
-`model.architecture` selects the class that a section is read with. Models are built on top of configs, so nothing here
-imports them: the class is looked up by name in `FAMILIES`, and imported only when a config names the family. So a
-config error never waits for the import of torch, or of other families.
-"""
-
+import ast
 from collections.abc import Callable, Iterator
 from math import log
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
-from threefold.config.divisors import nearest_divisor
 from threefold.config.presets import PRESETS, PresetName
-from threefold.config.section import MOST_IDS, MOST_TOKENS, NameIn, Section, derived
+from threefold.config.section import MOST_IDS, MOST_TOKENS, NameIn, Section, derived, nearest_divisor
+from threefold.errors import UserError
+from threefold.files import shown
 from threefold.plugins import Registry
+
+
+def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
+    """The file, and the name in it, which may be empty.
+
+    Args:
+        text: as given.
+        setting: what it was given as.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    file, _, name = text.partition(":")
+    if not Path(file).is_file():
+        raise UserError(
+            f"{setting} is {shown(text)} but {shown(file)} is not a file; name a Python file, as in model.py:MyModel."
+        )
+    return Path(file).resolve(), name
+
+
+def is_made_from_section(file: Path, name: str) -> bool:
+    """Whether a file's function `make_model` makes the model from the `model` section of the config, of whatever
+    architecture it is, and not a class or function of that name.
+
+    Args:
+        file: is read and not executed; it may be no valid Python.
+        name: in it, which may be empty.
+    """
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):  # importing it says what is wrong
+        return False
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    return "make_model" in functions and not any(isinstance(node, ast.ClassDef) and node.name == name for node in body)
+
 
 RopeMethod = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 

@@ -31,7 +31,7 @@ _ADAM: Final = {"betas": None, "eps": None}
 
 BUILT_IN: Final = {
     "adamw": OptimizerRow("threefold.train.optimizers.adamw:AdamW", _ADAM, lambda config, hidden: 2),
-    "adam": OptimizerRow("threefold.train.optimizers.adam:Adam", _ADAM, lambda config, hidden: 2),
+    "adam": OptimizerRow("threefold.train.optimizers.adamw:Adam", _ADAM, lambda config, hidden: 2),
     "sgd": OptimizerRow(
         "threefold.train.optimizers.sgd:SGD",
         {"momentum": 0.0, "nesterov": False},
@@ -57,10 +57,10 @@ LR_SCHEDULES: Final = Registry(
     "optimizer.decay",
     "threefold.lr_schedules",
     {
-        "cosine": "threefold.train.lr_schedules.cosine:cosine",
-        "linear": "threefold.train.lr_schedules.linear:linear",
-        "constant": "threefold.train.lr_schedules.constant:constant",
-        "wsd": "threefold.train.lr_schedules.wsd:wsd",
+        "cosine": "threefold.train.lr_schedules:cosine",
+        "linear": "threefold.train.lr_schedules:linear",
+        "constant": "threefold.train.lr_schedules:constant",
+        "wsd": "threefold.train.lr_schedules:wsd",
     },
 )
 

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from threefold.config.config_error import problem
-from threefold.config.loading import config_of
+from threefold.config.loading import config_of, problem
 from threefold.config.optimizer import hyper_parameters
-from threefold.config.rules.batch import batch_sizes
-from threefold.config.rules.checks import check
+from threefold.config.rules import batch_sizes, check
 from threefold.config.schema import Config
 from threefold.config.section import MOST_STEPS
 

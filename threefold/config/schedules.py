@@ -1,17 +1,260 @@
-"""The pipeline schedules, one row each: placement of stages, numbers of micro-batches, deferred weight gradients.
+"""The actions of a pipeline schedule: those of each rank, in order, and CSV files of them.
 
-Config checks, stage placement, the memory formulas and the runner read a schedule's properties here. A schedule is a
-row of `SCHEDULES`, which runs as a class of `torch.distributed.pipelining`, or a CSV file of actions.
+A schedule file has the compute-only CSV format of `torch.distributed.pipelining` (what `_dump_csv` of its schedules
+writes and `_load_csv` reads): one line for each pipeline rank, its actions separated by commas, each a stage, a kind
+and a micro-batch, such as `0F0,0F1,0B0,0B1`. Empty fields and the grouping of `(0F2;1B0)OVERLAP_F_B` have no effect on
+the order and are left out.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
 
-from threefold.config.schedule_actions import Orders, read_schedule_file, stage_count
+from threefold.errors import UserError
+from threefold.files import read_text, shown
 from threefold.plugins import one_of
+
+LARGEST_FILE: Final = 16 << 20
+"""Bytes of the largest schedule file that is read: some two million actions."""
+_ACTION: Final = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+_OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_EXAMPLE: Final = "such as 0F2, the forward pass of micro-batch 2 on stage 0"
+
+
+class Action(NamedTuple):
+    """A pass of one micro-batch through one stage.
+
+    Attributes:
+        stage: its number in the whole pipeline.
+        kind: `F` forward, `B` full backward, `I` backward for the input alone, `W` the weight gradients that it left.
+        micro_batch: its number in the step.
+    """
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Orders = tuple[tuple[Action, ...], ...]
+"""For each pipeline rank its actions, in order."""
+
+
+class StuckError(ValueError):
+    """Ranks wait for one another forever, or for an action that no rank has.
+
+    Attributes:
+        rank: the first rank that cannot continue.
+        action: its next action.
+        missing: the result that the action waits for.
+    """
+
+    def __init__(self, rank: int, action: Action, missing: Action) -> None:
+        super().__init__(f"the schedule never gets to {action}, which needs {missing}")
+        self.rank, self.action, self.missing = rank, action, missing
+
+
+def result_of(action: Action) -> Action:
+    """The result of an action: both kinds of backward pass (`B`, `I`) compute the gradient for the previous stage."""
+    return action._replace(kind="I") if action.kind == "B" else action
+
+
+def stage_count(orders: Sequence[Sequence[Action]]) -> int:
+    """Stages of the pipeline: one more than the largest number of a stage."""
+    return 1 + max((action.stage for order in orders for action in order), default=0)
+
+
+def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, int]]:
+    """Every action after all that it waits for, those of a rank in their order, in time linear in their number.
+
+    A forward pass waits for that of the stage before; a backward pass for the stage's own forward pass and the backward
+    pass of the stage after; weight gradients for the stage's own backward pass.
+
+    Returns:
+        the rank of each action, the action, and the number (from 0, as they are returned) of the action of the
+        neighbouring stage that it waits for; -1 where it waits for none.
+
+    Raises:
+        StuckError: no rank can continue.
+    """
+    stages = stage_count(orders)
+    count = 1 + max((action.micro_batch for order in orders for action in order), default=0)
+    backward = stages * count  # results are numbers: of forward passes first, then of backward passes
+    made: dict[int, int] = {}
+    waiting: dict[int, list[int]] = {}
+    following, ready, number = [0] * len(orders), list(reversed(range(len(orders)))), 0
+    while ready:
+        rank = ready.pop()
+        order, place = orders[rank], following[rank]
+        while place < len(order):
+            action = order[place]
+            stage, kind, micro_batch = action
+            own = other = result = -1
+            forward = stage * count + micro_batch
+            if kind == "F":
+                other, result = forward - count if stage else -1, forward
+            elif kind == "W":
+                own = backward + forward
+            else:
+                own, result = forward, backward + forward
+                other = result + count if stage + 1 < stages else -1
+            missing = own if own >= 0 and own not in made else other if other >= 0 and other not in made else -1
+            if missing >= 0:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield rank, action, made[other] if other >= 0 else -1
+            if result >= 0:
+                made[result] = number
+                if result in waiting:
+                    ready += waiting.pop(result)
+            number += 1
+            place += 1
+        following[rank] = place
+    waits = {rank: result for result, ranks in waiting.items() for rank in ranks}
+    if waits:
+        rank = min(waits)
+        of_backward, place = divmod(waits[rank], backward)
+        missed = Action(place // count, "I" if of_backward else "F", place % count)
+        raise StuckError(rank, orders[rank][following[rank]], missed)
+
+
+def read_schedule_file(path: str) -> Orders:
+    """The actions in a CSV file, checked: each stage on one rank, and each micro-batch there once forward and once
+    backward, in an order that can run to its end.
+
+    Args:
+        path: relative to the working directory.
+
+    Raises:
+        UserError: the file cannot be read, or the first rule that its actions break.
+    """
+    file = _File(shown(path))
+    lines = read_text(Path(path), "the pipeline schedule ", LARGEST_FILE).rstrip().splitlines()
+    if not lines:
+        raise UserError(f"The pipeline schedule {file.name} is empty; write one line of actions for each rank.")
+    orders = tuple(tuple(file.parse(line, number)) for number, line in enumerate(lines, 1))
+    file.check_complete(orders)
+    try:
+        for _ in in_order(orders):
+            pass
+    except StuckError as stuck:
+        needed = _as_written(stuck.missing, orders)
+        rule = f"it needs {needed}, which comes later or waits for it; move {needed} before it"
+        raise file.error(stuck.rank + 1, f"{stuck.action} can never run, as {rule}") from None
+    return orders
+
+
+def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
+    """Write actions as a CSV file that `read_schedule_file` reads.
+
+    Raises:
+        UserError: the name has another ending, there is another file, or it cannot be written.
+    """
+    text = "".join(",".join(map(str, order)) + "\n" for order in orders)
+    check_schedule_path(path)
+    if len(text) > LARGEST_FILE:
+        rule = f"would have {len(text):,} bytes and is read up to {LARGEST_FILE:,}; use fewer micro-batches"
+        raise UserError(f"The pipeline schedule {shown(path)} {rule}.")
+    try:
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            raise UserError(
+                f"The pipeline schedule {shown(path)} is there already and has other actions; remove it first."
+            )
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The pipeline schedule {shown(path)} cannot be written: {error.strerror or error}.") from None
+
+
+def check_schedule_path(path: Path) -> None:
+    """Refuse a path that no schedule can be written to, before the work for it.
+
+    Raises:
+        UserError: the ending is not .csv, or there is no such folder.
+    """
+    if path.suffix.lower() != ".csv":
+        use = shown(path.with_suffix(".csv"))
+        raise UserError(
+            f"The pipeline schedule {shown(path)} must end in .csv, as parallel.schedule names it; use {use}."
+        )
+    if not path.parent.is_dir():
+        raise UserError(
+            f"The pipeline schedule {shown(path)} cannot be written: there is no folder {shown(path.parent)}."
+        )
+
+
+class _File:
+    """The state of reading a schedule file."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._line_of: dict[int, int] = {}
+        self._seen: set[Action] = set()
+
+    def error(self, line: int, rule: str) -> UserError:
+        return UserError(f"parallel.schedule {self.name}, line {line}: {rule}.")
+
+    def parse(self, line: str, number: int) -> Iterator[Action]:
+        """The actions of line `number` (from 1)."""
+        empty = True
+        for text in _OVERLAP.sub(lambda found: found[1].replace(";", ","), line).split(","):
+            if word := text.strip().strip('"'):
+                empty = False
+                yield self._action(word, number)
+        if empty:
+            raise self.error(number, "it has no action, and each line is one pipeline rank; leave it out")
+
+    def _action(self, word: str, line: int) -> Action:
+        found = _ACTION.fullmatch(word)
+        if found is None:
+            rule = f"must be a stage, one of F, B, I and W, and a micro-batch, {_EXAMPLE}"
+            raise self.error(line, f"{shown(repr(word))} {rule}")
+        action = Action(int(found[1]), found[2], int(found[3]))
+        first = self._line_of.setdefault(action.stage, line)
+        if first != line:
+            rule = f"stage {action.stage} has actions on line {first} already; put all of a stage on one line"
+            raise self.error(line, f"{action} cannot be here, as {rule}")
+        if action in self._seen:
+            raise self.error(line, f"{action} is there twice; leave one of them out")
+        rivals = {"B": "IW", "I": "B", "W": "B"}.get(action.kind, "")
+        for rival in (action._replace(kind=kind) for kind in rivals):
+            if rival in self._seen:
+                raise self.error(line, f"{action} computes again what {rival} computes; leave one of them out")
+        self._seen.add(action)
+        return action
+
+    def check_complete(self, orders: Orders) -> None:
+        stages, seen = stage_count(orders), self._seen
+        micro_batches = 1 + max(action.micro_batch for action in seen)
+        for stage in range(stages):
+            if stage not in self._line_of:
+                raise UserError(
+                    f"parallel.schedule {self.name} has actions of {stages - 1} as its last stage but none of stage "
+                    f"{stage}; number the stages from 0 without a gap."
+                )
+        for stage in range(stages):
+            for number in range(micro_batches):
+                forward, full, inputs, weights = (Action(stage, kind, number) for kind in "FBIW")
+                absent = ""
+                if forward not in seen:
+                    absent = f"{forward} is missing"
+                elif full not in seen and not {inputs, weights} <= seen:
+                    alone = [str(each) for each in (inputs, weights) if each not in seen]
+                    absent = f"{alone[0]} is missing" if len(alone) == 1 else f"{full} is missing"
+                if absent:
+                    rule = f"each stage needs F and B (or I and W) of all {micro_batches} micro-batches; add it"
+                    raise self.error(self._line_of[stage], f"{absent}, and {rule}")
+
+
+def _as_written(result: Action, orders: Orders) -> Action:
+    """The action of a file that gives `result`."""
+    return next((each for order in orders for each in order if result_of(each) == result), result)
+
 
 FILE_SUFFIX: Final = ".csv"
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from math import isqrt
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
@@ -86,3 +87,20 @@ class Section(BaseModel):
         """The settings that have a value, as plain YAML values."""
         values = {key: getattr(self, key) for key in type(self).model_fields}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
+
+
+def nearest_multiple(value: int, divisor: int) -> int:
+    """The positive multiple of `divisor` nearest to `value`."""
+    return max(1, round(value / divisor)) * divisor
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending, in the time of its square root."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    return small + large
+
+
+def nearest_divisor(value: int, number: int) -> int:
+    """The divisor of `number` nearest to `value`, the smaller of two."""
+    return min(divisors(number), key=lambda divisor: (abs(divisor - value), divisor))

@@ -10,7 +10,7 @@ import numpy as np
 from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.data.corpus import Corpus, TokenArray
 from threefold.data.formats.jsonl import EncodedLines
-from threefold.data.token_storage import DOCUMENT_DTYPE, LOSS_MASK_FILE, TOKENS_FILE
+from threefold.data.stored_array import DOCUMENT_DTYPE, LOSS_MASK_FILE, TOKENS_FILE
 
 CONTENT_DTYPES: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _BLOCK: Final = 8 << 20

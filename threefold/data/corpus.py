@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.data.chat.chat_template import ChatTemplate
+from threefold.data.chat_template import ChatTemplate
 from threefold.data.stored_array import StoredArray
-from threefold.data.text.text_encoding import TextRule
+from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.random.permutation import Int64Array

@@ -7,25 +7,23 @@ from typing import Final, cast
 
 import numpy as np
 
-from threefold.config import Config
+from threefold.config import Config, resolve
 from threefold.config.data import DataConfig
 from threefold.config.model import OWN
-from threefold.data.chat.chat_template import ChatTemplate
+from threefold.constants import IGNORE_INDEX
+from threefold.data.chat_template import ChatTemplate
 from threefold.data.content_checksums import ReadCorpus, content_of
 from threefold.data.corpus import Corpus
 from threefold.data.formats.jsonl import EncodedLines, JsonLines
 from threefold.data.formats.own_data import OwnData, is_nested, is_own_data
 from threefold.data.formats.token_files import holds_tokens, open_corpus
 from threefold.data.mixture import MixedSamples
-from threefold.data.packed_conversations import PackedConversations
-from threefold.data.packed_samples import PackedSamples
-from threefold.data.padded_samples import PaddedSamples
-from threefold.data.progress import SILENT, Progress
+from threefold.data.packed import PackedConversations, PackedSamples, PaddedSamples
 from threefold.data.samples import MixturePart, Samples
-from threefold.data.text.sources import is_json_lines
-from threefold.data.text.text_encoding import TextRule
+from threefold.data.sources import is_json_lines
+from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
-from threefold.labels import IGNORE_INDEX
+from threefold.output import SILENT, Progress
 
 _AT_ONCE: Final = 64
 """Samples that are read together."""
@@ -287,3 +285,32 @@ def _size(data: Corpus | JsonLines | OwnData, sequence_length: int) -> tuple[int
         return corpus.token_count, corpus.document_count
     encoded = data.encoded(sequence_length, SILENT)
     return len(encoded.tokens), len(encoded.lines) - 1
+
+
+USUAL_VOCABULARY: Final = 50257  # GPT-2's
+
+
+def vocabulary(config: Config) -> int | None:
+    """Token ids of a config's data; None where its paths name nothing.
+
+    Raises:
+        UserError: what is there is damaged, or does not go with the config.
+    """
+    return open_dataset(config).vocab_size if names_data(config) else None
+
+
+def resolve_without_data(config: Config) -> Config:
+    """Fill and check a config whose data need not be there yet, if it says how large the vocabulary is.
+
+    Raises:
+        UserError: settings that cannot go together; or there is no vocabulary, neither in the config nor in its data.
+    """
+    if config.model.vocab_size is not None:
+        return resolve(config, vocab_size=1)
+    found = vocabulary(config)
+    if found is not None:
+        return resolve(config, found)
+    raise UserError(
+        "model.vocab_size is not set and data.path names no data that says how many tokens there are; set it, to "
+        f"{USUAL_VOCABULARY} say, or use a model.preset."
+    )

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from threefold.data.formats.nested_samples import NestedSamples
+from threefold.constants import IGNORE_INDEX
+from threefold.data.formats.own_data import NestedSamples
 from threefold.data.samples import ConsumedSamples, MixturePart, Samples
-from threefold.labels import IGNORE_INDEX
 from threefold.random.permutation import Int64Array
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from threefold.config import ModelConfig
 from threefold.errors import UserError
+from threefold.models.family import huggingface_types
 from threefold.models.hf.config_json import ConfigJson, shortened
 from threefold.models.hf.model_type import HuggingFaceType
-from threefold.models.registry import huggingface_types
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of an imported config.json about tokens, which an export keeps."""

@@ -1,35 +1,64 @@
-"""`threefold checkpoint export`: the newest checkpoint of a run to a folder of Hugging Face."""
+"""Export of an own model: beside its weights, which keep its own names, what makes it in plain PyTorch."""
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from threefold.checkpoint.code import with_code
-from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import Checkpoint
-from threefold.checkpoint.format.safetensors_files import Planned, Shards
+from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
+from threefold.checkpoint.folder import OWN_MODEL, Checkpoint, model_files
 from threefold.checkpoint.selection import SelectedCheckpoint, select_checkpoint
-from threefold.checkpoint.tensor_names import MODEL
+from threefold.checkpoint.storage import Planned, Shards
 from threefold.checkpoint.tensors import load_tensors_alone, stored_tensors
-from threefold.config import Config
+from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN
-from threefold.data.progress import Progress
 from threefold.host import return_freed_memory
 from threefold.huggingface.config_mapping import choose_type, left_out, write_model
 from threefold.huggingface.import_hf import PRECISIONS
-from threefold.huggingface.own_model import write_constructor
-from threefold.huggingface.sidecar_files import CONFIG as THEIR_CONFIG
-from threefold.huggingface.sidecar_files import imported_config, write_texts
-from threefold.huggingface.weights import split
-from threefold.models.hf.model_type import HuggingFaceType
-from threefold.models.hf.weights import WeightMap
-from threefold.output.overwrite import check_replaceable
-from threefold.output.staging import staged_directory
+from threefold.huggingface.tensor_files import CONFIG as THEIR_CONFIG
+from threefold.huggingface.tensor_files import imported_config, split, write_texts
+from threefold.models.hf.model_type import HuggingFaceType, WeightMap
+from threefold.models.source import file_source
+from threefold.output import Progress, check_replaceable, staged_directory
+
+CONSTRUCTOR: Final = "model.json"
+"""Says what to call in the model's file, with which keyword arguments, and which of its parameters are stored under
+the name of another."""
+
+
+def write_constructor(config: ModelConfig, folder: Path) -> tuple[str, ...]:
+    """Write an own model's file with the modules beside it that it imports, and how to make the model with it.
+
+    Args:
+        config: the `model` section of the checkpoint, with the file that makes the model.
+        folder: to write to.
+
+    Returns:
+        the names of the files written.
+
+    Raises:
+        UserError: the file cannot be used, or there is none, as the model was given in Python.
+    """
+    source = file_source(config)
+    name, arguments = source.constructor(config)
+    _, plan = source.load_section(config)
+    values = {"file": OWN_MODEL, "name": name, "arguments": _plain(arguments), "tied": dict(plan.ties)}
+    files = model_files(source.path)
+    for copy, path in files.items():
+        shutil.copyfile(path, folder / copy)
+    (folder / CONSTRUCTOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return *files, CONSTRUCTOR
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.settings() if isinstance(value, ModelConfig) else value for name, value in arguments.items()}
+
 
 _AT_ONCE: Final = 64 << 20
 """Bytes that are read together where single tensors are smaller."""

@@ -13,30 +13,35 @@ import yaml
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, path_of
 from threefold.checkpoint.manifest import FORMAT, MANIFEST, Facts, write_manifest
-from threefold.checkpoint.streamed_tensor import StreamedTensor, TensorPiece
-from threefold.checkpoint.tensor_names import MODEL
+from threefold.checkpoint.plain_files import StreamedTensor, TensorPiece
 from threefold.checkpoint.tensors import save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
-from threefold.data.progress import Progress
-from threefold.data.text.tokenizer import end_of_document
+from threefold.data.tokenizer import end_of_document
 from threefold.errors import UserError
 from threefold.files import read_json as read_own_json
 from threefold.host import return_freed_memory
 from threefold.huggingface.config_mapping import read_model
-from threefold.huggingface.sidecar_files import CONFIG as THEIR_CONFIG
-from threefold.huggingface.sidecar_files import PREFIX, WITH_TOKENIZER, check_tokenizer, end_tokens, texts_of
-from threefold.huggingface.tensor_files import TensorFiles, read_json
-from threefold.huggingface.weights import Box, boxes, read_box
-from threefold.models.hf.model_type import HuggingFaceType
-from threefold.models.hf.weights import SourceRows, WeightMap
-from threefold.models.registry import make_model, model_plan
+from threefold.huggingface.tensor_files import CONFIG as THEIR_CONFIG
+from threefold.huggingface.tensor_files import (
+    PREFIX,
+    WITH_TOKENIZER,
+    Box,
+    TensorFiles,
+    boxes,
+    check_tokenizer,
+    end_tokens,
+    read_box,
+    read_json,
+    texts_of,
+)
+from threefold.models.family import make_model, model_plan
+from threefold.models.hf.model_type import HuggingFaceType, SourceRows, WeightMap
 from threefold.models.sharding import ModelPlan
-from threefold.output.durable import write_durably
-from threefold.output.overwrite import check_replaceable, list_marked
-from threefold.output.staging import staged_directory
+from threefold.output import Progress, check_replaceable, list_marked, staged_directory, write_durably
 
 LONGEST_SAMPLE: Final = 2048
 """Tokens of a sample that an imported run's config proposes, where the model reads as many."""

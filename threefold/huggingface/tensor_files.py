@@ -2,18 +2,22 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from torch import Tensor
 
+from threefold.checkpoint.folder import TOKENIZER
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_file
 from threefold.models.hf.config_json import shortened
+from threefold.models.hf.model_type import WeightMap
 
 _LOOKED_AT: Final = 1 << 20
 """Values that are checked together."""
@@ -189,3 +193,177 @@ def _contents(path: Path) -> Iterable[Stored]:
                     "take a copy of the model that is not quantised."
                 )
             yield Stored(path, key, tuple(piece.get_shape()), DTYPES.get(kind, torch.float32))
+
+
+CONFIG: Final = "config.json"
+GENERATION: Final = "generation_config.json"
+WITH_TOKENIZER: Final = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files about the use of a tokenizer, above all its chat template."""
+CARRIED: Final = (
+    CONFIG,
+    GENERATION,
+    *WITH_TOKENIZER,
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+PREFIX: Final = "huggingface-"
+
+
+def texts_of(source: Path) -> dict[str, str]:
+    """The further files of a checkpoint of the model in `source`, by name.
+
+    Raises:
+        UserError: a file cannot be read, or the tokenizer is none.
+    """
+    kept = {TOKENIZER: source / TOKENIZER, **{PREFIX + name: source / name for name in CARRIED}}
+    texts = {name: read_text(path) for name, path in kept.items() if os.path.lexists(path)}
+    for path in (path for name, path in kept.items() if name in texts and path.suffix == ".json"):
+        read_json(path)
+    if TOKENIZER in texts:
+        _tokenizer(texts[TOKENIZER], source / TOKENIZER)
+    return texts
+
+
+def _tokenizer(text: str, path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises a bare Exception
+        raise UserError(f"{path} cannot be read ({shortened(str(error))}); fetch it again.") from None
+
+
+def check_tokenizer(text: str, path: Path, rows: int) -> None:
+    """Check that every token of a tokenizer has a row in the embedding.
+
+    Args:
+        text: of the tokenizer.
+        path: names it in sentences.
+        rows: of the embedding.
+
+    Raises:
+        UserError: a token has none.
+    """
+    ids = _tokenizer(text, path).get_vocab(with_added_tokens=True).values()
+    largest = max(ids, default=-1)
+    if largest >= rows:
+        raise UserError(
+            f"{path} has {len(ids):,} tokens with ids up to {largest:,} and the embedding has {rows:,} rows "
+            f"(vocab_size in {CONFIG}); give the tokenizer that belongs to the model, with ids up to {rows - 1:,}."
+        )
+
+
+def end_tokens(folder: Path, prefix: str = "") -> list[int]:
+    """The tokens that end a text, each once, as a model's config.json and generation_config.json say.
+
+    Args:
+        folder: of Hugging Face; or a checkpoint.
+        prefix: before the files' names; `PREFIX` in a checkpoint.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    found: list[Any] = []
+    for path in (folder / f"{prefix}{name}" for name in (CONFIG, GENERATION)):
+        named = read_json(path).get("eos_token_id") if os.path.lexists(path) else None
+        named = named if isinstance(named, list) else [named]
+        if not all(each is None or (type(each) is int and 0 <= each < 1 << 31) for each in named):
+            shown = shortened(repr(named[0] if len(named) == 1 else named))
+            raise UserError(
+                f"{path}: eos_token_id is {shown} but must be a token's id or a list of them; fetch it again."
+            )
+        found += named
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+def carried_by(checkpoint: Path) -> dict[str, str]:
+    """The tokenizer and those of a checkpoint's files, by their names in it; no others, such as Python."""
+    paths = [checkpoint / name for name in (TOKENIZER, *sorted(PREFIX + name for name in CARRIED))]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths if os.path.lexists(path)}
+
+
+def write_texts(checkpoint: Path, folder: Path) -> list[str]:
+    """Write a checkpoint's tokenizer and sidecar files, except config.json, to a folder, and return the names."""
+    texts = {name.removeprefix(PREFIX): text for name, text in carried_by(checkpoint).items()}
+    texts.pop(CONFIG, None)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return sorted(texts)
+
+
+def imported_config(checkpoint: Path) -> dict[str, Any]:
+    """The config.json that a checkpoint's model came from; empty if from none."""
+    path = checkpoint / (PREFIX + CONFIG)
+    return read_json(path) if path.is_file() else {}
+
+
+BOX_BYTES: Final = 16 << 20
+"""Most that is read at once, and stored as one piece."""
+SMALL: Final = 1 << 18
+"""Bytes of a tensor that is stored as one piece."""
+BOXES: Final = 8
+"""Pieces of a tensor that is not small, so that each of as many ranks finds its own shard."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Rows and columns of a tensor, each from a first to an end; one of one dim has a single column."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+
+def boxes(weight: WeightMap, itemsize: int, by_columns: bool) -> Iterator[Box]:
+    """Divides a parameter into boxes of at most `BOX_BYTES` and, where it is not small, at least `BOXES` of them.
+
+    Args:
+        weight: the parameter.
+        itemsize: bytes of an element.
+        by_columns: whether the last of two dims is cut instead of the first; of that only whole groups are.
+    """
+    size = prod(weight.shape) * itemsize
+    rows, columns = weight.shape[0], weight.shape[-1] if len(weight.shape) > 1 else 1
+    unit, length = (1, columns) if by_columns else (weight.group, rows)
+    limit = BOX_BYTES if size <= SMALL else min(BOX_BYTES, -(-size // BOXES))
+    step = max(1, limit * length // (size * unit)) * unit
+    for first in range(0, length, step):
+        span = (first, min(first + step, length))
+        yield Box((0, rows), span) if by_columns else Box(span, (0, columns))
+
+
+def read_box(weight: WeightMap, files: TensorFiles, box: Box) -> Tensor:
+    """A box of a parameter.
+
+    Raises:
+        UserError: the files cannot be read.
+    """
+    groups = range(box.rows[0] // weight.group, box.rows[1] // weight.group)
+    read = [
+        files.read(
+            source.name,
+            (source.start + groups.start * source.rows, source.start + groups.stop * source.rows),
+            box.columns,
+            source.index,
+            weight.transposed,
+        )
+        for source in weight.sources
+    ]
+    if len(read) == 1:
+        return read[0].contiguous()
+    parts = zip(weight.sources, read, strict=True)
+    return torch.cat([rows.unflatten(0, (len(groups), source.rows)) for source, rows in parts], dim=1).flatten(0, 1)
+
+
+def split(weight: WeightMap, parameter: Tensor) -> dict[str, Tensor]:
+    """The tensors of the files by name, from a whole parameter."""
+    matrix = parameter if weight.expert is None else parameter[weight.expert]
+    groups = matrix.unflatten(0, (-1, weight.group)).split([source.rows for source in weight.sources], dim=1)
+    rows: dict[str, list[Tensor]] = {}
+    for source, part in zip(weight.sources, groups, strict=True):
+        rows.setdefault(source.name, []).append(part.flatten(0, 1))
+    whole = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in rows.items()}
+    return {name: tensor.t() for name, tensor in whole.items()} if weight.transposed else whole

@@ -12,34 +12,30 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from threefold.checkpoint.code import with_code
-from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint
-from threefold.checkpoint.model_match import require_match
-from threefold.checkpoint.selection import Damaged, from_first, select_checkpoint
-from threefold.checkpoint.tensor_names import MODEL
+from threefold.checkpoint.selection import Damaged, from_first, require_match, select_checkpoint
 from threefold.checkpoint.tensors import load_tensors, load_tensors_alone, stored_names
 from threefold.comm.collectives import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.data.chat.chat_template import ChatTemplate
-from threefold.data.text.document_encoding import DocumentEncoder
-from threefold.data.text.text_encoding import SpecialTokens, TextEncoder, TextRule
-from threefold.data.text.tokenizer import id_count
+from threefold.data.chat_template import ChatTemplate
+from threefold.data.encoding import DocumentEncoder
+from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.huggingface.sidecar_files import PREFIX, end_tokens
+from threefold.huggingface.tensor_files import PREFIX, end_tokens
+from threefold.models.family import make_model, model_plan
 from threefold.models.layers.decoder import NOTHING
-from threefold.models.registry import make_model, model_plan
 from threefold.models.sharding import VocabLoss
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parallelize import parallelize
-from threefold.parallel.pipeline.partition import partition_by_cost
-from threefold.parallel.pipeline.placement import StageMap
+from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.plan_check import check_tensor_axis
+from threefold.parallel.settings import Parallelism
 
 _WORTH_THREADS = 10_000_000
 """Parameter count from which one token is enough work for several threads; smaller models are slower with them."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from threefold.data.chat.messages import MESSAGES, PROMPT, Conversation, Document, conversation_of
-from threefold.data.text.sources import SourceReader, find_inputs
+from threefold.data.messages import MESSAGES, PROMPT, Conversation, Document, conversation_of
+from threefold.data.sources import SourceReader, find_inputs
 from threefold.errors import UserError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from threefold.errors import HardwareFault, ProcessFault, UserError
-from threefold.launch.memory import explain_allocation
+from threefold.launch.device import explain_allocation
 from threefold.launch.output import log_file
 from threefold.launch.process import signal_name
 
@@ -118,7 +118,7 @@ def of_lost_peer(failure: Failure, error: BaseException) -> Failure:
         failure: of the rank that noticed.
         error: that it raised.
     """
-    from threefold.comm.turnstile import PeerLostError  # imports torch
+    from threefold.comm.segments import PeerLostError  # imports torch
 
     while error.__cause__ is not None:
         error = error.__cause__

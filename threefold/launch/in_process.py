@@ -9,7 +9,7 @@ from typing import Any
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place
-from threefold.launch.signals import StopRequested, StopSignals
+from threefold.launch.process import StopRequested, StopSignals
 from threefold.launch.worker import Device, Job, RankInfo, Worker, never, stay_on_loopback, work
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -15,9 +15,8 @@ from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import REPORTS, Failure, RankFailed, from_exception, lost_rank_zero, of_lost_peer
 from threefold.launch.local import Again, StartMethod, run_local, write_traceback
 from threefold.launch.output import failure_file
-from threefold.launch.process import require_room
+from threefold.launch.process import StopSignals, require_room
 from threefold.launch.rendezvous import meet
-from threefold.launch.signals import StopSignals
 from threefold.launch.worker import Device, Job, RankInfo, Worker, never, work
 
 _OWNED = "owned"
@@ -152,8 +151,8 @@ def _run_here(job: Job, launched: LaunchedRank, own: Ownership, signals: StopSig
 @contextmanager
 def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat]:
     """The heartbeat of this rank, and in the block a watch that ends this process when a rank does not answer."""
-    from threefold.launch.hangs.flight_recorder import keep_records, write_records
-    from threefold.launch.hangs.over_store import StoreWatch
+    from threefold.launch.hang_watch import keep_records, write_records
+    from threefold.launch.rank_watch import StoreWatch
 
     console, rank = os.dup(2), launched.rank  # the rank's own output goes to its log
 

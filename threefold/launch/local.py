@@ -1,9 +1,4 @@
-"""Local launcher: starts, monitors and ends ranks that are processes of this host.
-
-Not `torch.distributed.elastic.multiprocessing`: it shows a rank's output only through a thread that polls its log file
-(so that no progress bar works), passes errors through environment variables and files, leaves its workers alive when it
-is killed itself, and prints a report of many lines.
-"""
+"""`breakpoint()` in a rank that is a process of a local run: one rank may have the terminal, the others have none."""
 
 import multiprocessing
 import os
@@ -13,25 +8,62 @@ import sys
 import threading
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from threefold.comm.heartbeat import Heartbeat, RunSection
 from threefold.errors import UserError
-from threefold.launch.debugger import set_debugger, told_quit
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
-from threefold.launch.hangs.local import INTERVAL, LocalWatch, SharedPages
 from threefold.launch.output import log_file
-from threefold.launch.process import die_with_parent, shared_objects
-from threefold.launch.signals import NUMBERS, Asked, StopRequested, StopSignals, signals_blocked, unblock_signals
+from threefold.launch.process import (
+    NUMBERS,
+    Asked,
+    StopRequested,
+    StopSignals,
+    die_with_parent,
+    shared_objects,
+    signals_blocked,
+    unblock_signals,
+)
+from threefold.launch.rank_watch import INTERVAL, LocalWatch, SharedPages
 from threefold.launch.worker import Job, NextAttempt, RankInfo, never, shorten_name_lookups, stay_on_loopback, work
-from threefold.output.links import replace_link
+from threefold.output import replace_link
 from threefold.train.callbacks.base import CallbackFailed
+
+
+def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
+    """Give this process the terminal where its rank is `debug_rank`; else have `breakpoint()` say what to do.
+
+    A debugger that the user has chosen stays, such as one that listens on a port.
+
+    Args:
+        named: the option that chooses the rank; empty where there is none.
+    """
+    if rank == debug_rank:
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)  # which `multiprocessing` closes
+        return
+    if os.environ.get("PYTHONBREAKPOINT") or sys.breakpointhook is not sys.__breakpointhook__:
+        return
+
+    def refuse(*args: Any, **options: Any) -> NoReturn:
+        how = f"start the run with {named} {rank}" if named else "call threefold.run with ranks=1, which starts none"
+        raise UserError(f"breakpoint() is called on rank {rank}, whose process has no terminal; {how}.")
+
+    sys.breakpointhook = refuse
+
+
+def told_quit(error: BaseException, rank: int) -> BaseException:
+    """Return the sentence for a debugger that was quit; any other error as it is."""
+    if BdbQuit not in (type(error), type(error.__cause__)):
+        return error
+    return UserError(f"The debugger on rank {rank} was quit, which ends the run; type c to go on with it.")
+
 
 StartMethod = Literal["fork", "spawn"]
 

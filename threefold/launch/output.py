@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from threefold.errors import OutputLost
-from threefold.output.links import replace_link
+from threefold.output import replace_link
 
 _CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 """ANSI escape sequences: colours, cursor movements and titles."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from threefold.errors import UserError
 from threefold.launch.environment import LaunchedRank
-from threefold.launch.hangs.watch import PATIENCE
+from threefold.launch.hang_watch import PATIENCE
 
 if TYPE_CHECKING:
     from torch.distributed import Store

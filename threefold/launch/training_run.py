@@ -1,4 +1,4 @@
-"""Launching a training run: checks, the resolved config and the run folder, then the ranks."""
+"""The worker function of a training run: what each rank calls with what its launcher gives it."""
 
 import os
 import time
@@ -11,41 +11,109 @@ from typing import TYPE_CHECKING, Any, cast
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import FOLDER, newest, remains
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
-from threefold.checkpoint.resume import Resume, continues, find_resumption, has_all_steps
-from threefold.checkpoint.saving.remote import look_at_remote
-from threefold.checkpoint.warm_start import find_warm_start
+from threefold.checkpoint.remote import look_at_remote
+from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, has_all_steps
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings, with_epochs
 from threefold.data.dataset import Dataset, open_dataset
-from threefold.data.progress import SILENT, Progress
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.launch.device import choose_device, memory_per_rank, require_gpus
+from threefold.launch.device import choose_device, memory_per_rank, require_gpus, require_memory
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.in_process import joined_rank, run_in_process
 from threefold.launch.launcher import run
-from threefold.launch.memory import require_memory
 from threefold.launch.output import log_file
-from threefold.launch.process import lasting_imports, require_room, signal_name
-from threefold.launch.restarts.fallbacks import Fallback, fallbacks_of, in_world, naming_fallback
-from threefold.launch.restarts.policy import Restarts, launched_attempt
+from threefold.launch.process import StopSignals, lasting_imports, require_room, signal_name
+from threefold.launch.restarts import Fallback, Restarts, fallbacks_of, in_world, launched_attempt, naming_fallback
 from threefold.launch.run_lock import FILE as LOCK_FILE
 from threefold.launch.run_lock import cannot_write, require_folder, require_free, run_lock
-from threefold.launch.signals import StopSignals
-from threefold.launch.training_rank import train_as_rank
-from threefold.launch.worker import Device
-from threefold.output.durable import write_durably
-from threefold.train.callbacks.tensorboard import import_writer
-from threefold.train.recovery.attempt import Attempt
+from threefold.launch.worker import Device, RankInfo
+from threefold.output import SILENT, Progress, write_durably
+from threefold.train.attempt import Attempt
+from threefold.train.callbacks.trackers import import_writer
 
 if TYPE_CHECKING:
     from threefold.models.source import ModelSource
     from threefold.train.callbacks.base import Callback
-    from threefold.train.entry_point import SelfCheck
+    from threefold.train.profiling import ProfileRequest
+    from threefold.train.run import SelfCheck
     from threefold.train.stop import Stopped
+
+
+def train_as_rank(
+    info: RankInfo,
+    config: Config,
+    run_dir: Path,
+    resume: Resume,
+    began: float,
+    attempt: Attempt,
+    profile_steps: int = 0,
+    check: "SelfCheck | None" = None,
+    callbacks: "Sequence[Callback]" = (),
+    source: "ModelSource | None" = None,
+) -> "Stopped | None":
+    """Train as one rank; arguments and result are those of `threefold.train.run.train`.
+
+    Args:
+        profile_steps: how many are profiled; 0 for none.
+    """
+    from threefold.models.source import ConfigSource
+    from threefold.train.run import train
+
+    return train(
+        config,
+        run_dir,
+        resume,
+        info.asked,
+        info.local_rank == 0,
+        callbacks,
+        source or ConfigSource(),
+        began,
+        info.heartbeat,
+        attempt,
+        peak_rate_of(info, config.precision.dtype),
+        _request(profile_steps) if profile_steps else None,
+        check,
+    )
+
+
+def import_parts(config: Config) -> None:
+    """Import what `train_as_rank` imports with a config, for ranks that are forked from this process.
+
+    Args:
+        config: resolved.
+
+    Raises:
+        UserError: a part of another package or of the user cannot be imported.
+    """
+    import threefold.launch.hang_watch
+    import threefold.planner.hardware  # noqa: F401
+    from threefold.train.run import import_named
+
+    import_named(config)
+
+
+def _request(steps: int) -> "ProfileRequest":
+    from threefold.planner.timeline import draw_run_timeline
+    from threefold.train.profiling import ProfileRequest
+
+    return ProfileRequest(steps, draw_run_timeline)
+
+
+def peak_rate_of(info: RankInfo, dtype: str) -> float | None:
+    """FLOP/s that a rank can reach at most in a dtype of the config; None where that is not known."""
+    from threefold.planner.hardware import peak_rate
+
+    if info.device == "cpu":
+        return peak_rate(dtype, "cpu", info.local_world_size)
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return peak_rate(dtype, "cuda", info.local_world_size, (properties.name, properties.total_memory))
+
 
 CONFIG_FILE = "config.yaml"
 
@@ -90,7 +158,7 @@ class _Checked:
             return self.resolved
         if config.model.architecture == OWN:  # whose activations no formula gives
             return self.resolved
-        from threefold.plan.memory.micro_batch import largest_micro_batch  # imports torch, which no check needs
+        from threefold.planner.stage_memory import largest_micro_batch  # imports torch, which no check needs
 
         room = memory_per_rank(device, self.local_world_size)
         return _on(device, resolve(config, self.vocab_size, largest_micro_batch(config, self.vocab_size, room, device)))
@@ -196,8 +264,7 @@ class TrainingRun:
         if self.finished:
             return None
         with lasting_imports():  # here once, instead of on every forked rank
-            from threefold.launch.training_rank import import_parts
-            from threefold.train.entry_point import check_division
+            from threefold.train.run import check_division
 
             import_parts(self.config)
         require_memory(self.config, find_launched_rank(), check_division(self.config))
@@ -251,7 +318,7 @@ class TrainingRun:
             StopRequested: a second signal came.
         """
         from threefold.models.source import ConfigSource
-        from threefold.train.entry_point import check_division
+        from threefold.train.run import check_division
 
         source = source or ConfigSource()
         launched = joined_rank() or find_launched_rank()
@@ -368,9 +435,9 @@ def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
 
 def _require_no_foreign(run_dir: Path, config: Config) -> None:
     """Check that a folder which no run has used has no files that the run would overwrite."""
+    from threefold.train import goodput
     from threefold.train.callbacks import loss_curve, metrics, step_log
     from threefold.train.callbacks.registry import files_of
-    from threefold.train.recovery import goodput
 
     replaced = [CONFIG_FILE, metrics.FILE, step_log.FILE, loss_curve.FILE, goodput.FILE]
     replaced += files_of(config.train.callbacks or ())

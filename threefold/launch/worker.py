@@ -94,8 +94,7 @@ class Job:
 
     def beating(self, heartbeat: Heartbeat, rank: int) -> AbstractContextManager[None]:
         """Beats for `rank`; on a GPU it writes what NCCL knows when a rank does not answer."""
-        from threefold.launch.hangs.beats import beating
-        from threefold.launch.hangs.flight_recorder import keep_records, write_records
+        from threefold.launch.hang_watch import beating, keep_records, write_records
 
         if not self.over_nccl:
             return beating(heartbeat)

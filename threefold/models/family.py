@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from threefold.config.model import ModelConfig
+from threefold.config.model import FAMILIES, OWN, ModelConfig
 
 if TYPE_CHECKING:
     from threefold.models.hf.model_type import HuggingFaceType
@@ -65,3 +65,57 @@ class Family:
         """The kinds of Hugging Face models that it can be imported from and exported to."""
         types: tuple[HuggingFaceType, ...] = resolve_name(self.huggingface) if self.huggingface else ()
         return types
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family of a model."""
+    found: Family = FAMILIES.load(config.architecture)
+    return found
+
+
+def make_model(config: ModelConfig) -> "Decoder":
+    """The whole, single-device model.
+
+    Args:
+        config: its sizes, resolved (no field is None).
+    """
+    return family_of(config).make_model(config)
+
+
+def model_plan(config: ModelConfig, sequence_length: int) -> "ModelPlan":
+    """How it is sharded.
+
+    Args:
+        config: the model's sizes, resolved.
+        sequence_length: tokens per sample, for what attention costs.
+    """
+    return family_of(config).make_plan(config, sequence_length)
+
+
+def huggingface_types() -> "dict[str, HuggingFaceType]":
+    """What can be imported and exported, of all families, by Hugging Face's `model_type`."""
+    families: list[Family] = [FAMILIES.load(name) for name in FAMILIES.names()]
+    return {kind.name: kind for family in families for kind in family.huggingface_types()}
+
+
+_PER_MULTIPLY_ADD = 6
+"""Two operations, in the forward pass and in the backward pass for the gradients of the input and of the weight."""
+
+
+def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
+    """FLOPs of a token's share of a training step; None for a model of one's own, whose layers tell no costs.
+
+    Needs no torch.
+
+    Args:
+        config: of the model, resolved.
+        sequence_length: tokens per sample.
+    """
+    if config.architecture == OWN:
+        return None
+    plan = model_plan(config, sequence_length)
+    # The plan counts attention without the masked half of it; the look-up of the first layer is no product.
+    counted = sum(plan.costs[1:])
+    windows = (config.window(layer) or sequence_length for layer in range(config.num_layers))
+    masked = config.num_attention_heads * config.head_dim * sum(min(window, sequence_length) for window in windows)
+    return _PER_MULTIPLY_ADD * (counted + masked)

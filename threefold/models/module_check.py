@@ -1,6 +1,9 @@
 """Checks of a user's model, made on the meta device, for what would not be trained as one process trains it."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -195,3 +198,184 @@ def _share_elements(one: Tensor, other: Tensor) -> bool:
 
 def _shown(name: str) -> str:
     return repr(name) if name else "the model"
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_WITH_DROPOUT = (nn.MultiheadAttention, nn.RNN, nn.LSTM, nn.GRU)
+_DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_LOOK_UPS = (nn.Embedding, nn.EmbeddingBag)
+_SPECTRAL_NORM = "_SpectralNorm"
+"""The class of the parametrization `torch.nn.utils.parametrizations.spectral_norm`."""
+
+
+def refuse_layout_dependent(modules: Mapping[str, nn.Module]) -> None:
+    """Check that no module of a model is one of torch's that computes something else in another layout.
+
+    Args:
+        modules: of the whole, single-device model by name.
+
+    Raises:
+        UserError: one is; says what to write in its place.
+    """
+    for name, module in modules.items():
+        kind = type(module).__name__
+        if isinstance(module, _BATCH_NORMS):
+            raise UserError(
+                f"{name!r} is a {kind}, whose statistics are those of the samples of its own rank and micro-batch, so "
+                "that the layout would change the result; use a LayerNorm or GroupNorm."
+            )
+        if isinstance(module, _DROPOUTS) and module.p > 0:
+            raise UserError(
+                f"{name!r} is {kind}(p={module.p:g}), which draws from torch's generator, so that the layout "
+                f"would change what is dropped; use threefold.Dropout({module.p:g}, {name!r}), called with the "
+                "activation and samples.keys, samples being a parameter of the layer's forward."
+            )
+        if isinstance(module, _WITH_DROPOUT) and module.dropout > 0:
+            raise UserError(
+                f"{name!r} is {kind}(dropout={module.dropout:g}), which draws from torch's generator, so that "
+                "the layout would change what is dropped; use dropout=0, with a threefold.Dropout after it."
+            )
+        if isinstance(module, _DRAWING):
+            raise UserError(
+                f"{name!r} is {kind}(), which draws from torch's generator, so that the layout would change the "
+                "result; use a layer that draws nothing."
+            )
+        if isinstance(module, _LOOK_UPS):
+            _check_look_up(name, module)
+        if type(module).__name__ == _SPECTRAL_NORM or _has_spectral_norm_hook(module):
+            owner = name.partition(".parametrizations.")[0]
+            raise UserError(
+                f"{owner!r} has spectral_norm, which estimates the norm anew in each forward pass, so that the number "
+                "of micro-batches and the layout would change the result; use weight_norm, or none."
+            )
+
+
+def _check_look_up(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    kind = type(module).__name__
+    if module.max_norm is not None:
+        raise UserError(
+            f"{name!r} is {kind}(max_norm={module.max_norm:g}), which changes the rows that a rank looks up in "
+            "its forward pass, so that the replicas' weights would part; use max_norm=None and normalize what it "
+            "returns."
+        )
+    if module.scale_grad_by_freq:
+        raise UserError(
+            f"{name!r} is {kind}(scale_grad_by_freq=True), which counts the samples of its own rank and micro-batch, "
+            "so that the layout would change the gradient; use scale_grad_by_freq=False."
+        )
+
+
+def _has_spectral_norm_hook(module: nn.Module) -> bool:
+    """Whether `torch.nn.utils.spectral_norm` was applied, which leaves `weight_orig`, `weight_u` and `weight_v`."""
+    buffers = {name for name, _ in module.named_buffers(recurse=False)}
+    stems = [name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False) if name.endswith("_orig")]
+    return any({f"{stem}_u", f"{stem}_v"} <= buffers for stem in stems)
+
+
+_OF_SIZES = re.compile(r"size|shape|dimension|number of elements|channels|normalized_shape", re.IGNORECASE)
+_IN_PLACE = re.compile(r"modified by an inplace operation.*?which is output \d+ of (?:As\w+Backward\d*|(\w+))")
+_VIEW_IN_PLACE = "is a view and is being modified inplace"
+_ON_META = re.compile(r"\bmeta\b", re.IGNORECASE)
+
+
+def is_of_sizes(error: BaseException) -> bool:
+    """Whether an error says that sizes of tensors do not go together."""
+    return isinstance(error, RuntimeError | ValueError) and _OF_SIZES.search(str(error)) is not None
+
+
+def module_of(error: BaseException, modules: Mapping[str, nn.Module]) -> str:
+    """The innermost of the modules whose method an error comes from; empty for none.
+
+    Args:
+        error: that was raised, or the cause of it.
+        modules: by name.
+    """
+    names = {id(module): name for name, module in modules.items() if name}
+    found = ""
+    for each in _causes(error):
+        for owner in _owners(each.__traceback__):
+            found = names.get(id(owner), found)
+    return found
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """From the first cause to the error itself."""
+    if error.__cause__ is not None:
+        yield from _causes(error.__cause__)
+    yield error
+
+
+def _owners(traceback: TracebackType | None) -> Iterator[object]:
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            yield owner
+        traceback = traceback.tb_next
+
+
+@contextmanager
+def explaining_passes(roots: Iterable[nn.Module], tp: int = 1) -> Iterator[None]:
+    """Within the block, errors of forward and backward passes that have a usual cause become one sentence.
+
+    Args:
+        roots: have the modules under their names in the whole model.
+        tp: ranks of the tensor axis that cut them.
+
+    Raises:
+        UserError: an operation in place has overwritten what the backward pass needs, the loss has no graph, a tensor
+            has no values, or the sizes of a rank's parts do not go together.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        if isinstance(error, UserError):
+            raise
+        modules = {name: module for root in roots for name, module in root.named_modules()}
+        first = next(_causes(error))
+        sentence = _sentence(first, module_of(error, modules), tp)
+        if sentence is None:
+            raise
+        raise UserError(sentence) from error
+
+
+def _sentence(error: BaseException, module: str, tp: int) -> str | None:
+    text = " ".join(str(error).split())
+    where = f"the forward pass of {module!r}" if module else "a forward pass"
+    if found := _IN_PLACE.search(text):
+        operation = (found[1] or "").removesuffix("0").removesuffix("Backward")
+        result = f"the result of {operation}" if operation else "a tensor"
+        return (
+            f"A forward pass changes {result} in place, which its backward pass needs as it was; use an operation "
+            "without a trailing underscore there, such as y = y + 1 in the place of y.add_(1)."
+        )
+    if _VIEW_IN_PLACE in text:
+        return (
+            f"In {where} an input is changed in place, which sharded weights (parallel.zero) do not allow; use an "
+            "operation without a trailing underscore there, such as y = y + 1 in the place of y.add_(1) or y += 1."
+        )
+    if "does not require grad and does not have a grad_fn" in text:
+        return (
+            "The loss does not depend on any parameter, as detach(), .data or torch.no_grad() has cut it from them, so "
+            "that there are no gradients; compute it of what the last layer returns."
+        )
+    if _ON_META.search(text) and ("device" in text or "meta tensor" in text):
+        return (
+            f"In {where} a tensor has no values ({told_once(text)}), as the constructor keeps it outside parameters "
+            "and buffers; use register_buffer."
+        )
+    if tp > 1 and is_of_sizes(error):
+        return f"With tp {tp}, {where} fails on the part of one rank: {told_once(text)}; {ADVICE}."
+    return None
+
+
+ADVICE = (
+    "name in shard the bare parameters and buffers that have a value for each head or feature of a cut layer, as "
+    "Shard(dim), and take sizes from the tensors, as with -1 in view"
+)
+"""What to do about sizes that do not go together."""
+
+
+def told_once(text: str) -> str:
+    """The first sentence of a message."""
+    return text.split(". ")[0].rstrip(".!")

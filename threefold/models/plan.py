@@ -3,15 +3,27 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from threefold.config import ModelConfig
 from threefold.errors import UserError
-from threefold.models.initial_values import AsConstructed, Drawn, Initial
-from threefold.models.name_pattern import Patterns, matches
-from threefold.models.sharding import ModelPlan, Replicated, Split
+from threefold.models.sharding import (
+    AsConstructed,
+    Constant,
+    Drawn,
+    Initial,
+    ModelPlan,
+    Normal,
+    Patterns,
+    Replicated,
+    Split,
+    matches,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
 
 _LOOK_UP = 16
 """A look-up has no multiply-adds, but its gradient and its memory traffic are not free: the share of a matrix product
@@ -282,3 +294,40 @@ def _named(parameter: str, modules: "Mapping[str, nn.Module]") -> str:
 def as_pattern(name: str) -> str:
     """A name with `*` in the place of its numbers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+_RESIDUAL = ("*.attn.proj.weight", "*.mlp.down.weight", "*.mlp.shared.down.weight", "*.mlp.experts.down")
+"""Weights whose output joins the residual stream."""
+
+
+def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: Sequence[int]) -> ModelPlan:
+    """The plan of a `Decoder`.
+
+    Args:
+        config: its sizes.
+        split: how its weights are cut.
+        block_costs: multiply-adds per token of each block.
+    """
+    layers, table = config.num_layers, config.vocab_size * config.hidden_size
+    # A look-up has no multiply-adds, but its gradient and its memory traffic are not free.
+    costs = (table / 16, *block_costs, table)
+    return ModelPlan(
+        split=split,
+        layers=("embed", *(f"blocks.{number}" for number in range(layers)), "head"),
+        costs=tuple(float(cost) for cost in costs),
+        initial=lambda name: initial_values(name, config),
+        kinds=("Input", *["Block"] * layers, "Head"),
+        ties={"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
+        recompute={"selective": ("blocks.*.attn.core",), "full": ("blocks.*",)},
+    )
+
+
+def initial_values(name: str, config: ModelConfig) -> Initial:
+    """GPT-2's initial weights: N(0, range²), narrower by 1/√(2·layers) where a layer's output joins the residual
+    stream; biases 0, and the weights of norms 1."""
+    if name.endswith(".bias"):
+        return Constant(0.0)
+    if fnmatchcase(name, "*norm.weight"):
+        return Constant(1.0)
+    joins_residual = any(fnmatchcase(name, pattern) for pattern in _RESIDUAL)
+    return Normal(config.initializer_range * ((2 * config.num_layers) ** -0.5 if joins_residual else 1.0))

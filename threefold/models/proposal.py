@@ -7,10 +7,8 @@ from typing import Final
 
 from torch import nn
 
-from threefold.models.bare_sharding import Shard
-from threefold.models.name_pattern import Patterns
 from threefold.models.plan import Plan, as_pattern
-from threefold.models.sharding import Column, Replicated, Row, Split, Vocab
+from threefold.models.sharding import Column, Patterns, Replicated, Row, Shard, Split, Vocab
 
 _ATTENTION: Final = frozenset(
     ["q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "to_q", "to_k", "to_v", "wq", "wk", "wv"]

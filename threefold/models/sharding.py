@@ -1,19 +1,152 @@
-"""Sharding rules and the plan of a model, as data.
+"""Patterns over the dotted names of modules, and which of several patterns decides for a name.
 
-A model is a single-device module. Its `ModelPlan` has a table from module names to the rules below, its layers in
-order, its tied weights and its initial values. `parallel.shard_modules` puts parallel layers in the place of the
-modules that the table names. Needs no torch.
+A pattern is a dotted name in which a part may be `*`, any one part, or `**`, one or more parts; inside a part `*` is
+any characters of that part, as in `attn_*`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd
-from typing import ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from threefold.config.divisors import divisors
-from threefold.models.initial_values import Initial
-from threefold.models.name_pattern import Patterns
+from threefold.config.section import divisors
+from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a whole name fits a pattern: `blocks.3` fits `blocks.*`, and `blocks.3.attn` does not."""
+    return _expression(pattern).fullmatch(name) is not None
+
+
+def specificity(pattern: str) -> tuple[int, int, int, int]:
+    """What patterns are compared by; of two, the larger is the more specific.
+
+    More parts without a star; where those are equally many, more parts with a star inside; then more parts that are
+    `*`; then fewer that are `**`.
+    """
+    parts = pattern.split(".")
+    several, single = parts.count("**"), parts.count("*")
+    literal = sum("*" not in part for part in parts)
+    return literal, len(parts) - several - single - literal, single, -several
+
+
+class Patterns:
+    """Patterns of which each decides for the modules whose names it matches and for everything inside them, unless a
+    more specific one does.
+
+    Args:
+        patterns: of `split`, in any order.
+
+    Raises:
+        UserError: one of them is no pattern.
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._ranked = sorted(((specificity(each), each) for each in patterns), reverse=True)
+        for _, pattern in self._ranked:
+            _expression(pattern)
+
+    def deciding(self, name: str) -> str | None:
+        """The pattern that decides for a module; None where none matches it or a module around it.
+
+        Raises:
+            UserError: two do, and neither is more specific.
+        """
+        found: list[tuple[tuple[int, int, int, int], str]] = []
+        for rank, pattern in self._ranked:
+            if found and rank < found[0][0]:
+                break
+            if _covering(pattern).match(name):
+                found.append((rank, pattern))
+        if len(found) > 1:
+            one, other = sorted(pattern for _, pattern in found[:2])
+            raise UserError(
+                f"split has {one!r} and {other!r}, which both match {name!r} and are equally specific; write one of "
+                f"them with more of the name, such as {name!r}."
+            )
+        return found[0][1] if found else None
+
+    def naming(self, name: str) -> str | None:
+        """The pattern that decides for a module and matches its own name, not that of a module around it alone.
+
+        Raises:
+            UserError: as for `deciding`.
+        """
+        found = self.deciding(name)
+        return found if found is not None and matches(name, found) else None
+
+
+@lru_cache(4096)
+def _expression(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"\.".join(_part(part, pattern) for part in pattern.split(".")))
+
+
+@lru_cache(4096)
+def _covering(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:{_expression(pattern).pattern})(?:\.|$)")
+
+
+def _part(part: str, pattern: str) -> str:
+    if part == "**":
+        return r"[^.]+(?:\.[^.]+)*"
+    if part == "*":
+        return r"[^.]+"
+    if not part or "**" in part:
+        rule = "has an empty part" if not part else "has ** beside other characters"
+        raise UserError(f"The pattern {pattern!r} {rule}; write it as in 'blocks.*.mlp.up' or 'blocks.**'.")
+    return re.escape(part).replace(r"\*", "[^.]*")
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values from N(0, std²).
+
+    Args:
+        std: standard deviation.
+    """
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One initial value for all elements.
+
+    Args:
+        value: of each element.
+    """
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Initial values that a function such as `torch.nn.init.xavier_uniform_` draws.
+
+    A rank holds one whole parameter at a time while it keeps its shard.
+
+    Args:
+        fill: fills a whole parameter in place, with torch's random numbers.
+    """
+
+    fill: Callable[["Tensor"], object]
+
+
+@dataclass(frozen=True)
+class AsConstructed:
+    """The initial values that the model's own constructor draws.
+
+    Every rank makes the whole model once, in its memory and not in that of its device, and keeps its shards.
+    """
+
+
+Initial = Normal | Constant | Drawn | AsConstructed
+
 
 HEADS: Final = "heads"
 """The name of a unit that no setting counts, but a rule itself."""
@@ -366,3 +499,37 @@ class ModelPlan:
                 if name.startswith(user + "."):
                     return owner + name.removeprefix(user)
         return self.ties.get(name, name)
+
+
+@dataclass(frozen=True)
+class Shard(Split):
+    """A bare parameter or a buffer of which each rank of the tensor axis has a part along `dim`, such as a factor for
+    each head or for each feature of a `Column` layer. The module reads its part, as it sees its part of that layer's
+    output. A buffer is registered with `persistent=False`, and each part is cut from what the constructor computes.
+
+    Args:
+        dim: of the parameter or buffer.
+        heads: how many heads (or other units of equal width) that dim is, as of the `Column` layers around; 0 where it
+            may be cut anywhere. The tensor axis has to divide it.
+
+    Example:
+        >>> plan = threefold.Plan(
+        ...     layers=["embed", "blocks.*", "head"],
+        ...     shard={
+        ...         "embed": threefold.Vocab(),
+        ...         "blocks.*.attn.temperature": threefold.Shard(0, heads=8),
+        ...         "head.output": threefold.Vocab(),
+        ...     },
+        ... )
+    """
+
+    dim: int
+    heads: int = 0
+
+    needs_tensor_axis = True
+
+    def cuts(self, parameter: str) -> tuple[Cut, ...]:
+        return (Cut("tp", self.dim),)
+
+    def units(self, parameter: str) -> Mapping[str, Unit]:
+        return {"tp": Unit(HEADS, self.heads)} if self.heads else {}

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from threefold.config import Config, ModelConfig
-from threefold.config.model import OWN
-from threefold.config.model_file import split_model_file
+from threefold.config.model import OWN, split_model_file
 from threefold.errors import UserError
-from threefold.models.constructor import bound_arguments, call, loss_of, told
+from threefold.models.construct import bound_arguments, call, loss_of, told
+from threefold.models.family import family_of, make_model, model_plan
 from threefold.models.plan import Plan
-from threefold.models.registry import family_of, make_model, model_plan
 from threefold.models.sharding import ModelPlan
 from threefold.plugins import import_file
 

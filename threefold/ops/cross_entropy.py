@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.labels import IGNORE_INDEX
+from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
 from threefold.ops.kernels import product
-from threefold.ops.sizes import LOGITS_AT_ONCE
 from threefold.torch_private.tensors import assert_async
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     )
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Axis, Mesh
-    from threefold.parallel.context.sequence import sum_over_shares_
     from threefold.parallel.pipeline.partition import (
         layers_by_rank,
         partition_by_class,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         partition_uniform,
         partition_uniform_chunks,
     )
+    from threefold.parallel.sequence import sum_over_shares_
     from threefold.parallel.tensor.functional import Splitter
     from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from threefold.parallel.tensor.loss import ParallelCrossEntropy
@@ -77,7 +77,7 @@ _MODULES: Final = {
     "partition_uniform_chunks": "parallel.pipeline.partition",
     "Dropout": "random.dropout",
     "sample_keys": "random.dropout",
-    "sum_over_shares_": "parallel.context.sequence",
+    "sum_over_shares_": "parallel.sequence",
     "RandomStreams": "random.rng",
     "ColumnParallelLinear": "parallel.tensor.layers",
     "RowParallelLinear": "parallel.tensor.layers",

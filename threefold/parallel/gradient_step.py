@@ -9,24 +9,23 @@ from torch import Tensor, nn
 
 from threefold.comm.heartbeat import Activity
 from threefold.comm.mesh import Mesh
+from threefold.constants import IGNORE_INDEX
 from threefold.errors import UserError
-from threefold.labels import IGNORE_INDEX
-from threefold.models.forward_errors import explaining_passes
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.models.layers.router import Routing
+from threefold.models.layers.experts import Routing
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums, count_terms
+from threefold.models.module_check import explaining_passes
 from threefold.models.own_batch import batch_shapes, batch_size, map_tensors
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.compilation import as_written
-from threefold.parallel.context.sequence import sum_over_shares_
 from threefold.parallel.moving_buffers import MovingBuffers
-from threefold.parallel.parallelism import Parallelism
 from threefold.parallel.parallelize import parallelize
 from threefold.parallel.parameter import has_uneven_shards, is_split
 from threefold.parallel.pipeline.micro_batches import LocalBatch, OwnBatch, StepSamples
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.settings import TrainingSettings
+from threefold.parallel.recompute import as_written
+from threefold.parallel.sequence import sum_over_shares_
+from threefold.parallel.settings import Parallelism, TrainingSettings
 from threefold.random.dropout import Dropout, sample_keys
 from threefold.random.generators import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor

@@ -7,15 +7,24 @@ from math import isfinite
 
 from torch import Tensor, nn
 
-from threefold.config.divisors import nearest_divisor
+from threefold.config.section import nearest_divisor
 from threefold.errors import UserError
-from threefold.models.bare_sharding import Shard
-from threefold.models.initial_values import Initial
 from threefold.models.layers.decoder import Embedding, Linear
-from threefold.models.layout_dependence import refuse_layout_dependent
-from threefold.models.module_check import check_hooks, check_modules
-from threefold.models.name_pattern import matches, specificity
-from threefold.models.sharding import HEADS, Column, ModelPlan, PerHead, Replicated, Row, Split, Vocab
+from threefold.models.module_check import check_hooks, check_modules, refuse_layout_dependent
+from threefold.models.sharding import (
+    HEADS,
+    Column,
+    Initial,
+    ModelPlan,
+    PerHead,
+    Replicated,
+    Row,
+    Shard,
+    Split,
+    Vocab,
+    matches,
+    specificity,
+)
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.torch_private.tensors import child_names, has_module_hooks, persistent_buffers
 

@@ -9,6 +9,7 @@ needs; all ranks of a group run the same operations and so end at the same one.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from threefold.errors import UserError
-from threefold.models.name_pattern import matches
+from threefold.models.sharding import matches
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.recomputed_layers import chosen_layers
+from threefold.parallel.shard_shapes import chosen_layers
 from threefold.random.rng import RandomStreams, draws_in_sequence
+from threefold.torch_private.compilation import keep_signals_from_compilers
 from threefold.torch_private.tensors import share_contents
 
 
@@ -127,3 +129,36 @@ def _matching(stage: Stage, layer: str, patterns: Sequence[str]) -> list[tuple[s
         if type(module).forward is not nn.Module.forward and any(matches(name, pattern) for pattern in patterns):
             found.append((name, module))
     return found
+
+
+_IN_PLACE = {"allow_buffer_reuse": False, "inplace_buffers": False}
+"""Compiled code that writes into no memory twice, for operators that keep their arguments."""
+
+
+def compile_layers(stages: Sequence[Stage], defers: bool = False) -> None:
+    """Have each layer but the model's first compiled at its first use; layers that are alike share what is compiled.
+
+    The first is a look-up, which compiling does not speed up; and torch 2.13 on a CPU compiles a look-up with a keyed
+    mask after it into code that reads and writes out of bounds.
+
+    Args:
+        stages: a rank's.
+        defers: whether weight gradients are deferred, until when what they are computed of must stay as it is.
+    """
+    # Torch's caches belong to code, which all layers of a class and all engines of a process have in common: what an
+    # earlier engine compiled would count towards the limit.
+    torch.compiler.reset()
+    keep_signals_from_compilers()
+    first = stages[0].model_plan.layers[0]
+    layers = [stage.get_submodule(name) for stage in stages for name in stage.layer_names if name != first]
+    options = {"reorder_for_peak_memory": False} | (_IN_PLACE if defers else {})
+    for layer in layers:
+        layer.compile(recompile_limit=8 * len(layers), options=options)
+
+
+def as_written(compiled: bool) -> AbstractContextManager[object]:
+    """Have layers run as they are written in a block, where they are compiled at all.
+
+    For passes of other shapes or without gradients, each of which would be a compilation of its own.
+    """
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -1,22 +1,22 @@
-"""Replaces modules by parallel layers, by the sharding rules of a model's plan."""
+"""Bare parameters and buffers of a user's modules that are cut over the tensor axis."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from threefold.comm.shards import shard_bounds
+from threefold.comm.axis import Axis
+from threefold.comm.layout import shard_bounds
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding
-from threefold.models.layers.experts import Experts
-from threefold.models.layers.router import Routing
-from threefold.models.name_pattern import Patterns, matches
+from threefold.models.layers.experts import Experts, Routing
 from threefold.models.sharding import (
     AttentionCore,
     Column,
     OverContext,
     OverExperts,
     OverSequence,
+    Patterns,
     PerHead,
     Replicated,
     Row,
@@ -24,18 +24,63 @@ from threefold.models.sharding import (
     TokenRouting,
     Vocab,
     VocabLoss,
+    matches,
 )
-from threefold.parallel.bare_parameters import shard_bare
-from threefold.parallel.context.attention import ContextParallelAttention
-from threefold.parallel.context.ring_attention import RingAttention
-from threefold.parallel.context.sequence import ShardingContext
-from threefold.parallel.expert.experts import ParallelExperts
-from threefold.parallel.expert.routing import ParallelRouting
+from threefold.parallel.context import ContextParallelAttention, RingAttention
+from threefold.parallel.experts import ParallelExperts, ParallelRouting
+from threefold.parallel.parameter import is_split, local, split_parameter
+from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.tensor.grouped_heads import ConcatenatedLinear, GroupedHeadsLinear
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
 from threefold.random.dropout import Dropout
-from threefold.random.positions import Slice
+from threefold.random.rng import Slice
+
+
+def shard_bare(model: nn.Module, rules: Mapping[str, Split], axis: Axis) -> None:
+    """Cut the parameters inside a module that the rules cut, in place; the modules around them read this rank's part.
+
+    Args:
+        model: whose parameters they are.
+        rules: pattern of parameters → how they are cut.
+        axis: the tensor axis.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one is split once
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        owner, _, own = name.rpartition(".")
+        dim = bare_cut(rules, name, axis)
+        if dim is None:
+            continue
+        if parameter not in made:
+            made[parameter] = split_parameter(parameter, axis, dim)
+        module = model.get_submodule(owner)
+        setattr(module, own, made[parameter])
+        _read_local(module, own)
+
+
+def bare_cut(rules: Mapping[str, Split], name: str, axis: Axis) -> int | None:
+    """The dim along which the rules cut a parameter or buffer by its own name; None where they do not."""
+    pattern = Patterns(rules).naming(name) if rules and axis.size > 1 else None
+    return None if pattern is None else rules[pattern].cut_dim(name.rpartition(".")[2], axis.name)
+
+
+def _read_local(module: nn.Module, name: str) -> None:
+    """Have a module read a parameter as the plain tensor that this rank computes with.
+
+    By a property of a subclass, as `torch.nn.utils.parametrize` and `fully_shard` do it: the parameter itself stays
+    where torch looks for it, under its name.
+    """
+
+    kind = type(module)
+    if name in vars(kind):  # the module is in several places of the model
+        return
+
+    def read(self: nn.Module) -> Tensor:
+        parameter = cast(Tensor, nn.Module.__getattr__(self, name))
+        return local(parameter) if is_split(parameter) else parameter  # ZeRO has taken this rank's part over
+
+    module.__class__ = type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
+
 
 _CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttention}
 

@@ -1,13 +1,12 @@
 """The shape of a rank's shard of a weight: what `shard_modules` does, as arithmetic on shapes, without a mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from threefold.comm.layout import Coordinates
-from threefold.comm.shards import shard_bounds
+from threefold.comm.layout import Coordinates, shard_bounds
 from threefold.config.schema import ParallelConfig
-from threefold.models.sharding import OverExperts, Split
+from threefold.models.sharding import OverExperts, Split, matches
 
 
 @dataclass(frozen=True)
@@ -77,3 +76,21 @@ def local_shape(shape: Sequence[int], split: Split, parameter: str, place: Place
 def _length(size: int, shard: ShardIndex) -> int:
     start, end = shard_bounds(size, shard.count, shard.index)
     return end - start
+
+
+def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], mode: str, every: int = 1) -> list[str]:
+    """The layers of a model in which `mode` recomputes something.
+
+    Args:
+        layers: of the whole model, in order.
+        patterns: mode → the modules that it recomputes, as in `ModelPlan`.
+        mode, every: as in `apply_recompute`.
+    """
+    if mode == "none":
+        return []
+    return [layer for layer in layers if any(_is_within(pattern, layer) for pattern in patterns[mode])][::every]
+
+
+def _is_within(pattern: str, layer: str) -> bool:
+    depth = layer.count(".") + 1
+    return matches(layer, ".".join(pattern.split(".")[:depth]))

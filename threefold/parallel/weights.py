@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from threefold.models.construct import ConstructedModel, drawn
-from threefold.models.initial_values import Constant, Drawn, Normal
-from threefold.models.sharding import ModelPlan
-from threefold.parallel.data.grad_buckets import Gradients
+from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
+from threefold.parallel.gradients import Gradients
 from threefold.parallel.parameter import like, local, offset
-from threefold.random.keys import stream_key
-from threefold.random.philox import fill_normal_
+from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import foreach_copy_
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from threefold.random.keys import stream_key
-from threefold.random.rng import stored_as
+from threefold.random.rng import stored_as, stream_key
 
 _TORCH, _CUDA, _PYTHON, _NUMPY = "process-torch", "process-cuda", "process-python", "process-numpy"
 _NAMES = (_TORCH, _CUDA, _PYTHON, _NUMPY)

@@ -1,18 +1,120 @@
-"""Streams of random numbers for models that call torch's random operations themselves.
+"""Keys of random streams: what a stream is for, as a number."""
 
-Threefold's own layers draw by key and position (`threefold.random`) and need none of this.
-"""
-
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from difflib import get_close_matches
+from math import pi, prod
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from threefold.errors import UserError
-from threefold.random.keys import stream_key
+
+
+def stream_key(*parts: int | str) -> int:
+    """A 63-bit key for the stream named by `parts`; different parts give unrelated keys."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def signed(value: int, bits: int) -> int:
+    """`value` modulo 2**bits as a two's complement number, which is what torch's integers hold."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+_MASK32 = 0xFFFFFFFF
+_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 20}
+"""Elements worked on at a time: the temporaries stay in a core's cache; on a GPU they are enough for all its cores."""
+
+
+def _philox2x32(counter: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """Philox2x32-10: two independent 32-bit words (in int64) for each 64-bit `counter`."""
+    low, high = counter & _MASK32, (counter >> 32) & _MASK32
+    round_key = key & _MASK32
+    for _ in range(10):
+        product = low * 0xD256D193
+        low, high = ((product >> 32) & _MASK32) ^ high ^ round_key, product & _MASK32
+        round_key = (round_key + 0x9E3779B9) & _MASK32
+    return low, high
+
+
+def _normal(index: Tensor, key: int) -> Tensor:
+    """Standard normal numbers (fp64) at these element positions: one Philox block and one Box-Muller pair each."""
+    # The upper half of the key is mixed into the counter's upper half, which element positions hardly reach.
+    first, second = _philox2x32(index ^ (signed(key >> 32, 32) << 32), key)
+    radius = torch.sqrt(-2.0 * torch.log((first.double() + 0.5) / 2**32))
+    return radius * torch.cos((second.double() + 0.5) * (2 * pi / 2**32))
+
+
+def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
+    """Fill a slice of a tensor with its part of N(0, std²), the same numbers whatever the slicing.
+
+    Args:
+        local: the slice to fill, of shape [n0, n1, …], any float dtype and device.
+        std: standard deviation.
+        key: the whole tensor's stream, from `stream_key`.
+        whole: shape of the whole tensor.
+        offset: where the slice starts in the whole tensor, per dim.
+    """
+    if local.numel() == 0 or local.is_meta:
+        return local
+    parts = [Slice(start, size) for start, size in zip(offset, whole, strict=True)]
+    rows = row_major(local.shape[:1], parts[:1], local.device) * prod(whole[1:])
+    inner = row_major(local.shape[1:], parts[1:], local.device)
+    elements = _AT_ONCE.get(local.device.type, 1 << 15)
+    rows_at_once = max(1, elements // inner.numel())
+    # By blocks of rows, so that the indices need no memory of the tensor's size.
+    for part, first in zip(local.split(rows_at_once), rows.split(rows_at_once), strict=True):
+        index = first.unsqueeze(-1) + inner
+        part.copy_(_normal_chunks(index.flatten(), key, elements).view(part.shape).mul_(std))
+    return local
+
+
+def _normal_chunks(index: Tensor, key: int, elements: int) -> Tensor:
+    return torch.cat([_normal(part, key) for part in index.split(elements)])
+
+
+class Positions(Protocol):
+    """Which indices of a dim of a whole tensor a rank holds."""
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        """Their positions (int64 [size]) in the whole dim, for a local dim of `size`."""
+        ...
+
+    def whole(self, size: int) -> int:
+        """Size of the whole dim."""
+        ...
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A run of indices: from `start`, of `length` in all (None: as many as are held)."""
+
+    start: int = 0
+    length: int | None = None
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        return torch.arange(self.start, self.start + size, device=device)
+
+    def whole(self, size: int) -> int:
+        return size if self.length is None else self.length
+
+
+ALL = Slice()
+"""The whole dim."""
+
+
+def row_major(shape: Sequence[int], parts: Sequence[Positions], device: torch.device) -> Tensor:
+    """Row-major positions (int64, flat) that a local tensor's elements have in the whole one, `parts` of each dim."""
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, part in zip(shape, parts, strict=True):
+        index = (index.unsqueeze(-1) * part.whole(size) + part.indices(size, device)).flatten()
+    return index
+
 
 STREAMS = "random."
 """How the names of stored streams begin."""

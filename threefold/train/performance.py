@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from threefold.config import Config
 from threefold.host import peak_memory
-from threefold.models.flops import model_flops_per_token
+from threefold.models.family import model_flops_per_token
 
 if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
@@ -20,7 +20,7 @@ class Performance:
     """How well a step used its hardware.
 
     Attributes:
-        flops_per_second: model FLOPs (`threefold.models.flops`) of the step per second and rank, the mean over the
+        flops_per_second: model FLOPs (`threefold.models.family`) of the step per second and rank, the mean over the
             ranks; None for a model of one's own.
         mfu: the part that this is of the peak rate of a rank; None where that is not known.
         memory: bytes that this rank has taken so far at most: resident ones of its process on a CPU, those that torch

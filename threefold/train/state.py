@@ -1,40 +1,117 @@
-"""An engine's state as named global tensors, and a run's checkpoints made of it."""
+"""When a run saves, by the clock and before its time limit, and what it says when it cannot."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.background import BackgroundSaver, Written
+from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files, prune
 from threefold.checkpoint.manifest import AnomalyFacts, Facts, read_manifest
+from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
 from threefold.checkpoint.resume import consumed_by
-from threefold.checkpoint.save import save_checkpoint, set_aside_checkpoint
-from threefold.checkpoint.saving.background import BackgroundSaver, Written
-from threefold.checkpoint.saving.mirror import Mirror
-from threefold.checkpoint.saving.remote import RemoteCheckpoints
-from threefold.checkpoint.tensor_names import MODEL, OPTIMIZER
+from threefold.checkpoint.save import WRITER, record_of, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_names
-from threefold.checkpoint.writer import WRITER, record_of
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.data.chat.chat_template import CONFIG_FILE
+from threefold.data.chat_template import CONFIG_FILE
 from threefold.data.content_checksums import Content
 from threefold.data.dataset import Dataset
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.files import read_text
-from threefold.huggingface.sidecar_files import PREFIX, carried_by
+from threefold.huggingface.tensor_files import PREFIX, carried_by
 from threefold.models.source import file_source
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.random.generators import is_of_process
 from threefold.random.rng import STREAMS, stored_as
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.engine import Engine
-from threefold.train.saving.clock import RunClock
-from threefold.train.saving.warning import FailureWarning
+from threefold.train.callbacks.base import say
+from threefold.train.step import Engine
+
+_FIRST_SAVE: Final = 100e6
+"""Bytes per second that the first save is assumed to write, before one has been measured."""
+
+
+class RunClock:
+    """Tells, on the first rank, what is due by the clock; the ranks agree on it in what a step exchanges anyway.
+
+    The run ends early enough for the longest pause between two questions, twice, and for the longest save so far.
+
+    Args:
+        config: resolved.
+        began: when the run was started, as `time.time` has it.
+        state_bytes: of a checkpoint.
+        save_ended: says whether a checkpoint that was written in the background is complete, or failed.
+
+    Attributes:
+        limit: the setting that ends the run, and its value.
+        longest_save: seconds; to be raised by whoever saves.
+    """
+
+    def __init__(self, config: Config, began: float, state_bytes: int, save_ended: Callable[[], bool]) -> None:
+        self._every, seconds = config.checkpoint.every_seconds, config.train.max_seconds
+        self.limit = f"train.max_seconds {seconds:g}" if seconds else ""
+        self._end = None if seconds is None else time.monotonic() + seconds - (time.time() - began)
+        self._save_ended = save_ended
+        self._saved = time.monotonic()
+        self._measured, self.longest_save = False, 1.0 + state_bytes / _FIRST_SAVE
+        self._asked: float | None = None
+        self._longest_pause = 0.0
+
+    def saving(self) -> None:
+        """A save begins."""
+        self._saved = time.monotonic()
+
+    def saved(self, seconds: float) -> None:
+        """A save has taken so long."""
+        self.longest_save = max(self.longest_save, seconds) if self._measured else seconds
+        self._measured = True
+
+    def save_is_due(self) -> bool:
+        """Whether `checkpoint.every_seconds` have passed since the last save began."""
+        return self._every is not None and time.monotonic() - self._saved >= self._every
+
+    def time_is_up(self) -> bool:
+        """Whether the run has to end now; to be asked once a step, and in evaluations."""
+        if self._end is None:
+            return False
+        now = time.monotonic()
+        if self._asked is not None:
+            self._longest_pause = max(self._longest_pause, now - self._asked)
+        self._asked = now
+        return now + 2 * self._longest_pause + self.longest_save >= self._end
+
+    def save_ended(self) -> bool:
+        """Whether a checkpoint that was written in the background is complete, or failed."""
+        return self._save_ended()
+
+
+class FailureWarning:
+    """Prints one sentence when something begins to fail, and is silent until it has worked again.
+
+    Args:
+        prints: whether this rank prints.
+        consequence: what follows, after a semicolon.
+    """
+
+    def __init__(self, prints: bool, consequence: str) -> None:
+        self._prints, self._consequence, self._failing = prints, consequence, False
+
+    def failed(self, sentence: str) -> None:
+        """It has failed, as a sentence says."""
+        if self._prints and not self._failing:
+            say(f"Warning: {sentence.removesuffix('.')}; {self._consequence}.")
+        self._failing = True
+
+    def worked(self) -> None:
+        """It has worked."""
+        self._failing = False
+
 
 _LONG_WAIT = 1.0
 """Seconds of waiting for the checkpoint before, from which on it is told."""

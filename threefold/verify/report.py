@@ -4,8 +4,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Final, Literal
 
-from threefold.comm.layout import Layout
-from threefold.comm.layout_spec import LayoutSpec
+from threefold.comm.layout import Layout, LayoutSpec
 from threefold.verify.compare import (
     BUFFER,
     CLIPPED,
@@ -19,8 +18,7 @@ from threefold.verify.compare import (
     Error,
     Held,
 )
-from threefold.verify.rank_worker import RankReport
-from threefold.verify.second_run import CHECKS
+from threefold.verify.rank_worker import CHECKS, RankReport
 
 EQUAL: Final = "equal"
 DEPARTS: Final = "departs"

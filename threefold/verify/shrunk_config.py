@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 from typing import Any
 
-from threefold.comm.layout_spec import LayoutSpec
+from threefold.comm.layout import LayoutSpec
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import hyper_parameters
-from threefold.config.rules.batch import batch_sizes
+from threefold.config.rules import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.data.formats.own_data import is_own_data
 

@@ -7,9 +7,9 @@ import torch
 
 from tests.api.prepared.scripts import Script, Updates, plain, prepared, worst
 from tests.support.sweep import sweep
-from threefold.api.prepared.batch_norm import GlobalBatchNorm
 from threefold.api.prepared.grad_sync import GradSync
 from threefold.api.prepared.loader import CurrentBatch
+from threefold.api.prepared.module import GlobalBatchNorm
 from threefold.comm.collectives import reduce_from
 
 UNEVEN = Script("conv", "adamw", "float64", epochs=1)

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from tests.support.other_systems import npy, write_fleet, write_fleet_npz, write_megatron
-from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.formats.threefold_meta import file_checksums
+from threefold.data.audit import audit
+from threefold.data.formats.threefold_folder import TokenFiles, file_checksums
 from threefold.data.formats.token_files import open_corpus, read_stored
-from threefold.data.prepare.audit import audit
-from threefold.data.progress import SILENT
-from threefold.data.token_storage import META_FILE
+from threefold.data.stored_array import META_FILE
 from threefold.errors import UserError
+from threefold.output import SILENT
 
 WRONG = ["null", "[]", "{}", '"x"', "-1", "1.5", "1e400", "true", "9" * 4000, "9" * 5000, "NaN", "[" * 100_000]
 

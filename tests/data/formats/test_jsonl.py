@@ -19,11 +19,11 @@ from threefold.data.dataset import open_dataset
 from threefold.data.formats import jsonl
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.loader import Loader, Share
-from threefold.data.padded_samples import PaddedSamples
-from threefold.data.progress import SILENT
-from threefold.data.split import document_runs
-from threefold.data.token_storage import TOKENS_FILE
+from threefold.data.packed import PaddedSamples
+from threefold.data.samples import document_runs
+from threefold.data.stored_array import TOKENS_FILE
 from threefold.errors import UserError
+from threefold.output import SILENT
 
 LENGTH = 6
 EOD = 0

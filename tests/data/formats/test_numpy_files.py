@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from threefold.data.formats.numpy_files import read_npy, read_npz
+from threefold.data.formats.paddlefleetx import read_npy, read_npz
 from threefold.errors import UserError
 
 

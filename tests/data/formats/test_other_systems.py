@@ -24,8 +24,8 @@ from tests.support.other_systems import (
 )
 from threefold.data.formats.token_files import holds_tokens, open_corpus, read_stored
 from threefold.data.loader import Loader, Share
-from threefold.data.packed_samples import PackedSamples, split_facts
-from threefold.data.split import SPLITS, document_runs
+from threefold.data.packed import PackedSamples, split_facts
+from threefold.data.samples import SPLITS, document_runs
 from threefold.data.stored_array import StoredArray
 from threefold.errors import UserError
 

@@ -8,7 +8,7 @@ import torch
 
 from threefold.models.layers.attention import Rotary
 from threefold.models.layers.rope_scaling import RopeScaling, frequencies
-from threefold.random.positions import Slice
+from threefold.random.rng import Slice
 
 SIZES = [(64, 10000.0), (128, 500000.0), (10, 100.0)]
 METHODS = [

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from tests.support.parity import Case, in_layout, make_engine, shard_of
 from tests.support.pipelines import chunked
 from tests.support.sweep import sweep
-from threefold.comm.shared_memory_setup import Shared
-from threefold.comm.turnstile import PeerLostError
+from threefold.comm.segments import PeerLostError, Shared
 from threefold.parallel.pipeline.mailbox import MOST_BYTES, SLOTS, Mailbox, room_for_mail
 
 PAGE = mmap.PAGESIZE

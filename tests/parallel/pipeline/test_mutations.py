@@ -21,9 +21,11 @@ from tests.support.parity import Case, Trace, departures, in_layout
 from threefold.config.schedules import TorchSchedule
 from threefold.launch.worker_pool import WorkerError
 from threefold.models.sharding import ModelPlan
+from threefold.parallel import gradients as data
 from threefold.parallel import parallelize
-from threefold.parallel.data import grad_buckets as data
-from threefold.parallel.pipeline import deferred, placement, runner, scheduled_stage
+from threefold.parallel.pipeline import micro_batches as deferred
+from threefold.parallel.pipeline import partition as placement
+from threefold.parallel.pipeline import runner, scheduled_stage
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 

@@ -13,20 +13,20 @@ from tests.support.sweep import sweep
 from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.initial_values import Normal
-from threefold.models.sharding import ModelPlan, Replicated
+from threefold.models.sharding import ModelPlan, Normal, Replicated
 from threefold.parallel.pipeline.partition import (
+    StageMap,
     layers_by_rank,
     partition_by_class,
     partition_by_cost,
     partition_uniform,
     partition_uniform_chunks,
+    shared_between,
     stage_bounds,
+    stage_map,
 )
-from threefold.parallel.pipeline.placement import StageMap
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
-from threefold.parallel.pipeline.stage_map import shared_between, stage_map
 from threefold.parallel.shard_modules import shard_modules
 
 

@@ -9,10 +9,10 @@ from tests.support.parity import Case, departures, in_layout, make_engine
 from tests.train.support import Run, losses_of, steps_of, train_rank
 from tests.verify.support import task, verify
 from threefold.checkpoint.folder import newest, stored_config
-from threefold.config.schedule_actions import read_schedule_file, write_schedule_file
+from threefold.config.schedules import read_schedule_file, write_schedule_file
 from threefold.errors import UserError
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.plan.schedule.orders import orders_of
+from threefold.planner.schedule import orders_of
 
 OUT_OF_TURN = """\
 0F1,0F0,0B1,0F3,0F2,0B0,0B3,0B2

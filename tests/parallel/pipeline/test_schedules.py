@@ -15,15 +15,14 @@ from torch import Tensor
 from tests.support.parity import Case, departures, in_layout, make_engine, shard_of
 from tests.support.pipelines import alone, chunked
 from tests.support.sweep import sweep
-from threefold.config.schedule_actions import Action
 from threefold.config.schedules import SCHEDULES as ROWS
+from threefold.config.schedules import Action
 from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.pipeline import runner
-from threefold.parallel.pipeline.deferred import DeferredGradients
+from threefold.parallel.pipeline.micro_batches import DeferredGradients
 from threefold.parallel.pipeline.runner import PipelineRunner
-from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
-from threefold.parallel.pipeline.torch_schedules import actions
-from threefold.plan.schedule.simulator import simulate
+from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, actions
+from threefold.planner.schedule import simulate
 from threefold.verify.compare import relative_error
 
 SINGLE = ["1f1b", "gpipe"]

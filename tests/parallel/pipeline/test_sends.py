@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from threefold.parallel.pipeline import sends
-from threefold.parallel.pipeline.sends import SendQueue
+from threefold.parallel.pipeline import scheduled_stage as sends
+from threefold.parallel.pipeline.scheduled_stage import SendQueue
 
 
 class Work:

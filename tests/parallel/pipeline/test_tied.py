@@ -11,10 +11,8 @@ from tests.support.sweep import sweep
 from tests.support.tied_model import SHARED, in_layout, one_process
 from threefold.errors import UserError
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.initial_values import Normal
-from threefold.models.sharding import ModelPlan
-from threefold.parallel.pipeline.placement import StageMap
-from threefold.parallel.pipeline.stage_map import shared_between, stage_map
+from threefold.models.sharding import ModelPlan, Normal
+from threefold.parallel.pipeline.partition import StageMap, shared_between, stage_map
 
 BASE = Case(dtype="fp64", layers=7, dropout=0.1, accumulation=4, steps=3)
 

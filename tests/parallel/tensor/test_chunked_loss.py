@@ -18,14 +18,14 @@ from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
-from threefold.labels import IGNORE_INDEX
+from threefold.constants import IGNORE_INDEX
 from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops import cross_entropy
 from threefold.parallel.parameter import local
 from threefold.parallel.tensor.layers import ColumnParallelLinear
 from threefold.parallel.tensor.loss import ParallelCrossEntropy
-from threefold.plan.activations import head_bytes
-from threefold.plan.saved_tensors import recording_saved
+from threefold.planner.activations import head_bytes
+from threefold.planner.saved_tensors import recording_saved
 
 CHUNK = ("train.loss_chunk_size", 7)
 HIDDEN = 6

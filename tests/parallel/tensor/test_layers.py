@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
+from threefold.constants import IGNORE_INDEX
 from threefold.errors import UserError
-from threefold.labels import IGNORE_INDEX
 from threefold.parallel.parameter import gradient, local, whole
 from threefold.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.parallel.tensor.loss import ParallelCrossEntropy

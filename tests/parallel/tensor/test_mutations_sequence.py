@@ -14,13 +14,13 @@ from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.sharding import OverSequence
 from threefold.ops.kernels import linear
 from threefold.parallel import gradient_step
-from threefold.parallel.context.sequence import ShardingContext
 from threefold.parallel.parameter import local
+from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.tensor import layers as tensor
 from threefold.random.dropout import Dropout
-from threefold.random.positions import Slice
-from threefold.train import engine
+from threefold.random.rng import Slice
+from threefold.train import step as engine
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
 

@@ -13,15 +13,13 @@ import pytest
 from tests.train.support import Run, engine_of, record
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord
-from threefold.train.callbacks.console import clock
-from threefold.train.callbacks.live_line import LiveLine
+from threefold.train.callbacks.base import Callback, CallbackFailed, EvaluationRecord, clock
+from threefold.train.callbacks.console import LiveLine, Summary
 from threefold.train.callbacks.loss_curve import smoothed
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics
 from threefold.train.callbacks.step_log import StepLog, step_line
-from threefold.train.callbacks.summary import Summary
-from threefold.train.entry_point import open_loader
 from threefold.train.loop import TrainingLoop, is_due
+from threefold.train.run import open_loader
 
 
 class Recorder(Callback):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.train.support import Run, record, steps_of, train_rank
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.line_file import LineFile
+from threefold.train.callbacks.base import LineFile
 from threefold.train.callbacks.metrics import MetricsFile, read_metrics, read_metrics_file
 
 

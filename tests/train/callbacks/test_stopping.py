@@ -18,7 +18,7 @@ from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, stop_reason
 from threefold.train.callbacks.early_stopping import EarlyStopping
 from threefold.train.callbacks.metrics import MEASURED, read_metrics
-from threefold.train.entry_point import train
+from threefold.train.run import train
 from threefold.train.stop import Stopped
 
 EVERY_RANK = "all"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS, hyper_parameters
-from threefold.parallel.matrices import ShardedMatrix
+from threefold.parallel.parameter import ShardedMatrix
 from threefold.train.optimizers.base import Entry, UpdateRule
 from threefold.train.optimizers.muon import newton_schulz
 

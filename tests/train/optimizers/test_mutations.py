@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.parity import Case, Trace, departures, in_layout
-from threefold.parallel.matrices import ShardedMatrix
+from threefold.parallel.parameter import ShardedMatrix
 
 
 def shard_alone(case: Case) -> Trace:

@@ -1,9 +1,4 @@
-"""The gradients of a prepared model, from the first backward pass of an update to the optimizer's step.
-
-The loss of a backward pass is the mean over this replica's rows. It is multiplied by their number; after the last
-backward pass of an update the summed gradients are divided by the number of rows of all replicas and backward passes,
-so that they are those of the mean over all these rows, however unevenly the replicas divide them.
-"""
+"""This rank's shard of a whole tensor."""
 
 import weakref
 from collections import deque
@@ -17,14 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from threefold.api.prepared.loader import BatchRows, CurrentBatch
-from threefold.api.prepared.nested import tensors_in
+from threefold.api.prepared.loader import BatchRows, CurrentBatch, tensors_in
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.parallel.data.grad_buckets import Gradients
-from threefold.parallel.parameter import is_split, like, local, stored
-from threefold.train.gradient_norm import squared_norm
-from threefold.train.loss_scale import LossScale
+from threefold.parallel.gradients import Gradients
+from threefold.parallel.parameter import is_split, like, local, offset, stored
+from threefold.train.step import LossScale, squared_norm
+
+
+def slice_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """This rank's shard of a whole value of a parameter, as a view.
+
+    Args:
+        parameter: as `stored` gives it.
+        value: of the parameter's whole shape.
+    """
+    for dim, (start, size) in enumerate(zip(offset(parameter), local(parameter).shape, strict=True)):
+        value = value.narrow(dim, min(start, value.shape[dim]), size)
+    return value
+
 
 Reduction = Literal["mean", "sum"]
 

@@ -1,6 +1,6 @@
 """`prepare`: a model, its optimizer and its data loader made distributed in one call, as `accelerate` does."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -10,26 +10,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from threefold.api.mesh import mesh_of_all_ranks
-from threefold.api.prepared.batch_norm import batch_norm_buffers, has_batch_norm, use_global_statistics
 from threefold.api.prepared.grad_sync import GradSync
 from threefold.api.prepared.loader import CurrentBatch, PreparedLoader
-from threefold.api.prepared.module import PreparedModule
-from threefold.api.prepared.optimizer import (
-    PreparedOptimizer,
-    PreparedScheduler,
-    require_matches,
-)
+from threefold.api.prepared.module import PreparedModule, batch_norm_buffers, has_batch_norm, use_global_statistics
+from threefold.api.prepared.optimizer import PreparedOptimizer, PreparedScheduler, require_matches
 from threefold.api.prepared.tensor_parallel import shard_by_patterns
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.models.sharding import Split
-from threefold.parallel.data.grad_buckets import Gradients, buckets_by_dtype
-from threefold.parallel.data.zero import ShardedGradients, make_zero_sharding, report_gradients, shard_values
-from threefold.parallel.parameter import local, longest_shard
+from threefold.parallel.gradients import Gradients, buckets_by_dtype
+from threefold.parallel.parameter import like, local, longest_shard, stored
+from threefold.parallel.zero import ShardedGradients, make_zero_sharding, report_gradients, shard_values
 from threefold.plugins import one_of
-from threefold.train.loss_scale import LossScale
+from threefold.train.step import LossScale
 
 PRECISIONS: Final = ("fp32", "bf16", "fp16")
 COMPRESSIONS: Final = ("none", "fp16", "bf16")
@@ -278,3 +273,48 @@ def _require_values(model: nn.Module) -> None:
         trained = trained or parameter.requires_grad
     if not trained:
         raise UserError("The model has no parameters that require gradients; pass one that is trained.")
+
+
+def tensors_of(model: PreparedModule) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, as global tensors that share memory with the model's."""
+    kept = model.module.state_dict(keep_vars=True)
+    found: dict[str, Tensor] = {}
+    parameters = {id(parameter): parameter for parameter in model.module.parameters()}
+    seen: set[int] = set()
+    for name, value in kept.items():
+        if not isinstance(value, Tensor) or id(value) in seen:  # a tied weight once
+            continue
+        seen.add(id(value))
+        parameter = parameters.get(id(value))
+        if parameter is None:
+            found[name] = value.detach()
+        else:
+            whole = stored(parameter)
+            found[name] = like(whole, local(whole).detach())
+    return found
+
+
+def weights_of(optimizer: PreparedOptimizer) -> Iterator[tuple[str, Tensor]]:
+    """The weights of an optimizer, as they are stored, in the order of its groups."""
+    yield from zip(optimizer.names, optimizer.weights, strict=True)
+
+
+def states_of(optimizer: PreparedOptimizer) -> Iterator[tuple[str, str, Any, Tensor]]:
+    """Name of the weight, name of the state, its value, and that as a tensor of the whole model. Collective."""
+    names = optimizer.names
+    for number, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            if value is not None:
+                yield names[number], name, value, torch.as_tensor(value)
+
+
+def fill(optimizer: PreparedOptimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set the state of an optimizer.
+
+    Args:
+        optimizer: prepared.
+        states: by the weight's name and the state's, of whole tensors.
+    """
+    own = optimizer.state_dict()
+    found = {number: dict(states[name]) for number, name in enumerate(optimizer.names) if states.get(name)}
+    optimizer.load_state_dict({**own, "state": found})

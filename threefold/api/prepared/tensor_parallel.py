@@ -13,9 +13,8 @@ from torch import nn
 
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.models.name_pattern import Patterns, matches
-from threefold.models.sharding import Column, PerHead, Replicated, Row, Split, Vocab
-from threefold.parallel.context.sequence import ShardingContext
+from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row, Split, Vocab, matches
+from threefold.parallel.sequence import ShardingContext
 from threefold.parallel.shard_modules import SHARDINGS
 
 _RULES = (Column, Row, Vocab, PerHead, Replicated)

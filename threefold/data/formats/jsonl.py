@@ -11,19 +11,25 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from tokenizers import Tokenizer
 
-from threefold.data.chat.chat_template import ChatTemplate
+from threefold.data.chat_template import ChatTemplate
 from threefold.data.corpus import Corpus
+from threefold.data.encoding import EncodedBatch, EncodingSpec, encode_documents
 from threefold.data.formats.token_cache import cached, content_hash, default_roots, entry_checksums, entry_name
-from threefold.data.progress import Progress
-from threefold.data.stored_array import StoredArray, load_column
-from threefold.data.text.parallel_encoding import EncodedBatch, EncodingSpec, encode_documents
-from threefold.data.text.sources import SourceReader, holds_chat
-from threefold.data.text.text_encoding import SpecialTokens, TextRule
-from threefold.data.text.tokenizer import find_end, id_count, load_tokenizer
-from threefold.data.token_storage import DOCUMENT_DTYPE, DTYPES, LOSS_MASK_FILE, TOKENS_FILE, dtype_for
+from threefold.data.sources import SourceReader, holds_chat
+from threefold.data.stored_array import (
+    DOCUMENT_DTYPE,
+    DTYPES,
+    LOSS_MASK_FILE,
+    TOKENS_FILE,
+    StoredArray,
+    dtype_for,
+    load_column,
+)
+from threefold.data.tokenizer import SpecialTokens, TextRule, find_end, id_count, load_tokenizer
 from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.host import usable_cores
+from threefold.output import Progress
 from threefold.random.permutation import Int64Array
 
 LINES_FILE: Final = "lines.bin"

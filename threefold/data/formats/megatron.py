@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from threefold.data.corpus import StoredTokens
 from threefold.data.formats.registry import TokenFormat, with_ending
-from threefold.data.progress import Progress
 from threefold.data.stored_array import StoredArray, load_column
 from threefold.errors import UserError
 from threefold.files import require_file, shown
+from threefold.output import Progress
 from threefold.random.permutation import Int64Array
 
 FORMAT: Final = "Megatron-LM"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from threefold.data.corpus import StoredTokens
-from threefold.data.progress import Progress
+from threefold.output import Progress
 from threefold.plugins import Registry
 
 TOKEN_FORMATS: Final = Registry(

@@ -13,12 +13,11 @@ from typing import Any, Final
 
 from platformdirs import user_cache_path
 
-from threefold.checksums import checksum, checksums
-from threefold.data.token_storage import TOKENS_FILE
+from threefold.checksums import checksum, checksums, seal, unseal
+from threefold.data.stored_array import TOKENS_FILE
 from threefold.errors import UserError
 from threefold.files import read_json, require_file
-from threefold.output.staging import staged_directory
-from threefold.sealed_json import seal, unseal
+from threefold.output import staged_directory
 
 CACHE_ENDING: Final = ".cache"
 """What is added to the name of a file for the folder with its cache."""

@@ -11,10 +11,9 @@ import numpy as np
 from threefold.data.corpus import Corpus, StoredTokens
 from threefold.data.formats.registry import TokenFormat, token_formats, with_ending
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.text.sources import is_json_lines
-from threefold.data.text.text_encoding import SpecialTokens, TextRule, beginning_of
-from threefold.data.text.tokenizer import find_end, id_count, load_tokenizer
-from threefold.data.token_storage import META_FILE
+from threefold.data.sources import is_json_lines
+from threefold.data.stored_array import META_FILE
+from threefold.data.tokenizer import SpecialTokens, TextRule, beginning_of, find_end, id_count, load_tokenizer
 from threefold.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,5 +9,5 @@ FAMILY = Family(
     model="threefold.models.gpt.model:GPT",
     plan="threefold.models.gpt.sharding:gpt_plan",
     huggingface="threefold.models.gpt.huggingface:TYPES",
-    shapes="threefold.models.gpt.shapes:layer_shapes",
+    shapes="threefold.models.gpt.sharding:layer_shapes",
 )

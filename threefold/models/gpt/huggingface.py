@@ -5,8 +5,7 @@ from typing import Any, Final
 
 from threefold.models.gpt.config import GPTConfig
 from threefold.models.hf.config_json import MOST_LAYERS, ConfigJson
-from threefold.models.hf.model_type import HuggingFaceType, TensorNames
-from threefold.models.hf.weights import Shapes, SourceRows, WeightMap
+from threefold.models.hf.model_type import HuggingFaceType, Shapes, SourceRows, TensorNames, WeightMap
 
 _NAMES: Final = TensorNames(
     outside={

@@ -12,7 +12,7 @@ from threefold.models.gpt.config import GPTConfig
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear, PositionEmbedding, SampleInfo
 from threefold.models.layers.rope_scaling import rope_scaling
-from threefold.ops.activation import ACTIVATIONS
+from threefold.ops.kernels import ACTIVATIONS
 from threefold.random.dropout import Dropout
 
 

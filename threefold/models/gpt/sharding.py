@@ -1,7 +1,9 @@
 """How GPT's weights are cut, what its layers cost, and what its weights start from."""
 
 from threefold.config import ModelConfig
-from threefold.models.decoder_plan import decoder_plan
+from threefold.models.family import Shapes
+from threefold.models.gpt.config import GPTConfig
+from threefold.models.plan import decoder_plan
 from threefold.models.sharding import (
     AttentionCore,
     Column,
@@ -49,3 +51,37 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
     # Multiply-adds per token.
     cost = config.hidden_size * (4 * config.hidden_size + 2 * config.ffn_hidden_size + sequence_length)
     return decoder_plan(config, split, [cost] * config.num_layers)
+
+
+def layer_shapes(config: GPTConfig, layer: str) -> Shapes:
+    """The shape of each parameter of a layer, by its name in the layer, in order.
+
+    Args:
+        config: the model's sizes, resolved.
+        layer: its name in the model.
+    """
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    if layer == "embed":
+        positions = {"positions.weight": (config.max_position_embeddings, hidden)}
+        return {
+            "tokens.weight": (config.vocab_size, hidden),
+            **(positions if config.position_embedding == "learned" else {}),
+        }
+    if layer == "head":
+        return {**_norm("norm", hidden), "output.weight": (config.vocab_size, hidden)}
+    return {
+        **_norm("attn_norm", hidden),
+        **_linear("attn.qkv", hidden, 3 * hidden),
+        **_linear("attn.proj", hidden, hidden),
+        **_norm("mlp_norm", hidden),
+        **_linear("mlp.up", hidden, ffn),
+        **_linear("mlp.down", ffn, hidden),
+    }
+
+
+def _norm(name: str, width: int) -> Shapes:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _linear(name: str, inputs: int, outputs: int) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}

@@ -10,9 +10,8 @@ from threefold.models.layers.rope_scaling import RopeScaling, frequencies
 from threefold.ops.attention import attention
 from threefold.ops.kernels import later, serve_heads
 from threefold.ops.tiles import Sight
-from threefold.random.dropout import Dropout
-from threefold.random.dropped_attention import dropped_attention
-from threefold.random.positions import ALL, Positions, Slice
+from threefold.random.dropout import Dropout, dropped_attention
+from threefold.random.rng import ALL, Positions, Slice
 
 _LONGEST_KEPT: Final = 512  # keys; up to it weights with dropout are kept, which takes less time than to draw again
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from threefold.constants import LOGITS_AT_ONCE
 from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import embedding, linear
-from threefold.ops.sizes import LOGITS_AT_ONCE
-from threefold.random.positions import Positions, Slice
+from threefold.random.rng import Positions, Slice
 
 
 class SampleInfo(NamedTuple):

@@ -9,5 +9,5 @@ FAMILY = Family(
     model="threefold.models.llama.model:Llama",
     plan="threefold.models.llama.sharding:llama_plan",
     huggingface="threefold.models.llama.huggingface:TYPES",
-    shapes="threefold.models.llama.shapes:layer_shapes",
+    shapes="threefold.models.llama.sharding:layer_shapes",
 )

@@ -5,9 +5,8 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from threefold.config.divisors import nearest_divisor
 from threefold.config.model import MOST_HEADS, MOST_LAYERS, WIDEST
-from threefold.config.section import MOST_TOKENS, derived
+from threefold.config.section import MOST_TOKENS, derived, nearest_divisor
 from threefold.models.layers.mixture_config import MixtureConfig
 
 _ROUND: Final = 16  # of the default width inside a SwiGLU

@@ -8,10 +8,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from threefold.models.hf.config_json import MOST_LAYERS, ConfigJson
-from threefold.models.hf.model_type import HuggingFaceType, TensorNames, yaml_word
-from threefold.models.hf.rope import read_rope, write_rope
-from threefold.models.hf.weights import Shapes, SourceRows, WeightMap, copied, interleaved
+from threefold.models.hf.config_json import MOST_LAYERS, ConfigJson, read_rope, write_rope
+from threefold.models.hf.model_type import (
+    HuggingFaceType,
+    Shapes,
+    SourceRows,
+    TensorNames,
+    WeightMap,
+    copied,
+    interleaved,
+    yaml_word,
+)
 from threefold.models.llama.config import LlamaConfig
 
 _MOST_EXPERTS: Final = 65_536

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear, SampleInfo
-from threefold.models.layers.experts import MixtureOfExperts
+from threefold.models.layers.experts import MixtureOfExperts, SwiGLU
 from threefold.models.layers.rope_scaling import rope_scaling
-from threefold.models.layers.swiglu import SwiGLU
 from threefold.models.llama.config import LlamaConfig
 from threefold.random.dropout import Dropout
 

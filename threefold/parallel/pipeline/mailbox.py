@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.shared_memory_setup import Room, Shared, share, whole_pages
-from threefold.comm.turnstile import PeerLostError, close_all, poller
+from threefold.comm.segments import PeerLostError, Room, Shared, close_all, poller, share, whole_pages
 
 SLOTS: Final = 8
 """Of each rank. Of a pipeline's messages, those that are sent and not needed yet: about two for each micro-batch in

@@ -1,15 +1,43 @@
-"""Stage split points: which layers each pipeline stage holds."""
+"""Which pipeline rank holds which stages, and which layers these have."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
-from threefold.config.schedules import find_schedule
+from threefold.config.schedules import Schedule, find_schedule
+from threefold.config.schema import Config
 from threefold.errors import UserError
-from threefold.parallel.pipeline.placement import StageMap
+from threefold.models.sharding import ModelPlan
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """The stages of a pipeline, their layers and their ranks.
+
+    Attributes:
+        bounds: first layer of each stage, and the number of layers.
+        ranks: the coordinate on the pp axis of the rank that holds each stage.
+    """
+
+    bounds: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def held_by(self, rank: int) -> list[int]:
+        """Numbers of the stages that `rank` of the pp axis holds, ascending."""
+        return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
+
+    def layers(self, stage: int) -> tuple[int, int]:
+        """First and past-the-last layer of a stage."""
+        return self.bounds[stage], self.bounds[stage + 1]
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that holds `layer`."""
+        return next(stage for stage in range(len(self.ranks)) if self.bounds[stage] <= layer < self.bounds[stage + 1])
+
 
 BY_CLASS = "class:"
 
@@ -261,3 +289,65 @@ def _nearest_split_points(bounds: Sequence[int], layers: int) -> list[int]:
 def _require_enough(items: int, parts: int) -> None:
     if items < parts:
         raise UserError(f"parallel.pp makes {parts} stages but there are {items} layers; use {items} at most.")
+
+
+def stage_map(plan: ModelPlan, config: Config) -> StageMap:
+    """The stages of a model's layers, as a config partitions them.
+
+    Raises:
+        UserError: the layers cannot be divided among the stages like that, or not with ZeRO.
+    """
+    parallel = config.parallel
+    if parallel.pp == 1:
+        return StageMap((0, len(plan.layers)), (0,))
+    return partitioned(
+        plan, parallel.pp, parallel.pipeline_schedule, parallel.stage_chunks, parallel.partition, parallel.zero
+    )
+
+
+def partitioned(
+    plan: ModelPlan, pp: int, schedule: Schedule, chunks: int, partition: str | Sequence[int], zero: int
+) -> StageMap:
+    ranks = schedule.stage_ranks(pp, chunks)
+    stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), partition, pp)), ranks)
+    if zero and (found := between_stages_of_a_rank(plan, stages)):
+        one, other, place = found
+        raise UserError(
+            f"parallel.zero is {zero} but {one} and {other} share weights and are on two stages of pp rank "
+            f"{place}; use 0 or a parallel.schedule of one stage a rank, such as 1f1b."
+        )
+    return stages
+
+
+def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ...]]:
+    """Owner of each group of tied weights that more than one pp rank uses → those ranks, the owner's first."""
+    used: dict[str, tuple[int, ...]] = {}
+    for owner, *users in plan.tied_groups():
+        places = [_rank_of(name, plan, stages) for name in (owner, *users)]
+        ranks = tuple(dict.fromkeys(places))
+        if len(ranks) > 1:
+            used[owner] = ranks
+    return used
+
+
+def between_stages_of_a_rank(plan: ModelPlan, stages: StageMap) -> tuple[str, str, int] | None:
+    """Two names that share a weight from different stages of one pp rank, and that rank; None where none do."""
+    for group in plan.tied_groups():
+        places = [(name, _stage_of(name, plan, stages)) for name in group]
+        for (name, stage), (other, later) in combinations(places, 2):
+            if stage != later and stages.ranks[stage] == stages.ranks[later]:
+                return name, other, stages.ranks[stage]
+    return None
+
+
+def covers(owner: str, name: str) -> bool:
+    """Whether the parameter `name` is the one called `owner`, or is in the module of that name."""
+    return name == owner or name.startswith(owner + ".")
+
+
+def _rank_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
+    return stages.ranks[_stage_of(name, plan, stages)]
+
+
+def _stage_of(name: str, plan: ModelPlan, stages: StageMap) -> int:
+    return stages.stage_of(next(place for place, layer in enumerate(plan.layers) if covers(layer, name)))

@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 
 from threefold.comm.heartbeat import Activity, Heartbeat
-from threefold.config.schedule_actions import Action
-from threefold.config.schedules import Schedule
-from threefold.parallel.parallelism import Parallelism
-from threefold.parallel.pipeline.deferred import DeferredGradients
-from threefold.parallel.pipeline.found_shapes import find_activations
+from threefold.config.schedules import Action, Schedule
 from threefold.parallel.pipeline.mailbox import Mailbox
-from threefold.parallel.pipeline.micro_batches import LocalBatch, StepSamples
-from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, StageShapes, TimedAction
-from threefold.parallel.pipeline.sends import SendQueue
+from threefold.parallel.pipeline.micro_batches import DeferredGradients, LocalBatch, StepSamples
+from threefold.parallel.pipeline.scheduled_stage import (
+    ScheduledStage,
+    SendQueue,
+    StageShapes,
+    TimedAction,
+    actions,
+    evaluation_schedule,
+    find_activations,
+    training_schedule,
+)
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.pipeline.torch_schedules import actions, evaluation_schedule, training_schedule
+from threefold.parallel.settings import Parallelism
 from threefold.torch_private.pipelining import PipelineSchedule
 
 __all__ = ["LocalBatch", "LoopRunner", "PipelineRunner", "Runner"]

@@ -1,6 +1,7 @@
-"""A pipeline stage as torch's schedules run it: its receive buffers, what it sends, and when it computes."""
+"""Sends of a pipeline that runs on while they are under way, and frees what was sent before its step ends."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -8,17 +9,142 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
 from threefold.comm.heartbeat import Activity, wait_code
 from threefold.comm.mesh import Mesh
-from threefold.config.schedule_actions import Action
+from threefold.config.schedules import SENDS_UNDER_WAY, Action, FileSchedule, Orders, Schedule, TorchSchedule
 from threefold.errors import UserError
+from threefold.models.own_batch import inputs_from
 from threefold.parallel.pipeline.mailbox import Mailbox
 from threefold.parallel.pipeline.micro_batches import StepSamples
-from threefold.parallel.pipeline.placement import StageMap
-from threefold.parallel.pipeline.sends import SendQueue
+from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.stage import Stage
-from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
+from threefold.torch_private.pipelining import (
+    AnyOrderRuntime,
+    BufferedPipelineStage,
+    PipelineAction,
+    PipelineSchedule,
+    RecvInfo,
+    Schedule1F1BOfAnyCount,
+    add_send_recv,
+    lone_schedule,
+    planned_actions,
+)
+
+
+class SendQueue:
+    """The sends of a rank's stages, in the order in which its schedule has them.
+
+    Torch's runtime for lists of actions keeps what was sent to the end of the step, which is a tensor for each
+    micro-batch. Here the fifth send waits for the first. No rank waits forever: in the order that torch puts sends and
+    receives in, each receive follows at once on its send, over all ranks, so that every send could be waited for where
+    it stands.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def start(self, ops: Iterable[dist.P2POp]) -> None:
+        """Start to send, and wait for the oldest where many are under way."""
+        for op in ops:
+            work = dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
+            self._under_way.append((work, op.tensor))
+        self._wait(SENDS_UNDER_WAY)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        self._wait(0)
+
+    def abandon(self) -> None:
+        """Forget those of a step that failed."""
+        self._under_way.clear()
+
+    def _wait(self, rest: int) -> None:
+        while len(self._under_way) > rest:
+            work, _ = self._under_way.popleft()
+            if work is not None:
+                work.wait()
+
+
+class TensorShape(NamedTuple):
+    """What the receiver of a tensor has to know of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorShape":
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def on(self, device: torch.device | str) -> Tensor:
+        """An empty tensor like it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
+
+
+def find_activations(
+    stages: Sequence[Stage], placement: StageMap, mesh: Mesh, micro_batch: StepSamples
+) -> dict[int, tuple[Tensor, ...]]:
+    """What each stage gives the next one, on the meta device, for the stages of this rank and those before them.
+
+    The micro-batch goes through all stages but the last, forward alone. Collective over the pipeline, and over whatever
+    the layers communicate with.
+
+    Args:
+        stages: this rank's, in the pipeline's order.
+        placement: which ranks hold the other stages.
+        mesh: of this rank.
+        micro_batch: real samples, so that layers may compute with their values.
+
+    Returns:
+        number of a stage → its activations.
+    """
+    found: dict[int, tuple[Tensor, ...]] = {}
+    last: tuple[Tensor, ...] = ()
+    rank = mesh.pp.index
+    for number, stage in zip(placement.held_by(rank), stages, strict=True):
+        received = None
+        if number:
+            source = placement.ranks[number - 1]
+            received = last if source == rank else _receive(mesh, source)
+            found[number - 1] = _on_meta(received)
+        if stage.gives_loss:
+            break
+        with torch.enable_grad():
+            outputs = inputs_from(micro_batch.through(stage, received), stage.layer_names[-1]).args
+        found[number] = _on_meta(outputs)
+        # As the next stage gets it: apart from the graph of this one.
+        last = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
+        receiver = placement.ranks[number + 1]
+        if receiver != rank:
+            _send(mesh, receiver, last)
+    return found
+
+
+def _on_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(TensorShape.of(each).on("meta") for each in tensors)
+
+
+def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
+    shapes = [tuple(TensorShape.of(each)) for each in tensors]
+    with mesh.pp.waiting("send"):
+        dist.send_object_list([shapes], mesh.pp.ranks[to], mesh.pp.group, mesh.device)
+    for tensor in tensors:
+        mesh.pp.send(tensor.detach(), to)
+
+
+def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
+    arrived: list[Any] = [None]
+    with mesh.pp.waiting("receive"):
+        dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)
+    received = []
+    for shape in arrived[0]:
+        described = TensorShape(*shape)
+        tensor = mesh.pp.receive_(described._replace(requires_grad=False).on(mesh.device), source)
+        received.append(tensor.requires_grad_(described.requires_grad))
+    return tuple(received)
+
 
 _ACTIVITIES = {
     "F": Activity.FORWARD,
@@ -269,3 +395,100 @@ def _drop(infos: tuple[RecvInfo, ...]) -> None:
     """Free a micro-batch's buffers."""
     for info in infos:
         info.buffer = None
+
+
+Loss = Callable[..., object]
+_KINDS = {"F": F, "B": B, "I": I, "W": W}
+
+
+class ActionSchedule(AnyOrderRuntime):
+    """A schedule given as a list of actions per rank, with stages on any ranks.
+
+    Args:
+        stages: of this rank.
+        ranks: the coordinate on the pp axis of each stage of the pipeline.
+        orders: for each pipeline rank its actions.
+        micro_batches: how many a step has.
+        loss: as torch's schedules call it.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[ScheduledStage],
+        ranks: Sequence[int],
+        orders: Sequence[Sequence[Action]],
+        micro_batches: int,
+        loss: Loss,
+    ) -> None:
+        super().__init__(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+        self.stage_index_to_group_rank = dict(enumerate(ranks))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        computed = {
+            rank: [PipelineAction(action.stage, _KINDS[action.kind], action.micro_batch) for action in order]
+            for rank, order in enumerate(orders)
+        }
+        self.pipeline_order_with_comms = add_send_recv(computed, self.stage_index_to_group_rank.__getitem__, len(ranks))
+
+
+def training_schedule(
+    schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss
+) -> PipelineSchedule:
+    """Torch's object for a schedule of the config.
+
+    Args:
+        schedule: the row or the file.
+        stages: of this rank.
+        micro_batches: how many a step has.
+        loss: as torch's schedules call it.
+    """
+    if isinstance(schedule, FileSchedule):
+        return ActionSchedule(stages, schedule.stage_ranks(0, 0), schedule.orders, micro_batches, loss)
+    kind: Any = _torch_class(schedule)
+    if issubclass(kind, PipelineScheduleSingle):
+        kind = Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind
+        return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+    return kind(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def evaluation_schedule(
+    stages: Sequence[ScheduledStage], placement: StageMap, micro_batches: int, loss: Loss
+) -> PipelineSchedule:
+    """Forward passes for evaluation: all micro-batches through each of a rank's stages in turn.
+
+    The order of a training schedule has gaps for backward passes, and torch's own evaluation fails where
+    neighbouring stages share a rank.
+    """
+    orders = [
+        [Action(stage, "F", number) for stage in placement.held_by(rank) for number in range(micro_batches)]
+        for rank in range(1 + max(placement.ranks))
+    ]
+    return ActionSchedule(stages, placement.ranks, orders, micro_batches, loss)
+
+
+def actions(schedule: PipelineSchedule) -> list[Action]:
+    """The actions of this rank in a training schedule, in order."""
+    return _as_actions(planned_actions(schedule))
+
+
+def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
+    """The actions of each rank in a training schedule of several stages a rank, without any rank.
+
+    Args:
+        schedule: the row.
+        pp: pipeline ranks.
+        stages_per_rank: as in `parallel.stage_chunks`.
+        micro_batches: how many a step has; a number that the schedule accepts.
+    """
+    kind: Any = _torch_class(schedule)
+    lone = lone_schedule(kind, list(schedule.stage_ranks(pp, stages_per_rank)), micro_batches)
+    return tuple(tuple(_as_actions(planned_actions(lone, rank))) for rank in range(pp))
+
+
+def _torch_class(schedule: Schedule) -> type[PipelineSchedule]:
+    assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
+    return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
+
+
+def _as_actions(planned: Iterable[PipelineAction]) -> list[Action]:
+    return [Action(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in planned]

@@ -6,14 +6,15 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
-from threefold.comm.shards import shard_bounds
+from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
-from threefold.parallel.tensor.initial_values import Initializer, keep_shard_
 from threefold.parallel.tensor.layers import (
     ColumnParallelLinear,
+    Initializer,
     RowParallelLinear,
     VocabParallelEmbedding,
     check_axis,
+    keep_shard_,
 )
 
 _OPERATIONS = ("linear", "embedding")

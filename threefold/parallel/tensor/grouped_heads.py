@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.comm.collectives import gather_shares
+from threefold.comm.layout import shard_bounds
 from threefold.comm.mesh import Axis
-from threefold.comm.shards import shard_bounds
 from threefold.models.sharding import Unit
 from threefold.parallel.tensor.layers import ColumnParallelLinear
 

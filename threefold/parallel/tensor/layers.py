@@ -1,40 +1,99 @@
-"""Tensor-parallel layers: each computes what its single-device namesake computes, from a shard of the weight.
+"""Initial values that a function such as `nn.init.xavier_normal_` draws: of the whole weight, of which a rank keeps its
+shard, so that they are the same in every layout."""
 
-Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): a column-parallel linear followed by a row-parallel one needs
-one all-reduce in the forward and one in the backward pass.
-
-With a `sequence_dim` the activations between such pairs are sharded along that dim: sequence parallelism (Korthikanti
-et al., arXiv 2205.05198), where an all-gather before and a reduce-scatter after a pair replace each all-reduce.
-Weights that a rank uses on its shard alone (norms, the row-parallel bias) then get a part of the gradient, and
-`sum_over_shares_` completes it.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from math import sqrt
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.collectives import (
-    copy_to,
-    gather_from,
-    over_gathered,
-    reduce_from,
-    reduce_to_shares,
-    scatter_to,
-)
-from threefold.comm.mesh import Axis
-from threefold.comm.shards import shard_bounds
+from threefold.comm.axis import Axis
+from threefold.comm.collectives import copy_to, gather_from, over_gathered, reduce_from, reduce_to_shares, scatter_to
+from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Split, Vocab
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.parameter import empty_parameter, local, offset, split_parameter, stored
-from threefold.parallel.tensor.initial_values import Initializer, fill_, linear_bias, linear_weight_, new_key
-from threefold.random.keys import stream_key
-from threefold.random.philox import fill_normal_
+from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.tensors import assert_async
+
+Initializer = Callable[[Tensor], Tensor | None]
+"""Sets the values of a whole weight in place, as the functions of `torch.nn.init` do, or returns others."""
+
+
+def new_key(name: str | None, seed: int) -> int:
+    """The key of a layer's initial values: of its name and a seed, or without a name torch's next random number, which
+    is the same on every rank that was seeded alike."""
+    return int(torch.randint(2**62, (), device="cpu")) if name is None else stream_key("initial", seed, name)
+
+
+@torch.no_grad()
+def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> None:
+    """Set this rank's shard of a parameter to its part of what `initializer` makes of the whole.
+
+    Each rank has the whole in memory while it is drawn, on the CPU and in fp32 at least.
+
+    Args:
+        parameter: as the layer stores it; on the meta device nothing is drawn.
+        initializer: draws from torch's default generator, which is seeded with `key` for it and restored after it.
+        what: names the argument in errors.
+
+    Raises:
+        UserError: `initializer` is no function, or returns a tensor of another shape.
+    """
+    if not callable(initializer):
+        raise UserError(
+            f"{what} is {initializer!r} but must be a function of the whole weight; use one such as "
+            "torch.nn.init.xavier_normal_."
+        )
+    held = local(parameter).detach()
+    if held.is_meta:
+        return
+    whole = torch.zeros(parameter.shape, dtype=torch.promote_types(held.dtype, torch.float32), device="cpu")
+    with _drawing_from(key):
+        returned = initializer(whole)
+    if isinstance(returned, Tensor):
+        if returned.shape != whole.shape:
+            raise UserError(
+                f"{what} returns a tensor of shape {[*returned.shape]} but the whole weight has {[*whole.shape]}; "
+                "return that, or change the weight in place."
+            )
+        whole = returned
+    keep_shard_(parameter, whole)
+
+
+@torch.no_grad()
+def keep_shard_(parameter: Tensor, whole: Tensor) -> None:
+    """Set this rank's shard of a parameter to its part of whole values."""
+    held = local(parameter).detach()
+    for dim, (first, size) in enumerate(zip(offset(parameter), held.shape, strict=True)):
+        whole = whole.narrow(dim, first, size)
+    held.copy_(whole)
+
+
+def linear_weight_(weight: Tensor) -> Tensor:
+    """As `nn.Linear` draws its weight [out, in]."""
+    return nn.init.kaiming_uniform_(weight, a=sqrt(5))
+
+
+def linear_bias(in_features: int) -> Initializer:
+    """As `nn.Linear` draws its bias."""
+    bound = 1 / sqrt(in_features) if in_features else 0.0
+    return lambda bias: nn.init.uniform_(bias, -bound, bound)
+
+
+@contextmanager
+def _drawing_from(key: int) -> Iterator[None]:
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(key)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 class _SplitLayer(nn.Module):

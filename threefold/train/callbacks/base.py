@@ -1,14 +1,19 @@
 """Training callbacks: the base class, what each moment of a run hands them, and what they are made from."""
 
-from collections.abc import Mapping
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from threefold.config import Config
-from threefold.errors import UserError
+from threefold.errors import OutputLost, UserError
+from threefold.output import replace_link
+from threefold.train.attempt import Attempt
 from threefold.train.performance import Performance
-from threefold.train.recovery.attempt import Attempt
 
 if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
@@ -225,3 +230,143 @@ class Callback:
 def stop_reason(callback: Callback) -> str | None:
     """What a callback gave to `stop`; None where it has not called it."""
     return callback._stop_reason
+
+
+def on_terminal() -> bool:
+    """Whether standard output is a terminal."""
+    return sys.stdout.isatty()
+
+
+def say(line: str) -> None:
+    """Print a line at once; a console that is closed or full does not end the run."""
+    with suppress(OSError, OutputLost):
+        print(line, flush=True)
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds, such as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def step_values(record: StepRecord) -> dict[str, float]:
+    """`loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, and `loss_scale` where there is one; `term/NAME` of each
+    term of a loss of several; and `hardware_values`. Of a step whose samples were not read `lr` and `epoch` alone."""
+    if not record.is_read:
+        return {"lr": record.lr, "epoch": record.epoch}
+    values: dict[str, float] = {
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "lr": record.lr,
+        "tokens_per_second": record.tokens_per_second,
+        "epoch": record.epoch,
+    }
+    if record.loss_scale is not None:
+        values["loss_scale"] = record.loss_scale
+    values |= hardware_values(record)
+    return values | {f"term/{name}": mean for name, mean in record.terms.items()}
+
+
+def hardware_values(record: StepRecord) -> dict[str, float]:
+    """`seconds/PHASE`, `tflops` and `mfu` where they are known, `memory` and `largest_memory`."""
+    values = {f"seconds/{phase}": seconds for phase, seconds in record.phases.items()}
+    used = record.performance
+    if used is None:
+        return values
+    if used.flops_per_second is not None:
+        values["tflops"] = used.flops_per_second / 1e12
+    if used.mfu is not None:
+        values["mfu"] = used.mfu
+    return values | {"memory": used.memory, "largest_memory": used.largest_memory}
+
+
+def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
+    """`valid_loss`, for a mixture `valid_loss/NAME` of each corpus, and `valid_term/NAME` of each term of a loss of
+    several."""
+    values = {"valid_loss": record.loss}
+    values |= {f"valid_loss/{name}": loss for name, loss in record.corpus_losses.items()}
+    return values | {f"valid_term/{name}": mean for name, mean in record.terms.items()}
+
+
+LARGEST_BACKLOG = 1 << 20
+"""Bytes of lines that are kept in memory until a full disk has space again."""
+
+
+class LineFile:
+    """Appends whole lines; the first failure is reported once, and writing is retried with each line.
+
+    A line that a full disk cut short is truncated before the next one is written, so that the file never has half a
+    line in its middle.
+
+    Args:
+        path: of the file.
+        say: prints the warning about a failure.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self.path, self._say = path, say
+        self._descriptor: int | None = None
+        self._size: int | None = None
+        self._backlog: list[bytes] = []
+        self._reported = False
+
+    def open(self, *, append: bool) -> None:
+        """Open the file, emptied unless `append`."""
+        with self._failures_reported():
+            self._open(append)
+
+    def write(self, line: str) -> None:
+        """Append `line`, after the lines that could not be written before it."""
+        self._backlog.append(f"{line}\n".encode())
+        while len(self._backlog) > 1 and sum(map(len, self._backlog)) > LARGEST_BACKLOG:
+            del self._backlog[0]
+        with self._failures_reported():
+            if self._descriptor is None:
+                self._open(append=True)
+            while self._backlog:
+                self._append(self._backlog[0])
+                del self._backlog[0]
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self, append: bool) -> None:
+        # Non-blocking, or a FIFO of this name would block the run.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if append else os.O_TRUNC)
+        self._descriptor = os.open(replace_link(self.path), flags, 0o644)
+        found = os.fstat(self._descriptor)
+        self._size = found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def _append(self, data: bytes) -> None:
+        assert self._descriptor is not None
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError:
+            if self._size is not None:
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, self._size)
+            raise
+        if self._size is not None:
+            self._size += len(data)
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._reported:
+                self._reported = True
+                self._say(f"Warning: {self.path} cannot be written ({error.strerror}); training continues without it.")
+
+
+def reason_of(error: Exception) -> str:
+    """An exception's message on one line."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return " ".join(text.split())

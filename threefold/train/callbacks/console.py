@@ -1,24 +1,208 @@
-"""What callbacks print on the console of the reporting rank."""
+"""The live line of a training run on a terminal: progress, losses, tokens per second and the time left."""
 
 import sys
-from contextlib import suppress
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from threefold.errors import OutputLost
+from threefold.byte_sizes import format_bytes
+from threefold.train import goodput
+from threefold.train.callbacks import loss_curve, metrics
+from threefold.train.callbacks import trackers as tensorboard
+from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, clock, on_terminal, say
+from threefold.train.performance import MeanRates
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
-def on_terminal() -> bool:
-    """Whether standard output is a terminal."""
-    return sys.stdout.isatty()
+_SPEED_OF = 20
+"""Span of the exponential average of the shown speed, in steps."""
+_SECONDS_BETWEEN_REFRESHES = 0.1
 
 
-def say(line: str) -> None:
-    """Print a line at once; a console that is closed or full does not end the run."""
-    with suppress(OSError, OutputLost):
-        print(line, flush=True)
+class LiveLine(Callback):
+    """One line at the bottom of a terminal: step, losses, speed, time left; evaluations and checkpoints above it.
+
+    Args:
+        steps: of the whole run.
+    """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback | None:
+        """Only where there is a terminal."""
+        return cls(run.config.train.max_steps) if on_terminal() else None
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._last: StepRecord | None = None
+        self._told = ""
+        self._speed, self._seconds, self._valid, self._drawn = 0.0, 0.0, "", 0.0
+
+    def before_fit(self, start: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[shown]}"),
+            console=Console(file=sys.stdout, highlight=False),
+            auto_refresh=False,  # a refresh thread would slow the training thread
+        )
+        self._task = self._progress.add_task(
+            "", total=self.steps, completed=start, shown="the first step is the slowest"
+        )
+        self._progress.start()
+        self._progress.refresh()
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.reason and record.reason != self._told:
+            self._print(f"step {record.step}: skipped: {record.reason}")
+        self._told = record.reason
+        if not record.is_read:
+            return
+        weight = max(1 / record.step, 2 / (_SPEED_OF + 1))
+        self._speed += weight * (record.tokens_per_second - self._speed) if self._speed else record.tokens_per_second
+        self._seconds += weight * (record.seconds - self._seconds) if self._seconds else record.seconds
+        self._last = record
+        if time.monotonic() - self._drawn > _SECONDS_BETWEEN_REFRESHES or record.step == self.steps:
+            self._draw()
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self._print(f"step {step}: rolled back to step {start}: {reason}")
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._valid = f" · validation {record.loss:.4f}"
+        self._print(f"step {record.step}: validation loss {record.loss:.4f}")
+        self._draw()
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self._print(f"step {step}: checkpoint {path}")
+
+    def after_stop(self, step: int, reason: str) -> None:
+        self._print(f"step {step}: stopped: {reason}")
+
+    def after_fit(self) -> None:
+        self.close()  # other callbacks print below it
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _draw(self) -> None:
+        if self._progress is None or self._task is None or self._last is None:
+            return
+        left = clock((self.steps - self._last.step) * self._seconds)
+        terms = "".join(f" · {name} {mean:.4f}" for name, mean in self._last.terms.items())
+        speed = f"{self._speed:,.0f} {self._last.unit}/s"
+        shown = f"loss {self._last.loss:.4f}{terms}{self._valid} · {speed} · {left} left"
+        self._progress.update(self._task, completed=self._last.step, shown=shown, refresh=True)
+        self._drawn = time.monotonic()
+
+    def _print(self, line: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(line, soft_wrap=True, markup=False)
 
 
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds, such as 1:02:03 or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+class Summary(Callback):
+    """Prints a table of the results after the last step.
+
+    Args:
+        places: label → file or folder, shown if it exists.
+        ledger: the file with the run's goodput; None where there is none.
+    """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        files = {"loss curve": loss_curve.FILE, "metrics": metrics.FILE, "TensorBoard": tensorboard.FOLDER}
+        return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / goodput.FILE)
+
+    def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:
+        self.places, self.ledger = places, ledger
+        self._last: StepRecord | None = None
+        self._valid: EvaluationRecord | None = None
+        self._steps, self._counted, self._read, self._padding = 0, 0, 0, 0
+        self._seconds, self._started = 0.0, 0.0
+        self._rates = MeanRates()
+
+    def before_fit(self, start: int) -> None:
+        self._started = time.perf_counter()
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.is_read:
+            self._last = record
+        self._steps += 1
+        self._counted += 0 if record.skipped else record.tokens
+        self._read += record.tokens_read
+        self._padding += record.padding
+        self._seconds += record.seconds
+        self._rates.add(record.seconds, record.performance)
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._valid = record
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self.places["checkpoint"] = path
+
+    def after_fit(self) -> None:
+        rows = self.rows()
+        if not rows:  # stopped before the first step
+            return
+        width = max(len(name) for name, _ in rows)
+        say("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line."""
+        if self._last is None:
+            return []
+        rows = [("training loss", f"{self._last.loss:.4f} at step {self._last.step}")]
+        rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._last.terms.items()]
+        if self._valid is not None:
+            rows.append(("validation loss", f"{self._valid.loss:.4f} at step {self._valid.step}"))
+            rows += [(f"  of {name}", f"{loss:.4f}") for name, loss in self._valid.corpus_losses.items()]
+            rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._valid.terms.items()]
+        unit = self._last.unit
+        rows += [
+            (f"{unit} trained on", f"{self._counted:,} in {self._steps:,} steps, those counted for the loss"),
+            (f"{unit} read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
+            ("time", f"{clock(time.perf_counter() - self._started)}, of which {clock(self._seconds)} in steps"),
+            ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read" + self._padded_speed()),
+            *self._of_hardware(),
+        ]
+        if self.ledger is not None and (found := goodput.Goodput.read(self.ledger)):
+            rows.append(("goodput", _goodput(found)))
+        return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
+
+    def _of_hardware(self) -> list[tuple[str, str]]:
+        rates, last = self._rates, self._rates.last
+        if last is None:
+            return []
+        used = f", {rates.mfu:.1%} of the peak rate (MFU)" if rates.mfu else ""
+        unit, scale = ("TFLOP/s", 1.0) if rates.teraflops >= 1 else ("GFLOP/s", 1000.0)
+        rows = [("compute", f"{scale * rates.teraflops:,.1f} model {unit} a rank{used}")] if rates.flops else []
+        most = f"{format_bytes(last.largest_memory)} on rank {last.largest_rank}, which takes most"
+        return [*rows, ("memory", most if last.largest_rank else format_bytes(last.memory))]
+
+    def _padded_speed(self) -> str:
+        if not self._padding:
+            return ""
+        return f", {(self._read + self._padding) / self._seconds:,.0f} with padding"
+
+
+def _goodput(found: goodput.Goodput) -> str:
+    """The goodput of the run, over all its attempts, and where the rest of the time went."""
+    parts = {
+        "steps": found.steps,
+        "repeated steps": found.repeated,
+        "evaluations": found.evaluating,
+        "saving": found.saving,
+        "starting": found.starting,
+        "lost to restarts": found.lost,
+    }
+    listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
+    restarts = f", {found.restarts:,} restarts" if found.restarts else ""
+    return f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"

@@ -5,10 +5,16 @@ from typing import Literal
 
 from threefold.errors import UserError
 from threefold.plugins import one_of
-from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
+from threefold.train.callbacks.base import (
+    Callback,
+    EvaluationRecord,
+    RunContext,
+    StepRecord,
+    evaluation_values,
+    step_values,
+)
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
 from threefold.train.callbacks.metrics import read_metrics
-from threefold.train.callbacks.values import evaluation_values, step_values
 
 _OF_STEPS = ("loss", "grad_norm")
 

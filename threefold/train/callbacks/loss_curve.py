@@ -6,10 +6,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from threefold.output.links import replace_link
-from threefold.train.callbacks.base import Callback, RunContext
-from threefold.train.callbacks.console import say
-from threefold.train.callbacks.line_file import reason_of
+from threefold.output import replace_link
+from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
 from threefold.train.callbacks.metrics import read_metrics
 

@@ -9,13 +9,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from threefold.output.durable import sync
-from threefold.output.links import replace_link
-from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord
-from threefold.train.callbacks.console import say
-from threefold.train.callbacks.line_file import LineFile
+from threefold.output import replace_link, sync
+from threefold.train import goodput
+from threefold.train.callbacks.base import Callback, EvaluationRecord, LineFile, RunContext, StepRecord, say
 from threefold.train.performance import Performance
-from threefold.train.recovery import goodput
 
 FILE = "metrics.jsonl"
 _BEGINNING = b'{"step": '

@@ -16,23 +16,23 @@ from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
 
 _ALWAYS: Final = {
-    "goodput": "threefold.train.recovery.goodput:GoodputLedger",
-    "live_line": "threefold.train.callbacks.live_line:LiveLine",
+    "goodput": "threefold.train.goodput:GoodputLedger",
+    "live_line": "threefold.train.callbacks.console:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
-    "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",
+    "tensorboard": "threefold.train.callbacks.trackers:TensorBoard",
     "step_log": "threefold.train.callbacks.step_log:StepLog",
-    "stragglers": "threefold.train.stragglers.report:StragglerReport",
+    "stragglers": "threefold.train.stragglers:StragglerReport",
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
-    "summary": "threefold.train.callbacks.summary:Summary",
+    "summary": "threefold.train.callbacks.console:Summary",
 }
 """Those that every run has, in the order in which they are called."""
 _CHOSEN: Final = {
     "early_stopping": "threefold.train.callbacks.early_stopping:EarlyStopping",
     "csv_log": "threefold.train.callbacks.csv_log:CSVLog",
-    "epoch_metrics": "threefold.train.callbacks.epoch_metrics:EpochMetrics",
-    "phase_timers": "threefold.train.callbacks.phase_timers:PhaseTimers",
-    "wandb": "threefold.train.callbacks.trackers.weights_and_biases:WeightsAndBiases",
-    "mlflow": "threefold.train.callbacks.trackers.mlflow_run:MLflowRun",
+    "epoch_metrics": "threefold.train.callbacks.csv_log:EpochMetrics",
+    "phase_timers": "threefold.train.callbacks.step_log:PhaseTimers",
+    "wandb": "threefold.train.callbacks.trackers:WeightsAndBiases",
+    "mlflow": "threefold.train.callbacks.trackers:MLflowRun",
 }
 """Those that a run has where `train.callbacks` names them."""
 CALLBACKS: Final = Registry("train.callbacks", "threefold.callbacks", {**_ALWAYS, **_CHOSEN}, takes_paths=True)

@@ -75,3 +75,9 @@ class AdamW(TorchRule):
     @classmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
         return BUILT_IN["adamw"].states(config, is_hidden_matrix)
+
+
+class Adam(AdamW):
+    """`torch.optim.Adam`; reads and keeps what `AdamW` does."""
+
+    decoupled: ClassVar[bool] = False

@@ -22,8 +22,7 @@ from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import one_of
-from threefold.train.optimizers.base import Entry, UpdateRule
-from threefold.train.optimizers.updated_weights import UpdatedWeights
+from threefold.train.optimizers.base import Entry, UpdatedWeights, UpdateRule
 
 _OF_THE_SECTION = ("lr", "weight_decay")
 """Arguments that are settings of their own."""

@@ -1,0 +1,197 @@
+"""Checkpoints that are written beside the training are those that it would have waited for, whenever it is killed."""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.faults import Fault, train_with
+from tests.support.sweep import sweep
+from tests.train.support import Run, losses_of, train, train_rank
+from threefold.checkpoint.background import BackgroundSaver
+from threefold.checkpoint.folder import complete, newest
+from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.tensors import load_tensors_alone
+from threefold.comm.mesh import Mesh
+from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.train.callbacks.base import Callback, StepRecord
+
+ASYNC = ("checkpoint.async_save", True)
+
+
+def files_of(run_dir: Path) -> dict[str, bytes]:
+    """The content of all files of all checkpoints that do not have the config in them."""
+    found = {}
+    for path in sorted((run_dir / "checkpoints").rglob("*")):
+        if path.is_file() and path.name not in ("config.yaml", "checkpoint.json", "writer.json"):
+            found[str(path.relative_to(run_dir))] = path.read_bytes()
+    return found
+
+
+@sweep(
+    ("layout", "settings"),
+    [
+        ({"dp": 2, "tp": 2}, (("parallel.zero", 1),)),
+        ({"dp": 2, "tp": 2}, (("parallel.zero", 3),)),
+        ({"dp": 2, "pp": 2}, (("precision.dtype", "bf16"),)),
+    ],
+    quick=(0,),
+)
+def test_the_bytes_are_those_of_a_synchronous_save(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int], settings: tuple[tuple[str, Any], ...]
+) -> None:
+    """Of a checkpoint after each step, so that the state changes under one that is being written."""
+    run = small_run.but(steps=5, set=(("checkpoint.every", 1), ("checkpoint.keep", 0), *settings), **layout)
+    pool.run(run.world_size, train_rank, run, tmp_path / "waits")
+    pool.run(run.world_size, train_rank, run.but(set=(*run.set, ASYNC)), tmp_path / "beside")
+    expected = files_of(tmp_path / "waits")
+    assert len([name for name in expected if name.endswith("tensors.json")]) == 5
+    assert files_of(tmp_path / "beside") == expected
+    assert [checkpoint.step for checkpoint in complete(tmp_path / "beside")] == [1, 2, 3, 4, 5]
+    assert losses_of(tmp_path / "beside") == losses_of(tmp_path / "waits")
+
+
+def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None:
+    """Train two steps, go on, and kill the process of `rank` where a thread of its own does `event` on a path."""
+    import torch.distributed as dist
+
+    def watch(name: str, arguments: tuple[Any, ...]) -> None:
+        beside = threading.current_thread() is not threading.main_thread()
+        if name == event and beside and str(arguments[0]).endswith(place):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train_rank(run.but(steps=2), folder)
+    if dist.get_rank() == rank:
+        sys.addaudithook(watch)
+    train_rank(run, folder, True)
+
+
+@sweep(
+    ("event", "place", "rank"),
+    [
+        ("open", "step_00000004.partial/tensors-00001.bin", 1),  # before its tensors
+        ("open", "step_00000004.partial/checkpoint.json", 0),  # after all tensors
+        ("os.rename", "step_00000004.partial", 0),  # at the last moment
+        ("shutil.rmtree", "step_00000002.partial", 0),  # while the old one is deleted
+    ],
+    quick=(2,),
+)
+def test_a_kill_while_one_is_written_leaves_a_whole_one(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, event: str, place: str, rank: int
+) -> None:
+    run = small_run.but(dp=2, steps=6, set=(("checkpoint.every", 2), ("checkpoint.keep", 1), ASYNC))
+    pool.run(2, train_rank, run, tmp_path / "unbroken")
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        pool.run(2, killed_at, run, tmp_path / "killed", event, place, rank)
+    found = newest(tmp_path / "killed")
+    assert found is not None
+    assert found.step == (4 if event == "shutil.rmtree" else 2)
+    pool.run(2, train_rank, run, tmp_path / "killed", True)
+    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "unbroken")
+    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step_00000006"]
+
+
+class Told(Callback):
+    """Notes what it is told of checkpoints, and of each whether it is complete then."""
+
+    ranks = "all"
+
+    def __init__(self) -> None:
+        self.moments: list[tuple[str, int, bool]] = []
+
+    def before_checkpoint(self, step: int) -> None:
+        self.moments.append(("before", step, True))
+
+    def after_staging(self, step: int) -> None:
+        self.moments.append(("copied", step, True))
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self.moments.append(("complete", step, (path / "checkpoint.json").exists()))
+
+
+def told(run: Run, folder: Path) -> list[tuple[str, int, bool]]:
+    callback = Told()
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(run.config, folder, False, callbacks=[callback])
+    return callback.moments
+
+
+def test_callbacks_hear_of_complete_checkpoints_alike_on_all_ranks(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    run = small_run.but(dp=2, steps=5, set=(("checkpoint.every", 2), ASYNC))
+    first, second = pool.run(2, told, run, tmp_path)
+    assert first == second
+    assert all(whole for _, _, whole in first)
+    for step in (2, 4):
+        moments = [first.index((moment, step, True)) for moment in ("before", "copied", "complete")]
+        assert moments == sorted(moments)
+    assert first[-2:] == [("before", 5, True), ("complete", 5, True)]  # the last is waited for
+    assert len(first) == 8
+
+
+class ToldOfRollbacks(Told):
+    """Has the checkpoint of a step written only after the next step."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self._late, self._made = late, threading.Event()
+        sys.addaudithook(self._hold)
+
+    def _hold(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "os.rename" and str(arguments[0]).endswith(f"step_{self._late:08d}.partial"):
+            self._made.wait(60)
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.step > self._late:
+            self._made.set()
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self.moments.append(("rollback", start, True))
+
+
+def told_of_rollback(run: Run, folder: Path) -> list[tuple[str, int, bool]]:
+    callback = ToldOfRollbacks(2)
+    train_with([Fault("updated", "blocks.1.mlp.up", 0, 3)], run, folder, callbacks=[callback])
+    return callback.moments
+
+
+def test_a_rollback_goes_back_to_a_checkpoint_that_callbacks_have_heard_of(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    """The update of step 3 is bad, which is seen when its checkpoint is due; that of step 2 is being written."""
+    run = small_run.but(set=(("checkpoint.every", 1), ("train.on_nan", "rollback"), ASYNC))
+    (moments,) = pool.run(1, told_of_rollback, run, tmp_path)
+    complete_at = moments.index(("complete", 2, True))
+    assert complete_at < moments.index(("rollback", 2, True))
+    assert moments.count(("complete", 2, True)) == 1
+
+
+def test_what_is_written_is_the_state_at_the_save(tmp_path: Path) -> None:
+    """Although nothing is written before the state has changed, and the memory of the copy is used twice."""
+    tensors = {"model.table": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(5, dtype=torch.bfloat16)}
+    saver, begins = BackgroundSaver(Mesh.alone()), threading.Event()
+    for step in (1, 2):
+        begins.clear()
+        saver.then(lambda: begins.wait(60) and None)
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
+        path = saver.save(tmp_path, Facts(step, 0, 0, None, None, 0, 0), tensors, {})
+        for tensor in tensors.values():
+            tensor += 100
+        assert not saver.is_done
+        begins.set()
+        written = saver.wait()
+        assert written is not None
+        assert (written.step, written.path, written.failure) == (step, path, None)
+        assert saver.wait() is None  # it is returned once
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_tensors_alone(found, path)
+        assert all(torch.equal(found[name], expected[name]) for name in tensors)
+    assert saver.end(0)

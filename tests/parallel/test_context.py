@@ -1,0 +1,184 @@
+"""A sequence spread over ranks trains as a whole one does, with RoPE, learned positions and packed documents."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.cases import case, check
+from tests.support.parity import Case, in_layout, make_engine, shard_of
+from tests.support.sweep import sweep
+from threefold.comm.axis import Event
+from threefold.models.gpt.model import GPT
+from threefold.models.gpt.sharding import gpt_plan
+from threefold.models.layers.attention import Rotary
+from threefold.models.layers.decoder import SampleInfo
+from threefold.parallel.sequence import SequenceCut
+from threefold.parallel.weights import draw_
+
+
+@sweep("cp", [2, 3, 4], quick=(0, 1))
+@sweep("positions", ["learned", "rope"], quick=(1,))
+@sweep("documents", [False, True], ids=["packed", "separate"], quick=(1,))
+def test_cp(pool, expected, cp: int, positions: str, documents: bool) -> None:
+    check(pool, expected, case(cp=cp, positions=positions, documents=documents))
+
+
+@sweep("dtype", ["fp32", "fp64"], quick=(1,))
+@sweep(
+    "layout",
+    [{"dp": 2}, {"tp": 2}, {"tp": 3}, {"pp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}],
+    ids=lambda layout: "-".join(f"{axis}{size}" for axis, size in layout.items()),
+    quick=(5,),
+)
+def test_cp_with_the_other_axes(pool, expected, layout: dict[str, int], dtype: str) -> None:
+    """With dropout everywhere, RoPE, documents, accumulation, uneven masks and a tied vocabulary of 67."""
+    check(pool, expected, case(cp=2, positions="rope", documents=True, dtype=dtype, **layout))
+
+
+@sweep(
+    "changes",
+    [
+        {"dropout": 0.0},
+        {"dropout": 0.0, "documents": True, "positions": "rope"},
+        {"dropout": 0.0, "dtype": "fp32", "positions": "rope"},
+        {"dropout": 0.0, "dtype": "fp32", "documents": True, "tp": 2},
+        {"counted": (6, 18)},  # rank 0 of cp 2 has no label that counts, and the others have a chunk without
+        {"counted": (0, 3), "pp": 2},
+        {"accumulation": 4, "tie": False, "positions": "rope"},
+        {"optimizer": "sgd", "clip": 0.0, "positions": "rope"},
+        {"sequence": 4},
+        {"schedule": "zero-bubble", "pp": 2, "accumulation": 3, "layers": 4, "positions": "rope"},
+        {"schedule": "dualpipev", "pp": 2, "accumulation": 4, "layers": 4, "documents": True},
+    ],
+    ids=str,
+    quick=(1, 4, 9),
+)
+@pytest.mark.parametrize("cp", [2])
+def test_variant(pool, expected, cp: int, changes: dict) -> None:
+    check(pool, expected, case(cp=cp, **changes))
+
+
+def test_eight_context_ranks_for_three_steps(pool, expected) -> None:
+    check(pool, expected, case(cp=8, sequence=48, steps=3, positions="rope", documents=True))
+
+
+@sweep("positions", ["learned", "rope"], quick=(1,))
+def test_cp_with_sequence_parallelism(pool, expected, positions: str) -> None:
+    """The positions of a context rank are shared once more over tp between the split layers."""
+    shared = (("parallel.sequence_parallel", True),)
+    check(pool, expected, case(cp=2, tp=3, positions=positions, documents=True, settings=shared))
+
+
+RING = (("parallel.cp_method", "ring"),)
+
+
+@sweep(
+    "changes",
+    [
+        {"cp": 2},
+        {"cp": 3, "positions": "rope", "documents": True},
+        {"cp": 4, "dropout": 0.0, "documents": True},
+        {"cp": 2, "dropout": 0.0, "dtype": "fp32", "positions": "rope"},
+        {"cp": 2, "tp": 2, "positions": "rope"},
+        {"cp": 2, "pp": 2, "schedule": "zero-bubble", "layers": 4, "documents": True},
+        {"cp": 2, "tp": 3, "settings": (*RING, ("parallel.sequence_parallel", True))},
+        {"cp": 3, "counted": (4, 8), "settings": (*RING, ("train.recompute", "full"))},
+    ],
+    ids=str,
+    quick=(1, 6),
+)
+def test_ring(pool, expected, changes: dict) -> None:
+    """Keys and values that come one rank's after the other."""
+    check(pool, expected, case(**{"settings": RING, **changes}))
+
+
+@sweep("zero", [1, 3], quick=(1,))
+def test_cp_with_sharded_data_parallelism(pool, expected, zero: int) -> None:
+    check(pool, expected, case(cp=2, dp=2, documents=True, settings=(("parallel.zero", zero),)))
+
+
+@sweep("positions", ["learned", "rope"], quick=(1,))
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_documents_and_positions_without_cp(pool, expected, layout: dict[str, int], positions: str) -> None:
+    check(pool, expected, case(positions=positions, documents=True, sequence=11, **layout))
+
+
+@pytest.mark.slow
+def test_half_precision_follows_single_precision(pool, expected) -> None:
+    reference = case(dtype="fp32", steps=10, dropout=0.0, documents=True, positions="rope")
+    losses = expected(reference).losses
+    for layout in ({"cp": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "settings": RING}):
+        traces = pool.run(4 if "tp" in layout else 2, in_layout, case(**{**vars(reference), "dtype": "bf16", **layout}))
+        assert traces[0].losses == pytest.approx(losses, rel=1e-2)
+
+
+def bytes_of_a_step(spread: Case) -> list[Event]:
+    engine = make_engine(spread)
+    with engine.mesh.recorder.recording() as events:
+        engine.compute_gradients(shard_of(spread, 0, 0), 0)
+    return [event for event in events if event.operation in ("all_gather", "reduce_scatter")]
+
+
+def test_keys_and_values_are_what_travels(pool) -> None:
+    """2 · b · S · H / tp · itemsize for each layer and micro-batch, once forward and once backward."""
+    spread = case(cp=2, tp=2, dtype="fp32", dropout=0.0)
+    nbytes = 2 * (spread.batch // spread.accumulation) * spread.sequence * spread.heads * spread.head_dim // 2 * 4
+    events = pool.run(4, bytes_of_a_step, spread)[0]
+    times = spread.layers * spread.accumulation
+    assert sorted(event.operation for event in events) == ["all_gather"] * times + ["reduce_scatter"] * times
+    assert {(event.axis, event.nbytes) for event in events} == {("cp", nbytes)}
+
+
+def test_every_position_is_held_once_and_the_work_is_equal() -> None:
+    for cp in (2, 3, 5):
+        held = [SequenceCut(cp, index).indices(6, torch.device("cpu")) for index in range(cp)]
+        assert torch.cat(held).sort().values.tolist() == list(range(6 * cp))
+        assert len({int((places + 1).sum()) for places in held}) == 1
+
+
+def model_of(settings: Case) -> GPT:
+    config = settings.config
+    model = GPT(config.model).double()
+    plan = gpt_plan(config.model, settings.sequence)
+    for name, parameter in model.named_parameters():
+        draw_(parameter, parameter, name, plan, seed=1)
+    return model
+
+
+def test_separate_documents_are_computed_as_if_each_were_alone() -> None:
+    """With RoPE only distances count, so a document in the middle of a sample gives what it gives by itself."""
+    model = model_of(case(positions="rope"))
+    tokens = torch.randint(0, 67, (3, 24), generator=torch.Generator().manual_seed(3))
+    bounds = [[0, 24], [0, 1, 9, 10, 24], [0, 13, 23, 24]]
+    documents = torch.stack([torch.bucketize(torch.arange(24), torch.tensor(row[1:]), right=True) for row in bounds])
+    logits = model(tokens, samples=SampleInfo(documents=documents))
+    for row, places in enumerate(bounds):
+        for first, end in pairwise(places):
+            torch.testing.assert_close(logits[row, first:end], model(tokens[row : row + 1, first:end])[0])
+    assert not torch.isclose(logits[1:], model(tokens)[1:]).all()
+
+
+def test_rotary_turns_pairs_like_complex_numbers() -> None:
+    """The formula of the paper on complex numbers, whose parts are a head's two halves (Hugging Face's order)."""
+    rotary = Rotary(6, theta=50.0)
+    q, k = torch.randn(2, 2, 5, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def by_hand(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        for place in range(5):
+            for pair in range(3):
+                turn = torch.polar(torch.tensor(1.0).double(), torch.tensor(place * 50.0 ** (-2 * pair / 6)).double())
+                turned = torch.complex(x[:, place, :, pair], x[:, place, :, pair + 3]) * turn
+                out[:, place, :, pair], out[:, place, :, pair + 3] = turned.real, turned.imag
+        return out
+
+    for got, given in zip(rotary(q, k), (q, k), strict=True):
+        torch.testing.assert_close(got, by_hand(given))
+    assert rotary(q.bfloat16(), k.bfloat16())[0].dtype == torch.bfloat16
+
+
+def test_a_model_with_rope_has_no_table_of_positions() -> None:
+    assert "embed.positions.weight" not in dict(model_of(case(positions="rope")).named_parameters())
+    assert "embed.positions.weight" in dict(model_of(case()).named_parameters())

@@ -1,0 +1,27 @@
+"""What a number of tokens takes."""
+
+import pytest
+
+from threefold.errors import UserError
+from threefold.planner.search.request import budget_of, parse_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("300B", 300 * 10**9), ("1.4T", 1_400_000_000_000), ("20e9", 20 * 10**9), ("5_000", 5000), ("7m", 7_000_000)],
+)
+def test_a_number_of_tokens(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3B", "300 GB", "1e99", "B"])
+def test_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(UserError, match="--tokens"):
+        parse_tokens(text)
+
+
+def test_whole_steps_on_all_gpus() -> None:
+    budget = budget_of(1001, 100, 2.0, 3600, 0.5)
+    assert (budget.steps, budget.seconds, budget.gpu_hours, budget.dollars) == (11, 22.0, 22.0, 11.0)
+    assert budget.days == pytest.approx(22 / 86400)
+    assert budget_of(1, 1, 1.0, 1, None).dollars is None

@@ -1,0 +1,111 @@
+"""The peak memory of stages by cause: against what the engine allocates, and by rules that every layout obeys."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.sweep import sweep
+from threefold.config import Config, resolve
+from threefold.errors import UserError
+from threefold.planner.dry_run import dry_run
+from threefold.planner.model_size import ModelSize
+from threefold.planner.stage_memory import RESERVE, StageMemory, flights_of, stage_memory, usable_bytes
+
+GPT = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 512}
+LLAMA = {**GPT, "architecture": "llama", "num_key_value_heads": 4}
+MIXTURE = {**LLAMA, "num_experts": 4, "expert_ffn_hidden_size": 96}
+
+
+def config(model: dict[str, Any] | None = None, dtype: str = "bf16", count: int = 4, **sections: Any) -> Config:
+    train = {"micro_batch_size": 2, "gradient_accumulation_steps": count, "device": "cpu", **sections.pop("train", {})}
+    given = {
+        "data": {"path": "unused", "sequence_length": 1024},
+        "model": model or GPT,
+        "train": train,
+        "precision": {"dtype": dtype},
+        **sections,
+    }
+    return resolve(Config.model_validate(given), 512)
+
+
+def memory(*args: Any, rank: int = 0, device: str = "cpu", **options: Any) -> StageMemory:
+    return stage_memory(config(*args, **options), device)[rank]
+
+
+SPREAD: dict[str, tuple[dict[str, Any], int, int]] = {
+    "alone": ({}, 0, 0),
+    "last stage": ({"parallel": {"pp": 2, "tp": 2}, "dtype": "fp32"}, 2, 1),
+    "interleaved": ({"parallel": {"pp": 2, "schedule": "interleaved"}, "train": {"recompute": "full"}}, 0, 0),
+    "sequence parallel": (
+        {"parallel": {"tp": 2, "sequence_parallel": True}, "model": LLAMA, "train": {"recompute": "selective"}},
+        0,
+        0,
+    ),
+    "zero 3": ({"parallel": {"dp": 4, "zero": 3}, "model": LLAMA}, 0, 0),
+    "experts": ({"parallel": {"dp": 2, "ep": 2}, "model": MIXTURE}, 0, 0),
+}
+
+
+@sweep("name", list(SPREAD), quick=(1,))
+def test_peaks_are_those_of_dry_runs(name: str) -> None:
+    """Of small layers, whose smallest tensors count for more than in large ones: `benchmarks.planner` has these."""
+    given, rank, pp_rank = SPREAD[name]
+    resolved = config(**given)
+    found, run = stage_memory(resolved, "cpu")[pp_rank], dry_run(resolved, rank)
+    assert found.tensors == pytest.approx(run.peak_bytes, rel=0.03)
+
+
+def test_states_are_those_that_training_has() -> None:
+    resolved = config(parallel={"pp": 2, "tp": 2, "dp": 2})
+    size = ModelSize(resolved)
+    for found in stage_memory(resolved):
+        states = size.largest_rank(found.pp_rank)
+        assert (found.weights, found.optimizer) == (states.weights, states.optimizer)
+        assert found.gradients >= states.gradients
+
+
+def test_what_saves_memory_does() -> None:
+    plain = memory()
+    assert memory(train={"recompute": "full"}).peak < memory(train={"recompute": "selective"}).peak <= plain.peak
+    assert memory(parallel={"tp": 2}).activations < plain.activations
+    assert memory(parallel={"tp": 2, "sequence_parallel": True}).peak < memory(parallel={"tp": 2}).peak
+    assert memory(parallel={"cp": 2}).activations < plain.activations
+    stages = [memory(parallel={"dp": 4, "zero": zero}).peak for zero in range(4)]
+    assert stages == sorted(stages, reverse=True)
+    assert memory(LLAMA, train={"loss_chunk_size": 64}).logits < memory(LLAMA, train={"loss_chunk_size": 0}).logits
+
+
+def test_ranks_hold_what_their_schedule_has_in_flight() -> None:
+    first = {
+        name: memory(parallel={"pp": 4, "schedule": name}, count=16).activations
+        for name in ("1f1b", "interleaved", "zero-bubble", "gpipe")
+    }
+    assert first["1f1b"] < first["interleaved"] < first["gpipe"]
+    stages = stage_memory(config(parallel={"pp": 4}, count=16))
+    assert [stage.pp_rank for stage in stages] == [0, 1, 2, 3]
+    assert stages[0].activations > stages[1].activations > stages[2].activations
+
+
+def test_more_micro_batches_than_a_schedule_holds_change_nothing() -> None:
+    for schedule in ("1f1b", "interleaved", "zero-bubble"):
+        parallel = config(parallel={"pp": 4, "schedule": schedule}, count=16).parallel
+        row, chunks = parallel.pipeline_schedule, parallel.stage_chunks
+        assert flights_of(row, 4, chunks, 32) == flights_of(row, 4, chunks, 256)
+
+
+def test_a_gpu_has_less_than_all_of_its_memory() -> None:
+    assert usable_bytes(80 << 30) == (80 << 30) - RESERVE
+
+
+def test_a_model_of_a_file_has_no_formulas() -> None:
+    given = config()
+    of_a_file = given.model.model_copy(update={"architecture": "own"})
+    with pytest.raises(UserError, match=r"^model\.architecture is own, .* use threefold dry-run"):
+        stage_memory(given.model_copy(update={"model": of_a_file}))
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, threefold.planner.stage_memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,150 @@
+"""How large a model is under a layout: beside published numbers, and beside what real ranks hold."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.parity import Case, make_engine
+from tests.support.sweep import sweep
+from threefold.comm.layout import Layout
+from threefold.config import Config
+from threefold.data.dataset import resolve_without_data
+from threefold.errors import UserError
+from threefold.launch.worker_pool import WorkerPool
+from threefold.parallel.shard_shapes import Place, ShardIndex, place_of
+from threefold.planner.model_size import ModelSize
+
+
+def sized(model: dict[str, Any], **sections: dict[str, Any]) -> ModelSize:
+    given = {"data": {"path": "unused"}, "model": model, **sections}
+    return ModelSize(resolve_without_data(Config.model_validate(given)))
+
+
+GPT2_XL = {"preset": "gpt2-xl", "vocab_size": 50304, "num_attention_heads": 32}
+GPT3_175B = {"preset": "gpt3-175b", "vocab_size": 50304}
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "schedules"),
+    [
+        (GPT2_XL, 1_557_686_400, (("1f1b", 4), ("zbv", 2))),
+        (GPT3_175B, 174_604_836_864, (("1f1b", 8), ("interleaved", 4))),
+    ],
+    ids=["gpt2-xl", "gpt3-175b"],
+)
+def test_stages_and_shards_add_up_to_the_whole(model: dict[str, Any], parameters: int, schedules) -> None:
+    """The sizes that Colossal-AI builds. The tied embedding is counted once, and held by both ends."""
+    for schedule, pp in schedules:
+        size = sized(model, parallel={"pp": pp, "tp": 8, "schedule": schedule})
+        assert size.parameters == size.active == parameters
+        stages = size.stages()
+        assert sum(stage.parameters for stage in stages) == parameters
+        assert stages[0].layers[0] == "embed"
+        assert stages[-1].layers[-1] == "head"
+        tp_parts = [size.rank(rank, Place(ShardIndex(tp, 8))).parameters for rank in range(pp) for tp in range(8)]
+        hidden = {"gpt2-xl": 1600, "gpt3-175b": 12288}[model["preset"]]
+        whole_on_each = {"gpt2-xl": 1024 + 2 + 48 * 6, "gpt3-175b": 2048 + 2 + 96 * 6}[model["preset"]] * hidden
+        second_use = 0 if stages[0].pp_rank == stages[-1].pp_rank else 50304 * hidden
+        assert sum(tp_parts) == parameters + 7 * whole_on_each + second_use
+
+
+@pytest.mark.parametrize(
+    ("preset", "active"),
+    [("mixtral-8x7b", 12_879_925_248), ("qwen1.5-moe-a2.7b", 2_689_173_504), ("qwen3-30b-a3b", 3_353_032_704)],
+)
+def test_parameters_that_a_token_passes(preset: str, active: int) -> None:
+    assert sized({"preset": preset}).active == active
+
+
+def test_a_model_without_data_needs_a_vocabulary() -> None:
+    with pytest.raises(UserError, match=r"^model\.vocab_size is not set and data\.path names no data .* 50257 say"):
+        sized({})
+
+
+WIDE = {"num_layers": 4, "hidden_size": 256, "vocab_size": 2048, "max_position_embeddings": 64, "tie_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("zero", "dp", "expected"),
+    [
+        (0, 2, (8_449_024 * 3, 16_898_048, 33_796_096)),
+        (1, 2, (8_449_024 + 8_449_024, 18_477_568, 16_898_048)),
+        (1, 4, (4_224_512 + 8_449_024, 18_477_568, 8_449_024)),
+        (2, 4, (4_224_512 + 8_449_024, 4_224_512 + 1_579_520, 8_449_024)),
+        (3, 4, (4_224_512 + 1_579_520, 4_224_512 + 1_579_520, 8_449_024)),
+    ],
+)
+def test_bytes_are_those_measured_for_the_docs(zero: int, dp: int, expected: tuple[int, int, int]) -> None:
+    """The table of docs/parallel/data.md: masters and whole weights, gradients, optimizer."""
+    size = sized(WIDE, parallel={"zero": zero, "dp": dp}, precision={"dtype": "bf16"})
+    assert size.parameters == 4_224_512
+    assert size.largest_rank(0)[1:] == expected
+
+
+class Held(NamedTuple):
+    """What a rank of a real engine holds: elements, and bytes."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def held(case: Case) -> Held:
+    engine = make_engine(case)
+    entries = engine.optimizer.entries
+    copies = [entry.leaf.nbytes for entry in entries if entry.leaf is not entry.master]
+    zero = case.config.parallel.zero
+    return Held(
+        sum(entry.master.numel() for entry in entries),
+        sum(entry.master.nbytes for entry in entries) + sum(copies),
+        0 if zero else sum(entry.gradient.nbytes for entry in entries),
+        sum(state.nbytes for _, _, state in engine.optimizer.states() if state.dim()),
+    )
+
+
+MOE: tuple[tuple[str, Any], ...] = (
+    ("architecture", "llama"),
+    ("num_key_value_heads", 6),
+    ("head_dim", 4),
+    ("num_experts", 4),
+    ("expert_ffn_hidden_size", 18),
+    ("shared_expert_ffn_hidden_size", 12),
+    ("shared_expert_gate", True),
+    ("qkv_bias", True),
+    ("qk_norm", True),
+    ("dense_layers", 1),
+)
+MIXTURE = Case(model=MOE, positions="rope", sequence=12, tie=False)
+
+
+@sweep(
+    "case",
+    [
+        Case(dp=2, tp=2, pp=2, dtype="bf16"),
+        Case(tp=4, pp=2, schedule="zbv", layers=4),
+        replace(MIXTURE, dp=2, tp=2, pp=2, settings=(("parallel.ep", 2),)),
+        replace(MIXTURE, dp=3, tp=2, settings=(("parallel.zero", 1),)),
+        replace(MIXTURE, dp=4, tp=2, settings=(("parallel.zero", 3), ("parallel.ep", 2))),
+        Case(dp=2, cp=2, tp=2, sequence=12, settings=(("parallel.zero", 2), ("parallel.zero_shards", 1))),
+        replace(
+            MIXTURE,
+            dp=8,
+            batch=48,
+            settings=(("parallel.zero", 2), ("parallel.zero_shards", 4), ("parallel.ep", 2)),
+        ),
+        replace(MIXTURE, tp=4, model=(*MOE, ("num_key_value_heads", 2), ("expert_ffn_hidden_size", 20))),
+    ],
+    ids=["bf16", "zbv-tp4", "ep2-tp2-pp2", "zero1-tp2", "zero3-ep2-tp2", "hybrid", "hybrid-ep2", "shared heads"],
+    quick=(0, 4),
+)
+def test_ranks_hold_what_is_counted(pool: WorkerPool, case: Case) -> None:
+    size, layout, parallel = ModelSize(case.config), Layout.of(case.config.parallel), case.config.parallel
+    for rank, found in enumerate(pool.run(case.world_size, held, case)):
+        at = layout.coordinates(rank)
+        counted = size.rank(at.pp, place_of(parallel, at))
+        assert (found.parameters, found.optimizer) == (counted.parameters, counted.optimizer), rank
+        if not parallel.zero:
+            assert tuple(found) == tuple(counted), rank
+        assert counted.bytes <= size.largest_rank(at.pp).bytes

@@ -1,0 +1,150 @@
+"""The time of a step: operations counted from the model's own table, and each cause where it belongs."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.planner.ideal import GPT, LLAMA, RATE, config, ideal
+from threefold.config import Config
+from threefold.errors import UserError
+from threefold.models.family import model_plan
+from threefold.planner.block_cost import BUSIEST
+from threefold.planner.estimate import StepTime, exposed_bubble, layer_elements, step_time, waiting_share
+from threefold.planner.hardware import Link, find_hardware
+from threefold.planner.systems import SYSTEMS
+
+CORE, OWN = SYSTEMS["megatron-core"], SYSTEMS["own"]
+MIXTURE = {**LLAMA, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 512}
+
+
+def _of(given: Config, **changes: Any) -> StepTime:
+    return step_time(given, ideal(**changes), CORE)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (GPT, {}),
+        (GPT, {"tp": 2}),
+        (GPT, {"tp": 2, "sequence_parallel": True, "dp": 4}),
+        (LLAMA, {"tp": 4}),
+        (LLAMA, {"cp": 2}),
+        ({**LLAMA, "sliding_window": 64}, {}),
+        (MIXTURE, {}),
+        (MIXTURE, {"dp": 4, "ep": 2, "tp": 2}),
+    ],
+)
+def test_products_are_those_of_the_models_own_table(model: dict[str, Any], layout: dict[str, Any]) -> None:
+    given = config(model, **layout)
+    tokens = 32 * 256
+    plan = model_plan(given.model, 256)
+    heads = given.model.num_attention_heads * given.model.head_dim
+    window = min(given.model.sliding_window or 256, 256)
+    core = 4 * heads * window * (1 - window / 512)  # operations of two products, of the positions that are seen
+    linear = sum(cost - heads * window for cost in plan.costs[1:5]) + plan.costs[5]
+    if given.model.num_experts:  # the rank with the busiest experts is waited for
+        linear += 4 * (BUSIEST - 1) * 3 * 512 * 512 * 2
+    ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
+    found = _of(given).compute
+    assert found.matrix == pytest.approx(
+        6 * linear * tokens / ranks / RATE, rel=1e-2 if given.model.num_experts else 1e-3
+    )
+    assert found.attention == pytest.approx(4 * 3.5 * core * tokens / ranks / RATE, rel=1e-6)
+
+
+@pytest.mark.parametrize(("recompute", "every", "treated"), [("full", 1, 4), ("full", 2, 2), ("selective", 1, 4)])
+def test_recompute_repeats_forward_passes(recompute: str, every: int, treated: int) -> None:
+    without = _of(config()).compute
+    found = _of(config(train={"recompute": recompute, "recompute_every": every})).compute
+    block = without.attention / 3.5 / 4, (without.matrix - 3 * 2 * 512 * 1024 * 32 * 256 / RATE) / 3 / 4
+    assert found.attention - without.attention == pytest.approx(treated * block[0])
+    repeated = treated * block[1] if recompute == "full" else 0.0
+    assert found.matrix - without.matrix == pytest.approx(repeated, abs=1e-9)
+
+
+def test_causes_add_up() -> None:
+    found = step_time(config(LLAMA, tp=2, pp=2, dp=2, zero=1), find_hardware("a100-80"), OWN)
+    assert found.seconds == pytest.approx(sum(found.causes.values()))
+    assert all(seconds >= 0 for seconds in found.causes.values())
+    assert min(found.compute.tensor, found.bubble, found.sends, found.gradients, found.optimizer) > 0
+
+
+def test_each_link_is_felt_by_its_axis_alone() -> None:
+    slow = Link(1e9, 0.0)
+    free = replace(OWN, overlap_gradients=False)
+    for layout, cause in (
+        ({"tp": 2}, "tensor parallelism"),
+        ({"cp": 2}, "context parallelism"),
+        ({"dp": 2}, "gradients and weights"),
+        ({"pp": 2}, "pipeline sends"),
+    ):
+        given = config(**layout)
+        before = step_time(given, ideal(), free).causes
+        after = step_time(given, ideal(inside=slow), free).causes
+        grown = {name for name in before if after[name] > before[name] + 1e-9} - {"slowest device"}
+        assert grown - {"gradients and weights"} == {cause} - {"gradients and weights"}
+        assert ("gradients and weights" in grown) == (cause in ("gradients and weights", "context parallelism"))
+
+
+def test_bytes_of_tensor_collectives_are_those_that_are_counted() -> None:
+    from threefold.comm.layout import Coordinates
+    from threefold.parallel.pipeline.partition import stage_map
+    from threefold.planner.traffic import step_traffic, wire_bytes
+
+    given = config(tp=2)
+    volumes = step_traffic(given, stage_map(model_plan(given.model, 256), given), Coordinates(0, 0, 0, 0))["tp"]
+    counted = sum(wire_bytes(operation, volume.nbytes, 2) for operation, volume in volumes.items())
+    found = step_time(given, ideal(inside=Link(1e9, 0.0)), OWN)
+    assert found.compute.tensor == pytest.approx(counted / 1e9, rel=0.02)  # but for norms held whole, and the maximum
+
+
+def test_overlap_hides_but_never_adds() -> None:
+    a100 = find_hardware("a100-80")
+    given = config(LLAMA, tp=2, dp=4)
+    plain = replace(CORE, overlap_tensor_backward=False, overlap_gradients=False, name="plain")
+    over = replace(CORE, overlap_tensor=True, name="over")
+    shown, some, most = (step_time(given, a100, system) for system in (plain, CORE, over))
+    assert shown.compute.tensor > some.compute.tensor >= most.compute.tensor > 0
+    assert shown.gradients > some.gradients > 0
+
+
+def test_elements_are_those_of_the_shards() -> None:
+    from threefold.parallel.shard_shapes import Place
+    from threefold.planner.model_size import ModelSize
+
+    for model, layout in ((GPT, {"tp": 2}), (LLAMA, {"tp": 2, "dp": 2}), (MIXTURE, {"dp": 2, "ep": 2})):
+        given = config(model, **layout)
+        held = ModelSize(given).largest_rank(0).parameters
+        assert isinstance(Place(), Place)
+        assert sum(layer_elements(given)) == pytest.approx(held, rel=0.12)  # norms, biases and positions aside
+
+
+def test_the_slowest_of_more_devices_is_slower() -> None:
+    shares = [waiting_share(world) for world in (1, 8, 64, 4096)]
+    assert shares[0] == 0
+    assert all(fewer < more < 0.02 for fewer, more in pairwise(shares))
+
+
+def test_unequal_layers_and_schedules() -> None:
+    given = {"pp": 4, "schedule": "interleaved", "stage_chunks": 2}
+    deep = {**GPT, "num_layers": 16}
+    plain, chunked = _of(config(deep, pp=4)), _of(config(deep, **given))
+    assert 0 < chunked.bubble < plain.bubble
+    assert _of(config(deep, pp=1)).bubble == 0
+
+
+def test_a_model_of_ones_own_is_refused() -> None:
+    given = config()
+    own = given.model_copy(update={"model": given.model.model_copy(update={"architecture": "own"})})
+    with pytest.raises(UserError, match="architecture is own, whose layers tell no costs"):
+        _of(own)
+
+
+def test_ranks_that_take_turns_on_cores_do_not_wait_for_a_pipeline() -> None:
+    own = replace(find_hardware("a100-80"), device="cpu", gpus_per_node=8)
+    assert exposed_bubble(3.0, 1.0, own) == 1.0
+    assert exposed_bubble(3.0, 1.0, replace(own, cores=16)) == 1.0
+    assert exposed_bubble(3.0, 1.0, replace(own, cores=2)) == 0.0
+    assert exposed_bubble(3.0, 3.0, replace(own, cores=6)) == pytest.approx(6.0 * 6 / 8 - 3.0)

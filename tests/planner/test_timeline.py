@@ -1,0 +1,87 @@
+"""The timeline: areas in the picture are shares of time, and pictures are refused in a sentence."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from threefold.errors import UserError
+from threefold.planner import timeline as style
+from threefold.planner.schedule import Timeline, find_planned, program_of, share_of_ranks, simulate
+from threefold.planner.timeline import KINDS, TimeSpan, draw_timeline, spans_of
+
+
+def simulated(name: str, pp: int, chunks: int, count: int) -> Timeline:
+    ranks = find_planned(name).stage_ranks(pp, chunks)
+    times = share_of_ranks(ranks, [18.0] * pp, [17.0] * pp, [9.0] * pp)
+    return simulate(program_of(name, pp, chunks, count), times, 0.6)
+
+
+def areas(path: Path) -> dict[str, int]:
+    """Pixels of each colour of a picture."""
+    pixels = np.rint(imread(path)[..., :3] * 255).astype(np.int64) @ np.array([65536, 256, 1])
+    colors = {**KINDS, "wait": style.FAINT}
+    return {kind: int((pixels == int(color[1:], 16)).sum()) for kind, color in colors.items()}
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("zb-h2", 3)])
+def test_areas_are_shares_of_the_time(name: str, kinds: int, tmp_path: Path) -> None:
+    timeline = simulated(name, 4, 1, 12)
+    spans = spans_of(timeline)
+    draw_timeline(tmp_path / "a.png", spans, "a title")
+    found = areas(tmp_path / "a.png")
+    total = 4 * timeline.length
+    expected = {kind: sum(span.end - span.start for span in spans if span.kind == kind) / total for kind in KINDS}
+    expected["wait"] = timeline.idle
+    assert sum(share > 0 for share in expected.values()) == kinds + 1
+    everything = sum(found.values())
+    for kind, share in expected.items():  # but for numbers and edges
+        assert found[kind] / everything == pytest.approx(share, abs=0.04), kind
+
+
+def test_spans_of_a_real_run(tmp_path: Path) -> None:
+    """In seconds of a clock, with kinds and labels of any text, and ranks of which one does nothing."""
+    spans = [
+        TimeSpan(0, "forward", "0", 1e9, 1e9 + 0.25),
+        TimeSpan(2, "optimizer", "", 1e9 + 0.25, 1e9 + 0.5),
+        TimeSpan(2, "data loading", "a long label $that$ does not fit", 1e9 + 0.5, 1e9 + 0.51),
+    ]
+    draw_timeline(tmp_path / "run.png", spans, "rank 2 waits", unit="s", called="rank")
+    found = areas(tmp_path / "run.png")
+    assert found["forward"] == pytest.approx(found["optimizer"], rel=0.1)
+    assert found["other"] > 0
+    assert found["wait"] > 3 * found["forward"]
+    draw_timeline(tmp_path / "empty.png", [], "no spans")
+
+
+def test_later_stages_of_a_rank_are_lighter(tmp_path: Path) -> None:
+    draw_timeline(tmp_path / "a.png", spans_of(simulated("interleaved", 2, 2, 4)), "two stages a rank")
+    pixels = imread(tmp_path / "a.png")[..., :3]
+    first, second = (style.lighter(KINDS["forward"], share) for share in (0.0, 0.25))
+    counts = [int((np.abs(pixels - color).max(axis=-1) < 0.004).sum()) for color in (first, second)]
+    assert counts[0] == pytest.approx(counts[1], rel=0.1)
+
+
+def test_svg_and_a_large_pipeline(tmp_path: Path) -> None:
+    draw_timeline(tmp_path / "small.svg", spans_of(simulated("1f1b", 2, 1, 4)), "small")
+    assert "<svg" in (tmp_path / "small.svg").read_text()
+    draw_timeline(tmp_path / "large.svg", spans_of(simulated("1f1b", 16, 1, 130)), "4,160 spans as an image")
+    assert "<image" in (tmp_path / "large.svg").read_text()
+    assert (tmp_path / "large.svg").stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("a.jpg", "must end in .png or .svg; use {folder}/a.png."),
+        ("a", "must end in .png or .svg; use {folder}/a.png."),
+        ("nowhere/a.png", "there is no folder {folder}/nowhere."),
+        ("folder.png", "cannot be written: that is a folder."),
+    ],
+)
+def test_paths_that_are_refused(name: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UserError) as refused:
+        draw_timeline(tmp_path / name, [], "title")
+    assert str(refused.value).endswith(sentence.format(folder=tmp_path))

@@ -1,0 +1,117 @@
+"""A rank's state in memory: what it gives back, and that half of one never counts."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from threefold.train.attempt import memory_files
+from threefold.train.memory_copy import MemoryCopy
+
+
+@pytest.fixture
+def file() -> Path:
+    ((file, _),) = memory_files(1)
+    return file
+
+
+def state(step: int) -> dict[str, Tensor]:
+    """Tensors of several kinds, all of whose values follow from the step."""
+    return {
+        "weight": torch.full((3, 5), float(step)),
+        "odd": torch.full((7,), step % 100, dtype=torch.uint8),
+        "half": torch.full((2, 1), float(step), dtype=torch.bfloat16).t(),
+        "scalar": torch.tensor(step),
+        "nothing": torch.empty(0, 4),
+    }
+
+
+def empty() -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
+
+
+def test_another_process_finds_what_was_written(file: Path) -> None:
+    MemoryCopy(file).write(7, state(7), {"layout": "x"})
+    found, tensors = MemoryCopy(file), empty()
+    assert (found.step, found.is_whole(), found.facts()) == (7, True, {"layout": "x"})
+    assert found.read(tensors) == set(tensors)
+    for name, tensor in state(7).items():
+        assert torch.equal(tensors[name], tensor)
+
+
+def test_an_empty_file_holds_none(file: Path) -> None:
+    copy = MemoryCopy(file)
+    assert (copy.step, copy.is_whole()) == (None, False)
+    copy.discard()
+    copy.write(3, state(3), {})
+    copy.discard()
+    assert (copy.step, copy.is_whole()) == (None, False)
+
+
+def test_a_larger_state_replaces_a_smaller_one(file: Path) -> None:
+    copy = MemoryCopy(file)
+    copy.write(1, {"weight": torch.zeros(2)}, {})
+    copy.write(2, {"weight": torch.arange(100_000.0)}, {"more": "x" * 100})
+    tensors = {"weight": torch.zeros(100_000)}
+    found = MemoryCopy(file)
+    assert (found.step, found.is_whole()) == (2, True)
+    found.read(tensors)
+    assert torch.equal(tensors["weight"], torch.arange(100_000.0))
+
+
+def test_every_flipped_bit_is_found(file: Path) -> None:
+    MemoryCopy(file).write(9, state(9), {"layout": "x"})
+    descriptor = os.open(file, os.O_RDWR)
+    size = os.fstat(descriptor).st_size
+    for place in (*range(0, 72, 7), *range(4096, size, 13)):
+        (before,) = os.pread(descriptor, 1, place)
+        os.pwrite(descriptor, bytes([before ^ 1]), place)
+        assert not MemoryCopy(file).is_whole(), place
+        os.pwrite(descriptor, bytes([before]), place)
+    assert MemoryCopy(file).is_whole()
+    os.close(descriptor)
+
+
+def test_a_state_of_another_shape_is_refused(file: Path) -> None:
+    copy = MemoryCopy(file)
+    copy.write(1, state(1), {})
+    with pytest.raises(ValueError, match=r"weight of shape \[3, 5\]"):
+        copy.read({**empty(), "weight": torch.zeros(5, 3)})
+
+
+class Deadly(dict[str, Tensor]):
+    """A state of which a process that writes it has copied `left` tensors when it is killed."""
+
+    def __init__(self, tensors: dict[str, Tensor], left: int) -> None:
+        super().__init__(tensors)
+        self.left, self.rounds = left, 0
+
+    def items(self) -> Any:
+        self.rounds += 1
+        for number, item in enumerate(super().items()):
+            if self.rounds == 2 and number == self.left:  # the second time, when they are copied
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+        if self.rounds == 2 and self.left == len(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _write_and_die(file: Path, left: int) -> None:
+    torch.set_num_threads(1)  # or a fork of a process that has computed in parallel could hang
+    MemoryCopy(file).write(8, Deadly(state(8), left), {})
+
+
+@pytest.mark.parametrize("left", range(6))
+def test_a_kill_while_it_is_written_leaves_none(file: Path, left: int) -> None:
+    MemoryCopy(file).write(6, state(6), {})
+    process = multiprocessing.get_context("fork").Process(target=_write_and_die, args=(file, left))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert not MemoryCopy(file).is_whole()
+    assert MemoryCopy(file).step is None

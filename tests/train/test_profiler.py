@@ -1,0 +1,93 @@
+"""Profiled runs: the same bits as without, a trace of each rank, and spans from which the timeline is drawn."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.support import Run, losses_of, train, train_rank
+from threefold.launch.worker_pool import WorkerPool
+from threefold.planner.timeline import draw_run_timeline, measured_steps
+from threefold.train.profiling import ProfileRequest
+
+
+def profile_rank(run: Run, run_dir: Path, steps: int, draws: bool = True) -> str:
+    printed = io.StringIO()
+    request = ProfileRequest(steps, draw_run_timeline if draws else refuse)
+    with contextlib.redirect_stdout(printed):
+        train(run.config, run_dir, False, profile=request)
+    return printed.getvalue()
+
+
+def refuse(path: Path) -> list[Path]:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_pipeline(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(pp=2, tp=2, steps=5, set=(("train.micro_batch_size", 2),))
+    pool.run(4, train_rank, run, tmp_path / "plain")
+    first, *others = pool.run(4, profile_rank, run, tmp_path / "run", 2)
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "plain")
+    folder = tmp_path / "run" / "profile"
+    assert f"Profile of steps 3 to 4: traces of all ranks, for https://ui.perfetto.dev, in {folder}; timeline" in first
+    assert others == ["", "", ""]
+    for rank in range(4):
+        trace = json.loads((folder / f"rank-{rank:04}.json").read_text())
+        names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
+        stage = rank // 2
+        assert {f"{stage}{kind}{number}" for kind in "FB" for number in range(4)} <= names
+        assert {
+            "step 3",
+            "step 4",
+            "data",
+            "update",
+            "all_reduce over tp",
+            "send over pp",
+            "callback DataCheck",
+        } <= names
+        assert not any(name.startswith(f"{1 - stage}F") for name in names)
+    found = json.loads((folder / "spans.json").read_text())
+    assert [rank["pp_rank"] for rank in found["ranks"]] == [0, 1]
+    steps = measured_steps(found["ranks"])
+    assert [step.number for step in steps] == [3, 4]
+    assert all(0 < step.bubble < 1 for step in steps)
+    assert (folder / "timeline.png").stat().st_size > 10_000
+    assert (folder / "timeline.svg").read_text().startswith("<?xml")
+
+
+def test_one_process_whose_run_is_shorter_than_the_warm_up(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    (printed,) = pool.run(1, profile_rank, small_run.but(steps=2), tmp_path, 3, False)
+    assert "spans.json cannot be written (No space left on device)." in printed  # which ends no run
+    assert len(losses_of(tmp_path)) == 2
+    (rank,) = json.loads((tmp_path / "profile" / "spans.json").read_text())["ranks"]
+    assert {span["step"] for span in rank["spans"] if span["kind"]} == {1, 2}
+
+
+def spans_of(stage: int, *actions: tuple[str, int, float, float]) -> dict[str, object]:
+    """A rank of step 7, with an update after its actions."""
+    named = [
+        {
+            "name": f"{stage}{kind}{number}",
+            "kind": kind,
+            "stage": stage,
+            "micro_batch": number,
+            "start": start,
+            "end": end,
+        }
+        for kind, number, start, end in actions
+    ]
+    end = max(end for *_, end in actions)
+    update = {"name": "update", "kind": "", "stage": 0, "micro_batch": 0, "start": end, "end": end + 1.0}
+    return {"pp_rank": stage, "spans": [{**span, "step": 7} for span in [*named, update]]}
+
+
+def test_the_measured_bubble_is_that_of_the_longest_stage() -> None:
+    first = spans_of(0, ("F", 0, 10.0, 11.0), ("B", 0, 14.0, 16.0))  # 6 s, of which it works 3
+    second = spans_of(1, ("F", 0, 11.0, 12.0), ("B", 0, 12.0, 14.0))  # 3 s, all of which it works
+    (step,) = measured_steps([first, second])
+    assert step.bubble == pytest.approx(((6 - 3) + (6 - 3)) / (2 * 6))
+    assert step.seconds == pytest.approx(7.0)
+    assert {span.kind for span in step.spans} == {"forward", "backward", "optimizer"}
+    assert measured_steps([]) == []

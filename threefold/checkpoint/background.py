@@ -1,0 +1,329 @@
+"""Saving beside the training: host copies of the state, the thread that writes them, copies at `fsspec` addresses."""
+
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from threefold.checkpoint.folder import path_of
+from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.save import on_first, write_checkpoint
+from threefold.checkpoint.storage import Writer
+from threefold.checkpoint.tensors import detached
+from threefold.comm.axis import Axis
+from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+from threefold.torch_private.tensors import foreach_copy_
+
+_ALIGNMENT: Final = 64
+"""Bytes that each tensor in the host memory begins at a multiple of."""
+
+
+@dataclass(frozen=True)
+class WriteShare:
+    """What this rank writes of a checkpoint.
+
+    Attributes:
+        plan: its parts.
+        metadata: of the whole checkpoint.
+    """
+
+    plan: SavePlan
+    metadata: dcp.Metadata
+
+
+class Sharing:
+    """Decides as `save_tensors` does which rank writes which part; once, and again where a rank's tensors have changed.
+
+    Args:
+        world: all ranks.
+    """
+
+    def __init__(self, world: Axis) -> None:
+        self._world = world
+        self._share: WriteShare | None = None
+        self._of: list[tuple[str, torch.Size, torch.dtype]] = []
+
+    def share(self, tensors: Mapping[str, Tensor]) -> WriteShare:
+        """This rank's share. Collective over the world.
+
+        Args:
+            tensors: as `save_tensors` takes them.
+        """
+        now = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        if self._share is None or any(self._world.gather_objects(now != self._of)):
+            self._share, self._of = self._decided(tensors), now
+        return self._share
+
+    def _decided(self, tensors: Mapping[str, Tensor]) -> WriteShare:
+        planner = _planner_of(detached(tensors), self._world.is_first)
+        # Each rank computes the same whole plan, which spares sending every rank its part of it.
+        plans, metadata = planner.create_global_plan(self._world.gather_objects(planner.create_local_plan()))
+        mine = Writer(Path(), Heartbeat()).prepare_global_plan(plans)[self._world.index]
+        return WriteShare(mine, metadata)
+
+
+class HostCopy:
+    """A copy of a rank's share in host memory, which is allocated once and used for one checkpoint after the other."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, share: WriteShare, tensors: Mapping[str, Tensor]) -> "Copies":
+        """Copy a share of tensors; what was copied before is overwritten.
+
+        Args:
+            share: of them.
+            tensors: as `save_tensors` takes them.
+        """
+        planner = _planner_of(detached(tensors), False)
+        found = [(item, _resolved(planner, item)) for item in share.plan.items]
+        places = self._places([source for _, source in found])
+        with torch.no_grad():
+            on_host = [(place, source) for place, (_, source) in zip(places, found, strict=True) if not source.is_cuda]
+            foreach_copy_([place for place, _ in on_host], [source for _, source in on_host])
+            for place, (_, source) in zip(places, found, strict=True):
+                if source.is_cuda:
+                    place.copy_(source, non_blocking=True)
+        if len(on_host) < len(found):
+            torch.cuda.synchronize()
+        return Copies({item.index: place for (item, _), place in zip(found, places, strict=True)})
+
+    def _places(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """A part of the memory for each tensor."""
+        sizes = [math.ceil(source.nbytes / _ALIGNMENT) * _ALIGNMENT for source in sources]
+        if self._memory.nbytes < sum(sizes):
+            pinned = any(source.is_cuda for source in sources)
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        places, begin = [], 0
+        for source, size in zip(sources, sizes, strict=True):
+            held = self._memory[begin : begin + source.nbytes]
+            places.append(held.view(source.dtype).view(source.shape) if source.numel() else torch.empty_like(source))
+            begin += size
+        return places
+
+
+class Copies(DefaultSavePlanner):
+    """The planner that finds the parts of a share in host memory.
+
+    Args:
+        tensors: by the index of their part.
+    """
+
+    def __init__(self, tensors: Mapping[dcp.MetadataIndex, Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._tensors[write_item.index]
+
+
+def write_share(share: WriteShare, copies: Copies, folder: Path, world: Axis) -> None:
+    """Write the tensors of a checkpoint, each rank its share, durably. Collective over `world`.
+
+    Args:
+        share: this rank's.
+        copies: of its tensors.
+        folder: an empty folder shared by all ranks.
+        world: all ranks; of a process group that nothing else uses meanwhile.
+
+    Raises:
+        OSError: on every rank, when a rank cannot write.
+    """
+    writer = Writer(folder, world.heartbeat)
+    written: list[WriteResult] | str
+    try:
+        written = writer.write_data(share.plan, copies).wait()
+    except Exception as error:  # the other ranks wait for this one's word, whatever happened
+        written = " ".join(str(error).split())[:300] or type(error).__name__
+    results = world.gather_objects(written)
+    for rank, result in enumerate(results):
+        if isinstance(result, str):
+            raise OSError(f"rank {rank}: {result}")
+    on_first(world, lambda: writer.finish(share.metadata, cast(list[list[WriteResult]], results)))
+
+
+def _planner_of(tensors: dict[str, Tensor], is_first: bool) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(cast(dict[str, Any], tensors), None, is_first)
+    return planner
+
+
+def _resolved(planner: DefaultSavePlanner, item: WriteItem) -> Tensor:
+    found = planner.resolve_data(item)
+    if not isinstance(found, Tensor):
+        raise UserError(f"{item.index.fqn} is no tensor, and a checkpoint holds nothing else.")
+    return found.detach()
+
+
+_NICENESS: Final = 10
+"""Of the thread, so that the steps' computation goes first where all cores are busy."""
+_RELAY_INTERVAL: Final = 0.5
+"""Seconds."""
+
+
+class WorkThread:
+    """A thread that does one piece of work after the other; it does not keep its process from ending.
+
+    `concurrent.futures` waits for its threads when the interpreter ends, where one may wait for a rank that is lost.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._left = 0
+        self._idle = threading.Condition()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do `work`, which raises nothing, after what was given before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._left += 1
+        self._work.put(work)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until everything is done, at most so long; returns whether it is."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._left, seconds)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is done."""
+        return not self._left
+
+    def end(self) -> None:
+        """End the thread after what it was given, without waiting for it."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread = None
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # where threads have priorities of their own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            finally:
+                with self._idle:
+                    self._left -= 1
+                    self._idle.notify_all()
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a checkpoint that was written in the background, the same on every rank.
+
+    Attributes:
+        step: updates made before it.
+        path: its folder.
+        seconds: that writing it took.
+        failure: why it could not be written; None where it is complete.
+    """
+
+    step: int
+    path: Path
+    seconds: float
+    failure: UserError | None
+
+
+class BackgroundSaver:
+    """Saves checkpoints that are the same, bit for bit, as those of `save_checkpoint`, one at a time.
+
+    Each rank copies its share of the tensors into host memory that it keeps, and a thread writes it; the ranks' threads
+    have a process group of their own. Collective over the world.
+
+    Args:
+        mesh: all ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._sharing, self._copy = mesh, Sharing(mesh.world), HostCopy()
+        self._world: Axis | None = None
+        self._thread = WorkThread("threefold-saving")
+        self._written: Written | None = None
+
+    def save(self, run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Path:
+        """Copy the tensors, and start to write a checkpoint; the one before must have been received by `wait`.
+
+        Args:
+            run_dir, facts, tensors, texts: as of `save_checkpoint`.
+
+        Returns:
+            the folder that it will have.
+        """
+        if self._world is None:
+            self._world = self._mesh.background_axis()
+        world, share, path = self._world, self._sharing.share(tensors), path_of(run_dir, facts.step)
+        copies = self._copy.take(share, tensors)
+
+        def write() -> None:
+            failure, begun = None, time.monotonic()
+            try:
+                write_checkpoint(run_dir, facts, texts, world, lambda folder: write_share(share, copies, folder, world))
+            except UserError as error:
+                failure = error
+            except Exception as error:  # a rank is lost, say: the training hears of it by itself
+                failure = UserError(f"The checkpoint {path} cannot be written ({type(error).__name__}: {error}).")
+            self._written = Written(facts.step, path, time.monotonic() - begun, failure)
+
+        self._thread.do(write)
+        return path
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a checkpoint has been written, or could not be, that `wait` has not returned yet."""
+        return self._written is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return not self._thread.is_idle
+
+    def wait(self) -> Written | None:
+        """Wait for the checkpoint that is being written; returns it once, and None where there is none."""
+        if self._world is not None:
+            with self._mesh.world.waiting("gather"):  # for the threads of the other ranks, or for this one's
+                self._relay_progress(self._world.heartbeat)
+        written, self._written = self._written, None
+        return written
+
+    def _relay_progress(self, writing: Heartbeat) -> None:
+        """Wait for the thread; what it writes meanwhile is progress of this rank."""
+        seen = -1
+        while not self._thread.wait(_RELAY_INTERVAL):
+            if (done := writing.place().progress) != seen:
+                seen = done
+                self._mesh.heartbeat.progress()
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do `work`, which raises nothing, on this rank after what is being written."""
+        self._thread.do(work)
+
+    def end(self, seconds: float | None = None) -> bool:
+        """End the thread after what it was given, for which it may take so many seconds; None for as many as it takes.
+
+        Returns:
+            whether it is done.
+        """
+        done = self._thread.wait(seconds)
+        self._thread.end()
+        return done

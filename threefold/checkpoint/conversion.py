@@ -1,0 +1,238 @@
+"""`threefold checkpoint convert`: a checkpoint in another format, another dtype, or without optimizer state.
+
+Tensor by tensor, so that the checkpoint of a model larger than memory can be converted; every part of a tensor is
+compared with its checksum as it is read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
+from threefold.checkpoint.folder import CONFIG, path_of
+from threefold.checkpoint.index import INDEX, StoredTensor, TensorChunk, index_text, read_data_files, read_index
+from threefold.checkpoint.listing import locate, saved_at
+from threefold.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from threefold.checkpoint.plain_files import (
+    StreamedTensor,
+    TensorPiece,
+    TensorSource,
+    write_dcp,
+    write_safetensors,
+    write_torch,
+)
+from threefold.checkpoint.save import WRITER, read_writer
+from threefold.checkpoint.storage import stored_index
+from threefold.checkpoint.summary import bytes_of, choose
+from threefold.checkpoint.tensors import save_tensors_alone
+from threefold.checkpoint.version1 import METADATA
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.host import return_freed_memory
+from threefold.output import Progress, check_replaceable, staged_directory, write_durably
+
+Format = Literal["threefold", "safetensors", "torch", "dcp"]
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_NOT_COPIED: Final = frozenset((INDEX, WRITER, METADATA))
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to convert.
+
+    Attributes:
+        source: a run, whose newest good checkpoint is taken, or a checkpoint.
+        out: the folder to make: with the format `threefold` a run with one checkpoint.
+        format: of the output.
+        dtype: of the weights, a key of `DTYPES`; None for as they are stored.
+        weights_only: whether to leave out optimizer state and random streams.
+        shard_bytes: most tensors in a file, where the format has several.
+        overwrite: whether a folder at `out` is replaced.
+    """
+
+    source: Path
+    out: Path
+    format: Format = "threefold"
+    dtype: str | None = None
+    weights_only: bool = False
+    shard_bytes: int = 5_000_000_000
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class ConvertedCheckpoint:
+    """What was converted.
+
+    Attributes:
+        checkpoint: that was read.
+        step: updates made for it.
+        tensors: written.
+        parameters: of the model.
+        bytes: of the tensors written.
+        dtypes: of the weights, the most bytes first.
+        files: of tensors, their paths in the output.
+        others: names of the files beside them.
+        warnings: what the user should know about the output.
+    """
+
+    checkpoint: Path
+    step: int
+    tensors: int
+    parameters: int
+    bytes: int
+    dtypes: tuple[str, ...]
+    files: tuple[str, ...]
+    others: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def convert_checkpoint(request: Conversion, progress: Progress) -> ConvertedCheckpoint:
+    """Write a checkpoint anew. One of a run that is found damaged while it is read is passed over.
+
+    Raises:
+        DamagedCheckpoint: the checkpoint that was named is damaged.
+        UserError: a run has no good checkpoint, a weight has values that the dtype does not, or `out` cannot be
+            written. Nothing is left at `out` then.
+    """
+    return_freed_memory()
+    named = locate(request.source)
+    check_replaceable(request.out, [request.source], request.overwrite)
+    damaged: dict[Path, str] = {}
+    while True:
+        path, warnings = choose(named, damaged)
+        try:
+            return _convert(request, path, warnings, progress)
+        except DamagedCheckpoint as damage:
+            if named.checkpoint is not None or damage.path in damaged:
+                raise
+            damaged[damage.path] = damage.reason
+
+
+def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progress: Progress) -> ConvertedCheckpoint:
+    manifest, index = read_manifest(path), stored_index(path)
+    kept = {name: tensor for name, tensor in index.items() if not request.weights_only or name.startswith(MODEL)}
+    source = TensorSource(path, kept, DTYPES[request.dtype] if request.dtype else None, progress)
+    progress.phase("Converting", sum(map(bytes_of, kept.values())))
+    texts = sorted(manifest.files.keys() - {chunk.file for each in index.values() for chunk in each.chunks})
+    texts = [name for name in texts if name not in _NOT_COPIED]
+    with staged_directory(request.out, inputs=[request.source], overwrite=request.overwrite) as staged:
+        if request.format == "threefold":
+            files = _write_run(request, manifest, source, texts, staged)
+        else:
+            _copy(manifest, texts, staged)
+            if request.format == "safetensors":
+                files = write_safetensors(source, staged, request.shard_bytes)
+            elif request.format == "torch":
+                files = write_torch(source, staged)
+            else:
+                files = write_dcp(source, staged)
+    written = source.planned
+    weights = {name: tensor for name, tensor in written.items() if name.startswith(MODEL)}
+    dtypes: dict[str, int] = {}
+    for tensor in weights.values():
+        name = str(tensor.dtype).removeprefix("torch.")
+        dtypes[name] = dtypes.get(name, 0) + bytes_of(tensor)
+    return ConvertedCheckpoint(
+        path,
+        manifest.facts.step,
+        len(written),
+        sum(bytes_of(tensor) // tensor.dtype.itemsize for tensor in weights.values()),
+        sum(map(bytes_of, written.values())),
+        tuple(sorted(dtypes, key=lambda name: -dtypes[name])),
+        tuple(files),
+        tuple(texts),
+        (*warnings, *_consequences(request, index, source)),
+    )
+
+
+def _consequences(request: Conversion, index: Mapping[str, StoredTensor], source: TensorSource) -> list[str]:
+    """A sentence where a run that is resumed from the output would not be the one that wrote the checkpoint."""
+    if request.format != "threefold" or request.weights_only:
+        return []
+    narrower = [name for name, tensor in source.planned.items() if tensor.dtype.itemsize < index[name].dtype.itemsize]
+    if not narrower:
+        return []
+    return [
+        f"The weights are rounded to {request.dtype}, so a run that is resumed from {shown(request.out)} has other "
+        "losses than one that is resumed from the original."
+    ]
+
+
+def _write_run(
+    request: Conversion, manifest: Manifest, source: TensorSource, texts: Sequence[str], run: Path
+) -> list[str]:
+    """Write a run with one checkpoint of version 2, and return the files of tensors."""
+    folder = path_of(run, manifest.facts.step)
+    folder.mkdir(parents=True)
+    _copy(manifest, texts, folder)
+    tensors: dict[str, StoredTensor] = {}
+    files = {}
+    for number, share in enumerate(_shares(source.planned, request.shard_bytes)):
+        part = run / f"part-{number}"
+        part.mkdir()
+        save_tensors_alone({name: _streamed(name, source) for name in share}, part)
+        name = f"tensors-{number:05d}.bin"
+        written, data = read_index(part), read_data_files(part)
+        for old, file in data.items():
+            (part / old).rename(folder / name)
+            files[name] = file
+        tensors |= {each: _moved(tensor, name) for each, tensor in written.items()}
+        (part / INDEX).unlink()
+        part.rmdir()
+    write_durably(folder / INDEX, index_text(tensors, files))
+    record = read_writer(manifest.folder)
+    record = replace(
+        record,
+        saved=saved_at(manifest.folder, record),
+        weights_only=record.weights_only or request.weights_only,
+    )
+    if record.layout is not None or record.weights_only:
+        write_durably(folder / WRITER, record.text)
+    write_manifest(folder, manifest.facts)
+    if (folder / CONFIG).exists():
+        write_durably(run / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
+    return [str((folder / name).relative_to(run)) for name in sorted(files)]
+
+
+def _streamed(name: str, source: TensorSource) -> Tensor:
+    """A tensor that is read chunk by chunk; a chunk of the output is one of the checkpoint."""
+    planned = source.planned[name]
+    pieces = [
+        TensorPiece(chunk.offsets, chunk.sizes, partial(source.read_chunk, name, chunk)) for chunk in planned.chunks
+    ]
+    empty = [TensorPiece((0,) * len(planned.shape), planned.shape, partial(source.read, name))]
+    return StreamedTensor.of(planned.shape, planned.dtype, pieces or empty)
+
+
+def _moved(tensor: StoredTensor, file: str) -> StoredTensor:
+    chunks: tuple[TensorChunk, ...] = tuple(replace(chunk, file=file) for chunk in tensor.chunks)
+    return replace(tensor, chunks=chunks)
+
+
+def _shares(tensors: Mapping[str, StoredTensor], limit: int) -> list[list[str]]:
+    """Names whose tensors go into one file: of at most `limit` bytes, but at least one."""
+    shares: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shares[-1] and filled + bytes_of(tensor) > limit:
+            shares.append([])
+            filled = 0
+        shares[-1].append(name)
+        filled += bytes_of(tensor)
+    return shares
+
+
+def _copy(manifest: Manifest, names: Sequence[str], folder: Path) -> None:
+    """Copy a checkpoint's other files, each compared with its checksum."""
+    for name in names:
+        manifest.check_content(name)
+        try:
+            text = (manifest.folder / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{shown(manifest.folder / name)} cannot be read ({error}); restore it.") from None
+        write_durably(folder / name, text)

@@ -1,0 +1,219 @@
+"""Tensor files of a checkpoint and their index: version 2, which is written, and version 1, which is only read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name, whole
+from threefold.checksums import is_intact, seal_text
+from threefold.errors import UserError
+from threefold.files import parse_json, read_text, require_file, shown
+
+INDEX: Final = "tensors.json"
+FORMAT: Final = "threefold-tensors"
+VERSION: Final = 1
+LARGEST: Final = 2 << 30
+"""Bytes of the largest index that is read: of some ten million chunks."""
+
+DTYPES: Final = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+        *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+    )
+}
+"""By the name that the index has for them."""
+
+_MOST_DIMS: Final = 16
+
+
+@dataclass(frozen=True)
+class TensorChunk:
+    """A box of a tensor, and its place in a file.
+
+    Attributes:
+        offsets: its first element in the tensor.
+        sizes: of the box.
+        file: name of the file in the checkpoint's folder.
+        position: of its first byte.
+        bytes: how many.
+        checksum: of them; None in a checkpoint of version 1.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    position: int
+    bytes: int
+    checksum: str | None
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        shape: of the whole.
+        dtype: as it is stored.
+        chunks: none where it has no element.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[TensorChunk, ...]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of tensors: its size and the checksum of its content."""
+
+    bytes: int
+    checksum: str
+
+
+def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, DataFile]) -> str:
+    """The content of tensors.json."""
+    entries = (
+        f"{json.dumps(name)}: {json.dumps(_plain_tensor(tensors[name]))}"
+        for name in sorted(tensors)  # the same text in whatever order the ranks wrote
+    )
+    held = json.dumps({name: vars(files[name]) for name in sorted(files)})
+    head = f'{{\n"format": "{FORMAT}",\n"version": {VERSION},\n"files": {held},\n"tensors": {{\n'
+    return seal_text(head + ",\n".join(entries) + "\n}\n}")
+
+
+def read_index(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by name.
+
+    Raises:
+        DamagedCheckpoint: its index is missing, is not as it was written, or does not fit the files.
+    """
+    document = _document(folder)
+    try:
+        tensors = {name: _tensor(entry) for name, entry in document["tensors"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedCheckpoint(folder, f"its {INDEX} lacks the position of a tensor") from None
+    check_index(folder, tensors)
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            if chunk.bytes != prod(chunk.sizes) * tensor.dtype.itemsize or chunk.checksum is None:
+                raise DamagedCheckpoint(folder, f"its {INDEX} has another length for a part of {shown(name)}")
+    return tensors
+
+
+def read_data_files(folder: Path) -> dict[str, DataFile]:
+    """Size and checksum of each file of tensors, as the index has them.
+
+    Raises:
+        DamagedCheckpoint: as `read_index`.
+    """
+    try:
+        return {name: DataFile(held["bytes"], held["checksum"]) for name, held in _document(folder)["files"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise DamagedCheckpoint(folder, f"its {INDEX} does not say which files hold the tensors") from None
+
+
+def check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Check that the chunks of each tensor cover it once, and are inside files of the folder.
+
+    Raises:
+        DamagedCheckpoint: they do not.
+    """
+    sizes = {name: _size(folder, name) for name in {chunk.file for each in tensors.values() for chunk in each.chunks}}
+    for name, tensor in tensors.items():
+        if any(chunk.position + chunk.bytes > sizes[chunk.file] for chunk in tensor.chunks):
+            raise DamagedCheckpoint(folder, f"the file of its tensor {shown(name)} ends before the tensor does")
+        if not _covers(tensor):
+            raise DamagedCheckpoint(folder, f"the parts of its tensor {shown(name)} do not make up the whole")
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    try:
+        text = read_text(path, limit=LARGEST)
+        if not is_intact(text):
+            raise DamagedCheckpoint(folder, f"its {INDEX} does not have the checksum that it was written with")
+        document = parse_json(text, str(path))
+    except DamagedCheckpoint:
+        raise
+    except UserError as error:
+        raise DamagedCheckpoint(folder, str(error).removesuffix(".")) from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
+        raise DamagedCheckpoint(folder, f"its {INDEX} is not of version {VERSION} of the format {FORMAT}")
+    return document
+
+
+def _size(folder: Path, name: str) -> int:
+    if not is_plain_name(name):
+        raise DamagedCheckpoint(folder, f"its tensors are in {shown(repr(name))}, which is no file of its own folder")
+    try:
+        return require_file(folder / name)
+    except UserError as error:
+        raise DamagedCheckpoint(folder, str(error).removesuffix(".")) from None
+
+
+def _plain_tensor(tensor: StoredTensor) -> dict[str, Any]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return {"dtype": name, "shape": tensor.shape, "chunks": [vars(chunk) for chunk in tensor.chunks]}
+
+
+def _tensor(entry: dict[str, Any]) -> StoredTensor:
+    return StoredTensor(_sizes(entry["shape"]), DTYPES[entry["dtype"]], tuple(map(_chunk, entry["chunks"])))
+
+
+def _chunk(entry: dict[str, Any]) -> TensorChunk:
+    if not is_plain_name(entry["file"]) or not isinstance(entry["checksum"], str):
+        raise ValueError("a chunk without a file or a checksum")
+    return TensorChunk(
+        _sizes(entry["offsets"]),
+        _sizes(entry["sizes"]),
+        entry["file"],
+        whole(entry["position"]),
+        whole(entry["bytes"]),
+        entry["checksum"],
+    )
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MOST_DIMS:
+        raise ValueError(f"{value!r} is no shape")
+    return tuple(map(whole, value))
+
+
+def _covers(tensor: StoredTensor) -> bool:
+    """Whether the chunks cover the tensor, each element once."""
+    dims = len(tensor.shape)
+    if any(len(chunk.offsets) != dims or len(chunk.sizes) != dims for chunk in tensor.chunks):
+        return False
+    if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.shape):
+        return False
+    if not dims:
+        return len(tensor.chunks) == 1
+    starts = np.array([chunk.offsets for chunk in tensor.chunks], dtype=np.int64).reshape(-1, dims)
+    ends = starts + np.array([chunk.sizes for chunk in tensor.chunks], dtype=np.int64).reshape(-1, dims)
+    if (ends > np.array(tensor.shape, dtype=np.int64)).any() or (ends <= starts).any():
+        return False
+    return not _overlap(starts, ends)
+
+
+def _overlap(starts: Any, ends: Any) -> bool:
+    """Whether any two of the boxes from `starts` to `ends`, both [N, dims], have an element in common."""
+    if len(starts) < 2:
+        return False
+    cut = int(np.argmax([len(np.unique(column)) for column in starts.T]))
+    order = np.argsort(starts[:, cut], kind="stable")
+    starts, ends = starts[order], ends[order]
+    if all(end <= start for (_, end), (start, _) in pairwise(zip(starts[:, cut], ends[:, cut], strict=True))):
+        return False
+    for first in range(len(starts) - 1):
+        rest = slice(first + 1, first + 1 + int(np.searchsorted(starts[first + 1 :, cut], ends[first, cut])))
+        if ((starts[rest] < ends[first]) & (starts[first] < ends[rest])).all(axis=1).any():
+            return True
+    return False

@@ -1,0 +1,330 @@
+"""Copies of a run's checkpoints at an address of `fsspec`, such as `s3://bucket/run`.
+
+ADDRESS/step_00000100/ has the files of RUN/checkpoints/step_00000100. An object store renames nothing, so the manifest,
+checkpoint.json, is what makes a copy complete: it is written when every other file is there with all its bytes, and
+deleted before any of them. It keeps a checksum of itself, so that half of one is none.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from filelock import FileLock
+
+from threefold.checkpoint.background import WorkThread
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.folder import FOLDER, complete, path_of, superfluous
+from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
+from threefold.checksums import is_intact
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.output import sync
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+
+_SETTING: Final = "checkpoint.remote"
+
+
+class RemoteCheckpoints:
+    """The checkpoints at an address.
+
+    Args:
+        address: with its protocol; credentials and endpoints are those that `fsspec` and the protocol's package find.
+
+    Raises:
+        UserError: the protocol is unknown, or its package is not installed or refuses the address.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        with self._failures("be opened"):
+            from fsspec.core import url_to_fs
+
+            self._files: AbstractFileSystem
+            self._files, self._root = url_to_fs(self.address)
+
+    def steps(self) -> list[int]:
+        """The steps of the complete ones, oldest first.
+
+        Raises:
+            UserError: the address cannot be read.
+        """
+        with self._failures("be read"):
+            return [step for step, name in sorted(self._folders().items()) if self._manifest(name) is not None]
+
+    def incomplete(self) -> dict[int, bool]:
+        """The steps of all others, oldest first: those with a manifest are damaged, without one their upload has ended
+        early.
+
+        Raises:
+            UserError: the address cannot be read.
+        """
+        with self._failures("be read"):
+            others = [(step, name) for step, name in sorted(self._folders().items()) if self._manifest(name) is None]
+            return {step: self._files.exists(f"{self._root}/{name}/{MANIFEST}") for step, name in others}
+
+    def upload(self, folder: Path) -> None:
+        """Copy a complete checkpoint, in the place of one of its step.
+
+        Raises:
+            UserError: the address cannot be written; what is there is complete or not listed.
+        """
+        there = f"{self._root}/{folder.name}"
+        with self._failures("be written"):
+            self._remove(there)
+            self._files.makedirs(there, exist_ok=True)
+            sizes = {name: record.bytes for name, record in read_manifest(folder).files.items()}
+            for name in sizes:
+                self._files.put_file(str(folder / name), f"{there}/{name}")
+            self._require_sizes(there, sizes)
+            self._flush(there, sizes)
+            self._files.put_file(str(folder / MANIFEST), f"{there}/{MANIFEST}")
+            self._flush(there, [MANIFEST])
+
+    def prune(self, keep: int, keep_every: int | None, newest: int) -> None:
+        """Delete those up to the step `newest` that need not stay, as `superfluous` says, and incomplete ones.
+
+        Raises:
+            UserError: one cannot be deleted.
+        """
+        whole = [step for step in self.steps() if step <= newest]
+        kept = set(whole) - set(superfluous(whole, keep, keep_every))
+        with self._failures("be written"):
+            for step, name in self._folders().items():
+                if step <= newest and step not in kept:
+                    self._remove(f"{self._root}/{name}")
+
+    def remove(self, step: int) -> None:
+        """Delete the one of `step`, if there is one.
+
+        Raises:
+            UserError: it cannot be deleted.
+        """
+        with self._failures("be written"):
+            self._remove(f"{self._root}/{path_of(Path(), step).name}")
+
+    def download(self, step: int, run_dir: Path) -> Path:
+        """Copy a complete one into a run's folder: complete or not at all.
+
+        Returns:
+            its folder.
+
+        Raises:
+            UserError: it cannot be read, is damaged, or the folder cannot be written.
+        """
+        from threefold.checkpoint.save import put_in_place  # imports torch, as reading an address does not
+
+        path = path_of(run_dir, step)
+        partial, there = path.with_name(path.name + PARTIAL), f"{self._root}/{path.name}"
+        with self._failures("be read"):
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                self._files.get_file(f"{there}/{MANIFEST}", str(partial / MANIFEST))
+                manifest = read_manifest(partial)
+                for name in manifest.files:
+                    self._files.get_file(f"{there}/{name}", str(partial / name))
+                manifest.check_sizes()
+                for name in manifest.files:
+                    manifest.check_content(name)
+                    sync(partial / name)
+                sync(partial / MANIFEST)
+                sync(partial)
+                put_in_place(partial, path)
+            except DamagedCheckpoint as damage:
+                raise UserError(f"{self.address}/{path.name} is damaged: {damage.reason}; remove it.") from None
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return path
+
+    def _folders(self) -> dict[int, str]:
+        """The names of all folders that are named like a checkpoint, by step."""
+        self._files.invalidate_cache()
+        try:
+            names = [entry.rstrip("/").rpartition("/")[2] for entry in self._files.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return {}
+        found = {int(name[5:]): name for name in names if name.startswith("step_") and name[5:].isdigit()}
+        return {step: name for step, name in found.items() if path_of(Path(), step).name == name}
+
+    def _manifest(self, name: str) -> dict[str, Any] | None:
+        """The manifest of a folder; None where it is missing or not as it was written."""
+        try:
+            text = self._files.cat_file(f"{self._root}/{name}/{MANIFEST}").decode("utf-8")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        return dict(json.loads(text)) if is_intact(text) else None
+
+    def _remove(self, there: str) -> None:
+        """Delete a folder, its manifest first, so that it is incomplete from the beginning."""
+        self._files.invalidate_cache()
+        if self._files.exists(f"{there}/{MANIFEST}"):
+            self._files.rm_file(f"{there}/{MANIFEST}")
+        if self._files.exists(there):
+            self._files.rm(there, recursive=True)
+
+    def _require_sizes(self, there: str, sizes: dict[str, int]) -> None:
+        self._files.invalidate_cache()
+        for name, size in sizes.items():
+            if (found := self._files.size(f"{there}/{name}")) != size:
+                raise OSError(f"{name} has {found:,} bytes there instead of {size:,}")
+
+    def _flush(self, there: str, names: Iterable[str]) -> None:
+        """Put files on the disk where the address is one of this machine's; object stores have them at once."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        if isinstance(self._files, LocalFileSystem):
+            for name in names:
+                sync(Path(there, name))
+            sync(Path(there))
+            sync(Path(there).parent)
+
+    @contextmanager
+    def _failures(self, verb: str) -> Iterator[None]:
+        """Failures of the file system, whichever package raises them, as one sentence."""
+        try:
+            yield
+        except UserError:
+            raise
+        except ImportError as error:
+            raise UserError(
+                f"{_SETTING} is {shown(self.address)}, which needs another package ({_reason(error)}); install it, "
+                "such as s3fs for s3://."
+            ) from None
+        except Exception as error:
+            raise UserError(f"{_SETTING} is {shown(self.address)}, which cannot {verb}: {_reason(error)}.") from error
+
+
+def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
+    """Before a run: where it resumes, copy the newest checkpoint at an address into its folder, if that has none as
+    new; of several processes that share the folder one does.
+
+    Args:
+        address: the value of `checkpoint.remote`.
+        run_dir: the run's folder.
+        resumes: whether the run resumes where there is a checkpoint.
+
+    Returns:
+        the folder of what was copied; None where nothing was.
+
+    Raises:
+        UserError: the address cannot be read, the folder cannot be written, a new run would mix its checkpoints with
+            those that are there, complete or not, or the newest one there is damaged.
+    """
+    remote = RemoteCheckpoints(address)
+    there, incomplete = remote.steps(), remote.incomplete()
+    if not resumes and there:
+        raise UserError(
+            f"{_SETTING} is {shown(address)}, which already has checkpoints; resume with --resume, or choose another "
+            "address."
+        )
+    if not resumes and incomplete:
+        raise UserError(
+            f"{_SETTING} is {shown(address)}, whose {path_of(Path(), max(incomplete)).name} is no complete checkpoint, "
+            "and a run that begins anew would delete it; choose another address, restore it and resume with --resume, "
+            "or remove it."
+        )
+    newest_there = max((step for step in incomplete if incomplete[step]), default=-1)
+    if newest_there > max(there + [each.step for each in complete(run_dir)], default=-1):
+        name = path_of(Path(), newest_there).name
+        raise UserError(f"{remote.address}/{name} is damaged: its {MANIFEST} is not as it was written; remove it.")
+    if not there:
+        return None
+    try:
+        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+        with FileLock(run_dir / FOLDER / ".remote.lock"):
+            here = [checkpoint.step for checkpoint in complete(run_dir)]
+            return remote.download(there[-1], run_dir) if not here or here[-1] < there[-1] else None
+    except OSError as error:
+        raise UserError(f"{shown(run_dir)} cannot be written ({error.strerror}); choose another --run-dir.") from None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].removesuffix(".") or type(error).__name__
+
+
+_LOOK: Final = 0.5
+"""Seconds between two looks at what is being copied, while it is waited for."""
+
+
+class Mirror:
+    """Copies the checkpoints of a run, on one rank. One that has not been begun when a newer one comes is left out,
+    unless it is kept for good; what is left of a run's end is waited for.
+
+    Args:
+        remote: where they go.
+        keep, keep_every: which of them stay there, as of `superfluous`.
+        failed: gets the sentence about one that could not be copied.
+        copied: called after one that was.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteCheckpoints,
+        keep: int,
+        keep_every: int | None,
+        failed: Callable[[str], None],
+        copied: Callable[[], None],
+    ) -> None:
+        self._remote, self._keep, self._keep_every = remote, keep, keep_every
+        self._failed, self._copied = failed, copied
+        self._thread = WorkThread("threefold-remote")
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Path] = {}
+        self._current: Path | None = None
+
+    @property
+    def in_use(self) -> frozenset[Path]:
+        """The local folders that are still to be read."""
+        with self._lock:
+            return frozenset(self._waiting.values()) | ({self._current} if self._current else frozenset())
+
+    def add(self, step: int, folder: Path) -> None:
+        """Copy the complete checkpoint of a step."""
+        with self._lock:
+            if self._keep:
+                self._waiting = {old: path for old, path in self._waiting.items() if self._stays(old)}
+            self._waiting[step] = folder
+        self._thread.do(self._copy_next)
+
+    def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
+        """Delete the copy of a checkpoint after which the model diverged; waits for what is being copied, and calls
+        `progress` meanwhile, as the file system that it goes to has timeouts of its own."""
+        while not self._thread.wait(_LOOK):
+            progress()
+        try:
+            self._remote.remove(step)
+        except UserError as error:
+            self._failed(str(error))
+
+    def end(self, seconds: float | None = None) -> None:
+        """End the thread after what it was given, for which it may take so many seconds; None for as many as needed."""
+        self._thread.wait(seconds)
+        self._thread.end()
+
+    def _stays(self, step: int) -> bool:
+        return self._keep_every is not None and step % self._keep_every == 0
+
+    def _copy_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return
+            step = next(iter(self._waiting))
+            self._current = self._waiting.pop(step)
+        try:
+            self._remote.upload(self._current)
+            self._remote.prune(self._keep, self._keep_every, step)
+            self._copied()
+        except UserError as error:
+            self._failed(str(error))
+        except Exception as error:  # such as a checkpoint that was deleted meanwhile
+            self._failed(f"{self._current} cannot be copied to {self._remote.address}: {error}.")
+        finally:
+            with self._lock:
+                self._current = None

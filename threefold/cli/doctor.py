@@ -1,0 +1,180 @@
+"""`threefold doctor`: what this machine is, what it reaches, and what is wrong with it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from threefold.byte_sizes import format_bytes
+from threefold.cli.data_view import print_table
+
+if TYPE_CHECKING:
+    from threefold.planner.doctor.examination import Examination
+    from threefold.planner.hardware import Hardware
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH.yaml",
+            help="Write the hardware entry to this file in place of the user's folder, where it is `this-machine`.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure roughly, for some seconds; save an entry with --save alone.")
+    ] = False,
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder whose disk is measured, such as the one of your runs.")
+    ] = Path(),
+) -> None:
+    """Examine this machine: its parts, versions, backends, network and limits, and what local ranks reach on it.
+
+    Measures products of matrices, memory, collectives of 2, 4 and 8 local ranks, and the disk, for about half a minute;
+    saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs; and says what is wrong.
+    """
+    from threefold.cli.options import Steps
+    from threefold.planner.doctor.examination import examine, measured_entry
+
+    _check_save(save)
+    _check_folder(folder)
+    with Steps("Measuring", shown=not as_json) as steps:
+        found = examine(_run_ranks, folder, quick, steps.tell)
+    entry = measured_entry(found)
+    saved = None if entry is None or (quick and save is None) else _save(entry, save)
+    if as_json:
+        values: dict[str, Any] = found.as_json()
+        typer.echo(json.dumps({**values, "saved": None if saved is None else str(saved)}))
+    else:
+        print_examination(found, entry, saved)
+    if any(finding.severity == "error" for finding in found.findings):
+        raise typer.Exit(1)
+
+
+def _run_ranks(worker: Callable[..., object], args: tuple[Any, ...], ranks: int, device: str) -> object:
+    from threefold.launch import spawn
+
+    return spawn(worker, args, ranks, device="cuda" if device == "cuda" else "cpu", timeout=60.0)
+
+
+def _check_save(path: Path | None) -> None:
+    from threefold.errors import UserError
+    from threefold.files import shown
+
+    if path is None:
+        return
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        raise UserError(f"--save is {shown(path)} but must end in .yaml; use {shown(path.with_suffix('.yaml'))}.")
+    if not path.parent.is_dir() or path.is_dir():
+        raise UserError(f"--save is {shown(path)} but no file can be written there; name one in a folder that exists.")
+    if path.is_file() and not _is_ours(path):
+        raise UserError(
+            f"--save is {shown(path)} but doctor has not written that file; name one that is not there yet."
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file begins as an entry that `_save` has written."""
+    from threefold.planner.hardware import THIS_MACHINE
+
+    try:
+        with path.open("rb") as file:
+            return file.readline().strip() == f"{THIS_MACHINE}:".encode()
+    except OSError:
+        return False
+
+
+def _check_folder(folder: Path) -> None:
+    from threefold.errors import UserError
+    from threefold.files import shown
+
+    if not folder.is_dir():
+        raise UserError(f"--folder is {shown(folder)} but there is no such folder; name one that exists, such as `.`.")
+
+
+def _save(entry: "Hardware", path: Path | None) -> Path:
+    from threefold.errors import UserError
+    from threefold.files import shown
+    from threefold.planner.hardware import as_yaml, save_hardware
+
+    if path is None:
+        return save_hardware(entry)
+    try:
+        path.write_text(as_yaml(entry), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Cannot write the hardware entry {shown(path)}: {error.strerror}.") from None
+    return path
+
+
+_MARKS = {"error": "Error", "warning": "Warning", "note": "Note"}
+_PAIRS = {"pairs": "all_reduce, pairs", "send": "send of cp's ring, pairs", "stages": "send of pp's stages, pairs"}
+
+
+def print_examination(found: "Examination", entry: "Hardware | None", saved: Path | None) -> None:
+    """Tables of what was found, and what is wrong in words."""
+    machine = found.machine
+    backends = ", ".join(name for name, there in machine.backends.items() if there)
+    rows: list[tuple[str, ...]] = [
+        ("processor", f"{machine.processor}, of {machine.machine_cores}"),
+        ("memory", f"{format_bytes(machine.memory)}, swap {format_bytes(machine.swap)}"),
+        ("/dev/shm", f"{format_bytes(machine.shared_memory)} free"),
+        *((f"GPU {number}", gpu.name) for number, gpu in enumerate(machine.gpus)),
+        ("system", machine.system),
+        ("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())),
+        ("backends", backends or "none"),
+        ("C compiler", machine.compiler or "none"),
+        ("open files", f"{machine.open_files:,} a process"),
+    ]
+    if found.disk is not None:
+        speed, free = format_bytes(int(found.disk.bandwidth)), format_bytes(found.disk.free)
+        rows.append(("disk", f"{found.disk.folder}: {speed}/s written, {free} free"))
+    print_table((machine.host, ""), rows)
+    print_table(
+        ("axis", "ranks of this host", "ranks of other hosts"),
+        [(route.axis, route.here, route.hosts) for route in found.routes],
+    )
+    _print_products(found)
+    _print_collectives(found)
+    for finding in found.findings:
+        typer.echo(f"{_MARKS[finding.severity]}: {finding}")
+    if not found.findings:
+        typer.echo("Nothing is wrong.")
+    if entry is not None and saved is not None:
+        name = entry.name if saved.stem == entry.name else str(saved)
+        typer.echo(f"\nSaved the hardware entry {saved}; use it with: threefold estimate CONFIG --hardware {name}")
+
+
+def _print_products(found: "Examination") -> None:
+    if not found.rates:
+        return
+    dtypes = sorted({dtype for rates in found.rates for dtype in rates.matrix}, reverse=True)
+    sizes = sorted({size for rates in found.rates for by_size in rates.matrix.values() for size in by_size})
+    rows: list[tuple[str, ...]] = []
+    for rates in found.rates:
+        for dtype in dtypes:
+            of_dtype = rates.matrix.get(dtype, {})
+            cells = [_three_digits(of_dtype[size] / 1e9) if size in of_dtype else "" for size in sizes]
+            bandwidth = _three_digits(rates.memory_bandwidth / 1e9) if dtype == dtypes[0] else ""
+            rows.append((f"{rates.ranks}", str(rates.threads), dtype, *cells, bandwidth))
+    header = ("ranks", "threads", "dtype", *(f"{size}²" for size in sizes), "memory, GB/s")
+    print_table(header, rows)
+    typer.echo("GFLOP/s of each rank in products of square matrices, and its memory bandwidth, while all compute.")
+
+
+def _print_collectives(found: "Examination") -> None:
+    rows: list[tuple[str, ...]] = []
+    for rates in found.rates:
+        for name, each in rates.collectives.items():
+            speed = _three_digits(each.bandwidth / 1e9)
+            rows.append((str(rates.ranks), _PAIRS.get(name, name), each.transport, f"{1e6 * each.latency:,.0f}", speed))
+    if rows:
+        print_table(("ranks", "collective", "over", "latency, µs", "GB/s"), rows)
+        nbytes = format_bytes(found.rates[-1].collectives["all_reduce"].nbytes)
+        typer.echo(f"Of {nbytes} on all ranks at the same time; pairs: of groups of two ranks.\n")
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,160 @@
+"""`threefold estimate`: seconds, throughput and memory of a training step on hardware that need not be there."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from threefold.byte_sizes import format_bytes
+from threefold.cli.data_view import print_table
+from threefold.cli.options import ConfigFile, Overrides, TrustCode, read_config
+from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    from threefold.planner.estimate import Estimate
+
+
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="a100-80, h100, …, this-machine (after threefold doctor), or a YAML file of your own.",
+    ),
+]
+SystemName = Annotated[
+    str | None,
+    typer.Option(
+        "--system",
+        metavar="NAME",
+        help="Whose kernels and overlap: own, or of a published system: megatron-core, nemo, …",
+        show_default="own, as train runs it",
+    ),
+]
+Picture = Annotated[
+    Path | None, typer.Option("--png", metavar="FILE", help="Draw the memory of each stage by cause (.png or .svg).")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: seconds, bytes, tokens per second.")]
+
+
+def estimate(
+    config: ConfigFile,
+    hardware: HardwareName = None,
+    system: SystemName = None,
+    as_json: AsJson = False,
+    png: Picture = None,
+    trust_code: TrustCode = False,
+    overrides: Overrides = None,
+) -> None:
+    """Estimate a training step of CONFIG: its time by cause, tokens per second, MFU and each stage's memory."""
+    from threefold.config.resolve import check_settings
+    from threefold.planner.estimate import estimate as estimated
+    from threefold.planner.hardware import find_hardware, hardware_names
+    from threefold.planner.systems import find_system
+
+    if hardware is None:
+        raise UserError(f"--hardware is missing; give the path of a YAML file or one of {', '.join(hardware_names())}.")
+    entry = find_hardware(hardware)
+    chosen = find_system(system) if system is not None else None
+    given = read_config(config, overrides, trust_code=trust_code)
+    check_settings(given)
+    from threefold.data.dataset import resolve_without_data
+
+    resolved = resolve_without_data(given)
+    if png is not None:
+        from threefold.planner.timeline import check_picture
+
+        check_picture(png)
+    found = estimated(resolved, entry, chosen)
+    if png is not None:
+        from threefold.planner.pictures import draw_memory
+
+        draw_memory(png, [stage.causes for stage in found.stages], found.usable_bytes, memory_title(found))
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+        return
+
+    print_estimate(found, None if system is None else estimated(resolved, entry))
+
+
+_SHORT = {"activations": "kept"}
+_PARTS = ("activations", "working", "logits", "buffers")
+_SMALLEST = 0.005
+"""Share of a step below which a cause is not shown by itself."""
+_LARGE = 2 * 10**9
+"""Bytes of a rank from which memory is told in GB."""
+
+
+def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
+    """Print an estimate; of another system with a line on what this package's own kernels would make of it."""
+    from threefold.comm.layout import Layout
+
+    config, hardware = found.config, found.hardware
+    train = config.train
+    typer.echo(f"{Layout.of(config.parallel)}, {found.ranks:,} × {hardware.title}, {config.precision.dtype}.")
+    low, high = found.error_band
+    recomputed = f", with recompute {found.hfu:.1%}" if train.recompute != "none" else ""
+    typer.echo(
+        f"Step: {_seconds(found.step_seconds)} ({_seconds(low)} to {_seconds(high)}), "
+        f"{found.tokens_per_second:,.0f} tokens/s, {found.tokens_per_second / found.ranks:,.0f} per rank; "
+        f"MFU {found.mfu:.1%}{recomputed}."
+    )
+    typer.echo(f"As with {found.system.name}: {found.system.about}.")
+    _print_causes(found)
+    _print_memory(found)
+    if own is not None and own.system != found.system:
+        typer.echo(
+            f"With this package's own kernels: {_seconds(own.step_seconds)} a step, MFU {own.mfu:.1%}; "
+            "without --system it is shown by cause."
+        )
+
+
+def _print_causes(found: "Estimate") -> None:
+    whole = found.step_seconds
+    rows = [(name, _seconds(each), f"{each / whole:.1%}") for name, each in found.time.causes.items()]
+    causes = found.time.causes
+    shown = [row for row in rows if causes[row[0]] >= _SMALLEST * whole]
+    rest = whole - sum(causes[row[0]] for row in shown)
+    print_table(("time of a step", "seconds", "share"), [*shown, ("other", _seconds(rest), f"{rest / whole:.1%}")])
+
+
+def _print_memory(found: "Estimate") -> None:
+    unit, scale = ("GB", 1e9) if max(found.peak_bytes) >= _LARGE else ("MB", 1e6)
+    shown = [(str(rank), stage) for rank, stage in enumerate(found.stages) if rank in _extremes(found.peak_bytes)]
+    names = list(found.stages[0].by_dry_run)
+    rows = [
+        (rank, *(f"{size / scale:.1f}" for size in (*stage.by_dry_run.values(), stage.peak))) for rank, stage in shown
+    ]
+    print_table(("rank", *names, "peak"), rows)
+    parts = [name for name in _PARTS if any(stage.causes.get(name) for stage in found.stages)]
+    kept = [(rank, *(f"{stage.causes[name] / scale:.1f}" for name in parts)) for rank, stage in shown]
+    print_table(("of the activations", *(_SHORT.get(name, name) for name in parts)), kept)
+    typer.echo(f"{unit} of each pp rank; working: what comes and goes, fragmentation: what the allocator loses.")
+    typer.echo(f"{_fit(found)}.")
+
+
+def memory_title(found: "Estimate") -> str:
+    """The title of the picture of an estimate's memory: the layout, and whether it fits."""
+    from threefold.comm.layout import Layout
+
+    return f"Memory of {Layout.of(found.config.parallel)} on {found.hardware.title}\n{_fit(found)}"
+
+
+def _fit(found: "Estimate") -> str:
+    left = found.usable_bytes - max(found.needed_bytes)
+    room = format_bytes(found.usable_bytes)
+    if found.fits:
+        return f"Fits: {format_bytes(left)} of {room} are left"
+    return f"Does not fit: {format_bytes(-left)} more than the {room} of {found.hardware.name}"
+
+
+def _extremes(peaks: list[int]) -> set[int]:
+    """The pp ranks to show: all of a few, else the first, the last and the largest."""
+    if len(peaks) <= 8:
+        return set(range(len(peaks)))
+    return {0, 1, len(peaks) // 2, len(peaks) - 1, max(range(len(peaks)), key=peaks.__getitem__)}
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

@@ -1,0 +1,194 @@
+"""What `threefold plan` prints: what was dropped, a table of the best layouts, and what the tokens take."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from threefold.byte_sizes import format_bytes
+from threefold.planner.search.bounds import Evaluated
+from threefold.planner.search.planning import SearchAnswer
+from threefold.planner.search.request import Budget
+
+_WIDTH_OF_A_FILE: Final = 180
+_IF_ROOM: Final = {"limited by": 100, "MFU": 20, "tokens/s": 20}
+"""Columns that a narrow table is without, the first first, and letters that the layout has to have beside each."""
+_BETWEEN: Final = 3
+_WIDEST_REASON: Final = 80
+_TIMES: Final = (("days", 86400), ("hours", 3600), ("minutes", 60))
+
+
+def print_plan(planned: SearchAnswer, written: Path | None, drawn: Path | None) -> None:
+    """Print the answer to a request."""
+    request, found = planned.request, planned.found
+    train, model = request.config.train, request.config.model
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, highlight=False)
+    console.print(
+        f"{model.preset or model.architecture}: {train.global_batch_size:,} sequences of "
+        f"{request.config.data.sequence_length:,} tokens a step, {request.config.precision.dtype}, on "
+        f"{request.gpus:,} × {request.hardware.title} by kernels of {request.system.name}; {request.objective.title}."
+    )
+    console.print(
+        f"{found.considered:,} layouts: {found.sound:,} are sound, of which {found.fitting:,} fit into "
+        f"{format_bytes(planned.usable_bytes)}; {planned.seconds:.1f} s."
+    )
+    _print_dropped(console, planned)
+    _print_best(console, found.ranked)
+    budget = planned.budget(planned.best)
+    if budget is not None:
+        console.print(f"The first: {_told(budget)}.")
+    if written is not None:
+        console.print(f"Wrote the config of the first to {written}; check it with threefold dry-run {written}.")
+    if drawn is not None:
+        console.print(f"Drew memory against throughput in {drawn}.")
+
+
+def predictions(planned: SearchAnswer) -> list[str]:
+    """What is predicted of the best layout, a line each."""
+    best = planned.best
+    lines = [
+        f"Predicted on {best.choice.gpus:,} × {planned.request.hardware.title}, --system "
+        f"{planned.request.system.name}: {best.seconds:.3f} s a step, {best.tokens_per_second:,.0f} tokens/s, "
+        f"MFU {best.mfu:.1%}.",
+        f"Peak memory {format_bytes(best.peak)} of {format_bytes(planned.usable_bytes)} that a rank may use; "
+        f"limited by {_limit(best)}.",
+    ]
+    if (budget := planned.budget(best)) is not None:
+        lines.append(f"{_told(budget)[0].upper()}{_told(budget)[1:]}.")
+    return lines
+
+
+def json_document(planned: SearchAnswer) -> str:
+    """The same as a JSON document."""
+    request, found, misfit = planned.request, planned.found, planned.found.misfit
+    document: dict[str, Any] = {
+        "gpus": request.gpus,
+        "hardware": request.hardware.name,
+        "system": request.system.name,
+        "objective": request.objective.name,
+        "layouts": found.considered,
+        "sound": found.sound,
+        "fitting": found.fitting,
+        "evaluated": found.evaluated,
+        "usable_bytes": planned.usable_bytes,
+        "seconds": round(planned.seconds, 3),
+        "refused": [
+            {"setting": each.key, "count": each.count, "example": each.example, "reason": each.sentence}
+            for each in found.refusals
+        ],
+        "too_large": misfit
+        and {
+            "count": misfit.count,
+            "nearest": str(misfit.nearest),
+            "bytes": planned.unfit_bytes,
+            "short_bytes": planned.unfit_bytes - planned.usable_bytes,
+            "largest_part": misfit.part,
+        },
+        "best": [_as_values(planned, each) for each in found.ranked],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def _as_values(planned: SearchAnswer, layout: Evaluated) -> dict[str, Any]:
+    budget = planned.budget(layout)
+    values = {
+        "layout": str(layout.choice.spec),
+        "settings": layout.choice.settings(),
+        "gpus": layout.choice.gpus,
+        "step_seconds": layout.seconds,
+        "tokens_per_second": layout.tokens_per_second,
+        "mfu": layout.mfu,
+        "peak_bytes": list(layout.peak_bytes),  # or, where the two differ, as `details` and `threefold estimate` say it
+        "limited_by": [{"cause": cause, "share": share} for cause, share in layout.limits],
+        **layout.details,
+    }
+    if budget is not None:
+        values["budget"] = {
+            "tokens": budget.tokens,
+            "steps": budget.steps,
+            "days": budget.days,
+            "gpu_hours": budget.gpu_hours,
+            "dollars": budget.dollars,
+        }
+    return values
+
+
+def _print_dropped(console: Console, planned: SearchAnswer) -> None:
+    """Why layouts were dropped, the most frequent reason first, with an example each."""
+    table = _table(("dropped", "right"), ("why", "left"), ("such as", "left"))
+    table.columns[1].max_width = _WIDEST_REASON
+    found, misfit = planned.found, planned.found.misfit
+    if misfit is not None:
+        reason = f"memory: the example needs {format_bytes(planned.unfit_bytes)}, of which {misfit.part}"
+        table.add_row(f"{misfit.count:,}", Text(reason), Text(str(misfit.nearest)))
+    for each in found.refusals:
+        table.add_row(f"{each.count:,}", Text(each.sentence), Text(each.example))
+    if table.row_count:
+        console.print(table)
+
+
+def _print_best(console: Console, ranked: list[Evaluated]) -> None:
+    """The best layouts; on a narrow console without the columns of `_IF_ROOM`, so that no number is cut off."""
+    columns: dict[str, list[str]] = {
+        "": [str(place) for place in range(1, len(ranked) + 1)],
+        "layout": [str(each.choice.spec) for each in ranked],
+        "GPUs": [f"{each.choice.gpus:,}" for each in ranked],
+        "micro-batch": [f"{each.choice.micro_batch_size} × {each.choice.accumulation}" for each in ranked],
+        "step": [f"{each.seconds:,.3f} s" for each in ranked],
+        "tokens/s": [f"{each.tokens_per_second:,.0f}" for each in ranked],
+        "MFU": [f"{each.mfu:.1%}" for each in ranked],
+        "memory": [format_bytes(each.peak) for each in ranked],
+        "limited by": [_limit(each) for each in ranked],
+    }
+    if len(set(columns["GPUs"])) == 1:
+        del columns["GPUs"]
+    for name, room in _IF_ROOM.items():
+        widths = [_BETWEEN + max(map(len, [each, *cells])) for each, cells in columns.items() if each != "layout"]
+        longest = max(map(len, columns["layout"]))
+        if sum(widths) + _BETWEEN + min(room, longest) > console.width:
+            del columns[name]
+    table = _table(*((name, "left" if name in ("layout", "limited by") else "right") for name in columns))
+    for column in table.columns:
+        column.no_wrap = column.header != "layout"
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, cells))
+    console.print(table)
+    if "limited by" not in columns:
+        console.print(f"The first is limited by {_limit(ranked[0])}.")
+
+
+def _table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify=justify, overflow="fold")
+    return table
+
+
+def _limit(layout: Evaluated) -> str:
+    return ", ".join(f"{cause} {share:.0%}" for cause, share in layout.limits)
+
+
+def _told(budget: Budget) -> str:
+    """A budget in words."""
+    dollars = ""
+    if budget.dollars is not None:
+        dollars = f", ${_rounded(budget.dollars)} at ${budget.dollars_per_hour:.2f} per GPU-hour"
+    unit, scale = next(((unit, scale) for unit, scale in _TIMES if budget.seconds >= scale), ("seconds", 1))
+    time = f"{budget.seconds / scale:,.1f} {unit}, {_rounded(budget.gpu_hours)} GPU-hours"
+    return f"{_amount(budget.tokens)} tokens are {budget.steps:,} steps, {time}{dollars}"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _amount(tokens: int) -> str:
+    for scale, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if tokens >= scale:
+            return f"{tokens / scale:.3g}{unit}"
+    return f"{tokens:,}"

@@ -1,1 +1,0 @@
-"""Commands that plan a layout before any of it runs."""

@@ -1,0 +1,452 @@
+"""Every feature that may be combined with others, its settings, and which combinations are supported.
+
+The page docs/compatibility.md is made from here and from the checks of a config (`compatibility_page.py`); the test
+suite runs every pair.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Final, NamedTuple
+
+from threefold.config.loading import config_of
+from threefold.config.resolve import resolve
+from threefold.config.rules import RULES, Rule
+from threefold.config.schedules import SCHEDULES, TorchSchedule
+from threefold.config.schema import Config
+from threefold.errors import UserError
+from threefold.plugins import one_of
+
+Settings = dict[str, Any]
+"""`section.key` → value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """Something to switch on.
+
+    Attributes:
+        name: short, as in the tables.
+        title: what it is.
+        group: the heading that it stands under.
+        settings: what switches it on.
+        needs: the settings that it requires, at least; another feature may require larger ones.
+        part_of: names that rules may call it by too: what it is a kind of, and what it needs.
+    """
+
+    name: str
+    title: str
+    group: str
+    settings: Settings
+    needs: Settings = field(default_factory=dict)
+    part_of: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((self.name, *self.part_of))
+
+    def excludes(self, other: "Feature") -> bool:
+        """Whether both are values of one setting, so that there is nothing to combine."""
+        return any(self.settings[key] != other.settings[key] for key in self.settings.keys() & other.settings.keys())
+
+
+def _schedule(row: TorchSchedule) -> Feature:
+    micro_batches = next(count for count in (2, 4) if row.accepts(2, count))
+    needs = {"parallel.pp": 2, "train.gradient_accumulation_steps": micro_batches}
+    deferring = ("zero-bubble",) if row.defers_weight_gradients and row.name != "zero-bubble" else ()
+    title = f"pipeline schedule `{row.name}`"
+    return Feature(row.name, title, "Pipeline schedules", {"parallel.schedule": row.name}, needs, ("pp", *deferring))
+
+
+def _zero(stage: int, shares: str) -> Feature:
+    return Feature(
+        f"zero{stage}",
+        f"ZeRO stage {stage}: {shares} shared",
+        "ZeRO",
+        {"parallel.zero": stage},
+        {"parallel.dp": 2},
+        ("dp", "zero"),
+    )
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("dp", "data parallelism", "Axes", {"parallel.dp": 2}),
+    Feature("tp", "tensor parallelism", "Axes", {"parallel.tp": 2}),
+    Feature("pp", "pipeline parallelism, schedule `1f1b`", "Axes", {"parallel.pp": 2}),
+    Feature(
+        "cp",
+        "context parallelism, keys and values gathered",
+        "Axes",
+        {"parallel.cp_method": "all-gather"},
+        {"parallel.cp": 2},
+    ),
+    Feature(
+        "ring", "context parallelism as a ring", "Axes", {"parallel.cp_method": "ring"}, {"parallel.cp": 2}, ("cp",)
+    ),
+    Feature("sp", "sequence parallelism", "Axes", {"parallel.sequence_parallel": True}, {"parallel.tp": 2}, ("tp",)),
+    *(_schedule(row) for row in SCHEDULES.values() if row.name != "1f1b"),
+    _zero(1, "optimizer states"),
+    _zero(2, "optimizer states and gradients"),
+    _zero(3, "optimizer states, gradients and weights"),
+    Feature(
+        "hybrid",
+        "ZeRO among some of the replicas",
+        "ZeRO",
+        {"parallel.zero_shards": 2},
+        {"parallel.dp": 4, "parallel.zero": 1},
+        ("dp", "zero"),
+    ),
+    Feature(
+        "selective",
+        "attention computed again in the backward pass",
+        "Memory",
+        {"train.recompute": "selective"},
+        {},
+        ("recompute",),
+    ),
+    Feature(
+        "full", "blocks computed again in the backward pass", "Memory", {"train.recompute": "full"}, {}, ("recompute",)
+    ),
+    Feature("chunked", "the logits some columns at a time", "Memory", {"train.loss_chunk_size": 5}),
+    Feature(
+        "bf16", "bf16 with fp32 masters", "Precision", {"precision.dtype": "bf16", "precision.master_weights": True}
+    ),
+    Feature("fp16", "fp16 with a loss scale and fp32 masters", "Precision", {"precision.dtype": "fp16"}),
+    Feature(
+        "pure-bf16",
+        "bf16 without fp32 masters",
+        "Precision",
+        {"precision.dtype": "bf16", "precision.master_weights": False},
+    ),
+    Feature(
+        "compressed",
+        "gradients summed in 16 bits",
+        "Precision",
+        {"parallel.gradient_compression": "fp16"},
+        {"parallel.dp": 2, "precision.dtype": "fp32"},
+        ("dp", "compression"),
+    ),
+    Feature("compile", "compiled layers", "Compilation and accumulation", {"train.compile": True}),
+    Feature("tied", "tied embeddings", "Model", {"model.tie_embeddings": True}),
+    Feature("documents", "attention that stops at documents", "Model", {"data.separate_documents": True}),
+    Feature("rope", "rotary positions", "Model", {"model.position_embedding": "rope"}),
+    Feature(
+        "llama",
+        "GQA, QK-norm, a sliding window, SwiGLU",
+        "Model",
+        {"model.architecture": "llama"},
+        {"model.num_key_value_heads": 2, "model.sliding_window": 5, "model.qk_norm": True},
+    ),
+    Feature(
+        "experts",
+        "a mixture of experts with a capacity and its losses",
+        "Model",
+        {"model.num_experts": 4},
+        {
+            "model.architecture": "llama",
+            "model.expert_capacity_factor": 1.0,
+            "model.router_aux_loss": 0.1,
+            "model.router_z_loss": 0.1,
+        },
+    ),
+    Feature(
+        "ep",
+        "experts shared among replicas",
+        "Axes",
+        {"parallel.ep": 2},
+        {"parallel.dp": 2, "model.num_experts": 4, "model.architecture": "llama"},
+        ("dp", "experts"),
+    ),
+    Feature("dropout", "dropout", "Model", {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}),
+    Feature(
+        "accumulation",
+        "several micro-batches a step",
+        "Compilation and accumulation",
+        {"train.gradient_accumulation_steps": 2},
+    ),
+)
+SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "compressed")
+"""Features that compute or sum in 16 bits, whose results are near those of fp64 but not equal up to its rounding."""
+
+_BASE: dict[str, Settings] = {
+    "data": {"path": "tokens", "sequence_length": 8},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 24,
+        "vocab_size": 37,
+        "max_position_embeddings": 9,
+        "initializer_range": 0.1,
+        "tie_embeddings": False,
+    },
+    "train": {"global_batch_size": 16, "gradient_accumulation_steps": 1, "device": "cpu", "seed": 3},
+    "precision": {"dtype": "fp64"},
+    "optimizer": {"warmup_steps": 0, "lr": 3e-3, "eps": 1e-5},
+}
+"""A small model with nothing switched on."""
+
+
+def config_with(features: Iterable[Feature], further: Settings | None = None) -> Config:
+    """A small config with these features on, resolved.
+
+    Args:
+        features: to switch on.
+        further: settings that override theirs.
+
+    Raises:
+        UserError: they cannot be combined.
+    """
+    chosen = tuple(features)
+    settings: Settings = {}
+    for feature in chosen:
+        for key, value in feature.needs.items():
+            settings[key] = max(value, settings.get(key, value))
+    for feature in chosen:
+        for key, value in feature.settings.items():
+            counts = isinstance(value, int) and not isinstance(value, bool) and key != "parallel.zero"
+            settings[key] = max(value, settings.get(key, value)) if counts else value
+    sections = {name: dict(values) for name, values in _BASE.items()}
+    for key, value in {**settings, **(further or {})}.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return resolve(config_of(sections), vocab_size=1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Two features side by side.
+
+    Attributes:
+        reason: why they cannot be combined, the sentence of the error; empty where they can.
+    """
+
+    first: Feature
+    second: Feature
+    reason: str = ""
+
+    @property
+    def works(self) -> bool:
+        return not self.reason
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule that names both features, or what they are kinds of or need."""
+        pair = (self.first.names, self.second.names)
+        for rule in RULES:
+            if any(rule.first in one and rule.second in other for one, other in (pair, pair[::-1])):
+                return rule
+        return None
+
+
+def cells() -> Iterator[Cell]:
+    """Every pair of features that is not two values of one setting."""
+    for first, second in combinations(FEATURES, 2):
+        if first.excludes(second):
+            continue
+        try:
+            config_with((first, second))
+            yield Cell(first, second)
+        except UserError as error:
+            yield Cell(first, second, str(error))
+
+
+class Refusal(NamedTuple):
+    """Features that cannot be combined with others, for one reason.
+
+    Attributes:
+        first, second: names; none of the first can be combined with any of the second.
+        why: the reason.
+        instead: what to use.
+    """
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    why: str
+    instead: str
+
+
+class Condition(NamedTuple):
+    """Two features whose sizes have to fit for them to go together.
+
+    Attributes:
+        first, second: their names.
+        rule: what has to fit.
+        broken: settings that break it, added to those of the two.
+    """
+
+    first: str
+    second: str
+    rule: str
+    broken: Settings
+
+
+CONDITIONS: Final = (
+    Condition(
+        "tp",
+        "llama",
+        "`tp` divides the attention heads, and divides the key-value heads or is a multiple of them",
+        {"model.num_attention_heads": 12, "model.num_key_value_heads": 3, "model.hidden_size": 24},
+    ),
+    Condition(
+        "tp",
+        "zero1",
+        "`tp` leaves no rank without rows of the vocabulary; so for each stage",
+        {"parallel.tp": 4, "model.vocab_size": 5},
+    ),
+    Condition("cp", "sp", "`data.sequence_length` divides by `cp · tp` and by `2 · cp`", {"data.sequence_length": 6}),
+    Condition(
+        "hybrid",
+        "ep",
+        "`zero_shards` is a multiple or a divisor of `ep`",
+        {"parallel.dp": 6, "parallel.zero_shards": 3, "train.global_batch_size": 12},
+    ),
+    Condition(
+        "zero1",
+        "ep",
+        "the ranks that share the same experts divide `model.hidden_size`; so for each stage",
+        {"parallel.dp": 6, "train.global_batch_size": 12},
+    ),
+    Condition(
+        "interleaved",
+        "accumulation",
+        "micro-batches in equal rounds of `pp` or more; so for `zero-bubble`",
+        {"train.gradient_accumulation_steps": 5, "train.global_batch_size": 20},
+    ),
+    Condition(
+        "dualpipev",
+        "accumulation",
+        "two micro-batches or more for each pipeline rank",
+        {"train.gradient_accumulation_steps": 2},
+    ),
+)
+"""What goes together under a condition. A config that breaks it is refused with the nearest value that works."""
+
+
+def refusals(pairs: Iterable[Cell]) -> list[Refusal]:
+    """What cannot be combined of all pairs, each reason once."""
+    by_rule: dict[Rule, list[Cell]] = {}
+    for cell in pairs:
+        if cell.rule is not None:
+            by_rule.setdefault(cell.rule, []).append(cell)
+    found: dict[tuple[str, str], Refusal] = {}
+    for rule, refused in by_rule.items():
+        sides: tuple[dict[str, None], dict[str, None]] = ({}, {})
+        for cell in refused:
+            ordered = (cell.first, cell.second) if rule.first in cell.first.names else (cell.second, cell.first)
+            for side, feature in zip(sides, ordered, strict=True):
+                side[feature.name] = None
+        why, _, instead = refused[0].reason.partition(" but ")[2].removesuffix(".").rpartition("; use ")
+        found[rule.first, rule.second] = Refusal(tuple(sides[0]), tuple(sides[1]), why, f"`{rule.key}` {instead}")
+    return list(found.values())
+
+
+def markdown() -> str:
+    """The page: what cannot be combined and what to use instead, the conditions, the features by group."""
+    pairs = list(cells())
+    refused = refusals(pairs)
+    lines = [_INTRODUCTION.format(features=len(FEATURES), pairs=sum(cell.works for cell in pairs))]
+    lines += ["## What cannot be combined", "", "| | with | why | instead |", "|---|---|---|---|"]
+    lines += [f"| {_bold(each.first)} | {_bold(each.second)} | {each.why} | {each.instead} |" for each in refused]
+    lines += ["", "## What goes together under a condition", "", "| | and | condition |", "|---|---|---|"]
+    lines += [f"| **{each.first}** | **{each.second}** | {each.rule} |" for each in CONDITIONS]
+    lines += ["", "## The features"]
+    for group, features in _grouped().items():
+        lines += ["", f"### {group}", "", "| | feature | switched on by | not with |", "|---|---|---|---|"]
+        for feature in features:
+            others = ", ".join(_partners(feature, refused)) or "–"
+            lines.append(f"| **{feature.name}** | {feature.title} | {switches(feature)} | {others} |")
+    return "\n".join(lines) + "\n"
+
+
+def features_named(names: Sequence[str]) -> list[Feature]:
+    """The features of these names.
+
+    Raises:
+        UserError: there is no such feature; says what there is.
+    """
+    known = {feature.name: feature for feature in FEATURES}
+    for name in names:
+        if name not in known:
+            raise UserError(f"{name!r} is no feature but must be {one_of(name, list(known))}.")
+    return [known[name] for name in names]
+
+
+def answers(features: Sequence[Feature]) -> Iterator[str]:
+    """For one feature what it cannot be combined with, for several whether they go together; a sentence each."""
+    if len(features) == 1:
+        (feature,) = features
+        others = (other for other in FEATURES if other is not feature and not feature.excludes(other))
+        refused = [(other, reason) for other in others if (reason := _obstacle((feature, other)))]
+        if not refused:
+            yield f"{feature.name} ({feature.title}) goes together with all other features."
+        yield from (f"not with {other.name}: {reason}" for other, reason in refused)
+        return
+    broken = 0
+    for first, second in combinations(features, 2):
+        if reason := _obstacle((first, second)):
+            broken += 1
+            yield f"{first.name} and {second.name} cannot be combined: {reason}"
+    if not broken:
+        reason = _obstacle(features)
+        together = " and ".join(feature.name for feature in features)
+        yield f"{together} cannot be combined: {reason}" if reason else f"{together} can be combined."
+
+
+def _obstacle(features: Sequence[Feature]) -> str:
+    """Why features cannot be combined, as a sentence; empty where they can."""
+    for first, second in combinations(features, 2):
+        if first.excludes(second):
+            key = next(key for key in first.settings if first.settings[key] != second.settings.get(key))
+            return f"both are values of {key}; choose one."
+    try:
+        config_with(features)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def switches(feature: Feature) -> str:
+    """The settings that switch a feature on, and those that it needs."""
+    given = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in feature.settings.items())
+    needs = ", ".join(
+        f"`{key}` {_yaml(value)}" + (" or more" if type(value) is int else "") for key, value in feature.needs.items()
+    )
+    return f"{given}; needs {needs}" if needs else given
+
+
+_INTRODUCTION = """\
+# Compatibility of features
+
+<!-- Written by `make docs` from threefold/config/rules: features.py, compatibility.py and compatibility_page.py. -->
+
+**Any two of these {features} features can be combined, but those of the first table.** Combined, they give the results
+of one process, up to rounding: the test suite runs each of the {pairs} pairs. What cannot be combined is refused before
+any worker starts, with the reason of the table. Two values of one setting (two schedules, two stages of ZeRO) exclude
+each other. For your own combination ask
+
+    threefold config compatibility zero3 zbv         # some features: whether they go together, and why not
+    threefold config compatibility compile           # one: what it does not go together with
+"""
+
+
+def _grouped() -> dict[str, list[Feature]]:
+    groups: dict[str, list[Feature]] = {}
+    for feature in FEATURES:
+        groups.setdefault(feature.group, []).append(feature)
+    return groups
+
+
+def _partners(feature: Feature, refused: Sequence[Refusal]) -> list[str]:
+    """Names of the features that one cannot be combined with, in order."""
+    found = {name for each in refused if feature.name in each.first for name in each.second}
+    found |= {name for each in refused if feature.name in each.second for name in each.first}
+    return [other.name for other in FEATURES if other.name in found]
+
+
+def _bold(names: Sequence[str]) -> str:
+    return ", ".join(f"**{name}**" for name in names)
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,1 +1,0 @@
-"""Reads the flags of a training from the shell script that launches it, without running anything."""

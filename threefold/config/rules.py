@@ -1,0 +1,480 @@
+"""Rules between the settings: what goes with what, what divides what, and the sentences for what does not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd, lcm, log2
+from typing import NamedTuple
+
+from threefold.config.loading import problem
+from threefold.config.model import FAMILIES, OWN
+from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
+from threefold.config.schema import Config
+from threefold.config.section import divisors, nearest_divisor, nearest_multiple
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two features that cannot be combined.
+
+    Attributes:
+        first, second: their names in the table (`features.py` has them all).
+        key: the setting that the error is about, `section.name`.
+        broken: whether a resolved config breaks the rule.
+        reason: what follows 'but' in the error: why not, and what to use instead; `{config}` fields are filled in.
+    """
+
+    first: str
+    second: str
+    key: str
+    broken: Callable[[Config], bool]
+    reason: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "zero",
+        "zero-bubble",
+        "parallel.zero",
+        lambda config: config.parallel.zero > 0 and config.parallel.pipeline_schedule.defers_weight_gradients,
+        "parallel.schedule {config.parallel.schedule} defers weight gradients until after their layer's backward pass, "
+        "at whose end fully_shard reduce-scatters them; use 0 or schedule interleaved",
+    ),
+    Rule(
+        "compression",
+        "zero",
+        "parallel.gradient_compression",
+        lambda config: config.parallel.gradient_compression != "none" and config.parallel.zero > 0,
+        "parallel.zero is {config.parallel.zero}, which would also add the micro-batches up in 16 bits; use none or "
+        "parallel.zero 0",
+    ),
+    Rule(
+        "compression",
+        "pure-bf16",
+        "parallel.gradient_compression",
+        lambda config: config.parallel.gradient_compression != "none" and not config.precision.master_weights,
+        "precision.master_weights is false, so the gradients have 16 bits already; use none or master_weights true",
+    ),
+)
+
+
+def check_together(config: Config) -> None:
+    """Check that the features of a resolved config can be combined.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    for rule in RULES:
+        if rule.broken(config):
+            raise problem(config, rule.key, rule.reason.format(config=config))
+
+
+DEFAULT_GLOBAL_BATCH_SIZE = 32
+
+
+class BatchSizes(NamedTuple):
+    """The three sizes of `train`, all known."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+
+
+def batch_sizes(config: Config, largest: int) -> BatchSizes:
+    """Derive the sizes that were not given from those that were.
+
+    The global batch never follows from the layout alone, or another dp would train another model: what is not given is
+    32, and a layout that cannot divide it is refused.
+
+    Args:
+        config: as given.
+        largest: sequences that a micro-batch has at most where its size is not given.
+
+    Raises:
+        UserError: the sizes given disagree, or one does not divide the other.
+    """
+    train, dp = config.train, config.parallel.dp
+    total, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
+    if micro and steps:
+        product = micro * steps * dp
+        if total and total != product:
+            raise problem(
+                config,
+                "train.global_batch_size",
+                f"must be micro_batch_size {micro} · gradient_accumulation_steps {steps} · dp {dp} = {product}; "
+                f"set it to {product} or leave one of the three out",
+            )
+        return BatchSizes(product, micro, steps)
+    total = total or DEFAULT_GLOBAL_BATCH_SIZE
+    share = _share(config, total)
+    if micro:
+        return BatchSizes(total, micro, _quotient(config, share, "train.micro_batch_size"))
+    if steps:
+        return BatchSizes(total, _quotient(config, share, "train.gradient_accumulation_steps"), steps)
+    sizes = _default_micro_batches(config, share)
+    micro = next((size for size in sizes if size <= largest), sizes[-1])
+    return BatchSizes(total, micro, share // micro)
+
+
+def default_micro_batches(config: Config) -> list[int]:
+    """What the default micro-batch may be, the largest first.
+
+    Args:
+        config: resolved.
+    """
+    return _default_micro_batches(config, config.train.global_batch_size // config.parallel.dp)
+
+
+def _share(config: Config, total: int) -> int:
+    """Sequences of one replica in a step."""
+    dp = config.parallel.dp
+    if total % dp:
+        rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
+        raise problem(config, "train.global_batch_size", rule, value=total)
+    return total // dp
+
+
+def _quotient(config: Config, share: int, key: str) -> int:
+    """share / (the setting `key`), which must be whole."""
+    factor = int(getattr(config.train, key.split(".")[1]))
+    if share % factor:
+        total = share * config.parallel.dp
+        rule = (
+            f"must divide global_batch_size {total} / dp {config.parallel.dp} = {share}; "
+            f"use {nearest_divisor(factor, share)}"
+        )
+        raise problem(config, key, rule)
+    return share // factor
+
+
+def _default_micro_batches(config: Config, share: int) -> list[int]:
+    """Divisors of a replica's share that keep a pipeline busy, by a number of them that its schedule takes, the largest
+    first; the smallest divisor where none does."""
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
+    wanted = 2 * parallel.pp if parallel.pp > 1 else 1
+    counts = divisors(share)
+    taken = [count for count in counts if schedule.accepts(parallel.pp, count)] or counts
+    busy = [share // count for count in taken if count >= wanted]
+    return busy or [share // taken[-1]]
+
+
+def check_model(config: Config, vocab_size: int) -> None:
+    """Check the sizes of the model.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    model = config.model
+    for name, rule in model.broken_rules():
+        raise problem(config, f"model.{name}", rule, model.value_of(name))
+    if model.vocab_size < vocab_size:
+        raise problem(
+            config, "model.vocab_size", f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"
+        )
+
+
+def check_division(config: Config) -> None:
+    """Check that the tensor and the expert axis divide what the family's sharding table says that they divide.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    model, parallel = config.model, config.parallel
+    if model.architecture == OWN:  # importing it takes seconds; `parallel.plan_check` checks it
+        return _check_expert_axis(config)
+    plan = FAMILIES.load(model.architecture).make_plan(model, 1)
+    units = plan.units("tp")
+    heads = [key for key in units if key.endswith("_heads")]
+    for key, unit in units.items():
+        if unit.fits(parallel.tp):
+            continue
+        if key in heads:
+            multiple = " or be a multiple of it" if unit.repeated else ""
+            nearest = plan.nearest_size("tp", parallel.tp, heads)
+            raise problem(config, "parallel.tp", f"must divide model.{key} {unit.count}{multiple}; use {nearest}")
+        nearest = nearest_multiple(unit.count, parallel.tp)
+        rule = f"must be a multiple of parallel.tp {parallel.tp}; use {nearest}"
+        raise problem(config, f"model.{key}", rule)
+    if parallel.tp > model.vocab_size:
+        raise problem(config, "parallel.tp", f"model.vocab_size is {model.vocab_size}; use at most {model.vocab_size}")
+    _check_expert_axis(config)
+
+
+def _check_expert_axis(config: Config) -> None:
+    ep, dp, experts = config.parallel.ep, config.parallel.dp, config.model.num_experts
+    if ep == 1:
+        return
+    if experts == 0:
+        raise problem(config, "parallel.ep", "model.num_experts is 0, so there are none to share; use 1")
+    works = nearest_divisor(ep, gcd(dp, experts))
+    if dp % ep:
+        raise problem(config, "parallel.ep", f"must divide parallel.dp {dp}; use {works}")
+    if experts % ep:
+        raise problem(config, "parallel.ep", f"must divide model.num_experts {experts}; use {works}")
+
+
+PARTITIONS = ("cost", "uniform", "uniform-chunks")
+
+
+def check_pipeline(config: Config) -> None:
+    """Check the settings of the pipeline's stages.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
+    _check_partition(config)
+    if parallel.pp == 1 and (schedule.ranks is not None or schedule.stages_per_rank != 1):
+        rule = f"there is no pipeline where parallel.pp is 1; use 1f1b or parallel.pp {max(2, schedule.ranks or 2)}"
+        raise problem(config, "parallel.schedule", rule)
+    if schedule.ranks not in (None, parallel.pp):
+        rule = f"parallel.schedule {schedule.name} has a line for each of {schedule.ranks} ranks; use {schedule.ranks}"
+        raise problem(config, "parallel.pp", rule)
+    _check_stages(config)
+
+
+def check_micro_batches(config: Config) -> None:
+    """Check that the schedule takes the number of micro-batches.
+
+    Raises:
+        UserError: it does not.
+    """
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
+    if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
+        raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
+
+
+def _check_partition(config: Config) -> None:
+    partition = config.parallel.partition
+    if isinstance(partition, str) and partition not in PARTITIONS and not partition.startswith("class:"):
+        rule = "must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost"
+        raise problem(config, "parallel.partition", rule)
+
+
+def _check_stages(config: Config) -> None:
+    parallel, layers, schedule = config.parallel, config.model.blocks, config.parallel.pipeline_schedule
+    needed = schedule.stages_per_rank
+    if needed is not None and parallel.stage_chunks != needed:
+        other = "interleaved" if needed == 1 else "zero-bubble"
+        rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
+        raise problem(config, "parallel.stage_chunks", rule)
+    if layers is None:  # an own model, whose plan has the layers
+        return
+    if parallel.pp > layers:
+        rule = f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
+        raise problem(config, "parallel.pp", rule)
+    stages = len(schedule.stage_ranks(parallel.pp, parallel.stage_chunks))
+    if stages > layers + 2:
+        rule = (
+            f"parallel.pp {parallel.pp} then has {stages} stages for {layers + 2} layers, the embedding "
+            f"and the head among them; use {_fewer(config)} or model.num_layers {stages - 2}"
+        )
+        raise problem(config, "parallel.stage_chunks", rule)
+
+
+def _fewer(config: Config) -> str:
+    """A setting that leaves each stage a layer."""
+    parallel, layers = config.parallel, config.model.num_layers + 2
+    schedule = parallel.pipeline_schedule
+    if schedule.stages_per_rank is None:
+        return str(layers // parallel.pp)
+    return f"parallel.pp {layers // 2}" if layers >= 4 and schedule.ranks is None else "schedule 1f1b"
+
+
+def _micro_batch_rule(config: Config) -> str:
+    """What the schedule needs, and the nearest number of micro-batches, with the same global batch if there is one."""
+    train, schedule, pp, dp = config.train, config.parallel.pipeline_schedule, config.parallel.pp, config.parallel.dp
+    given, share = train.gradient_accumulation_steps, train.global_batch_size // dp
+    need = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}"
+    fitting = [count for count in divisors(share) if schedule.accepts(pp, count)]
+    if fitting:
+        return f"{need}; use {min(fitting, key=lambda count: (abs(count - given), count))}"
+    counts = [schedule.micro_batches] if schedule.micro_batches else range(given, 2 * pp + given)
+    larger = next(count for count in counts if schedule.accepts(pp, count))
+    return f"{need}; use {larger} with train.global_batch_size {larger * train.micro_batch_size * dp}"
+
+
+LEAST_TIMEOUT = 2
+"""Seconds: ranks show twice in a second that they run."""
+
+
+def check(config: Config, vocab_size: int) -> None:
+    """Check a config whose settings are all filled.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    check_model(config, vocab_size)
+    for rule in rules():
+        rule(config)
+
+
+def rules() -> tuple[Callable[[Config], None], ...]:
+    """The rules between settings, in the order in which they are checked; each raises a `UserError` where it is broken.
+
+    A rule reads settings of the config alone, as its attributes, so that one that holds of a config holds of every
+    config with the same values of those that it reads: `plan.search` asks each only once for all of these.
+    """
+    return (
+        _check_data,
+        check_division,
+        check_pipeline,
+        check_micro_batches,
+        _check_sequence,
+        _check_zero,
+        _check_optimizer,
+        _check_precision,
+        _check_recompute,
+        _check_checkpoints,
+        _check_timeout,
+        check_together,
+        _check_device,
+    )
+
+
+def _check_data(config: Config) -> None:
+    longest = config.model.max_position_embeddings
+    if config.data.sequence_length > longest:
+        rule = f"model.max_position_embeddings is {longest}; use {longest} or raise the latter"
+        raise problem(config, "data.sequence_length", rule)
+    if config.data.skipped.next_outside(1) > config.train.max_steps:
+        rule = f"leaves none of the {config.train.max_steps} steps of train.max_steps; leave one of them out of it"
+        raise problem(config, "data.skip_steps", rule)
+
+
+def _check_zero(config: Config) -> None:
+    parallel = config.parallel
+    if parallel.zero == 0:
+        return
+    if parallel.dp * parallel.cp == 1:
+        raise problem(config, "parallel.zero", "parallel.dp is 1 and ZeRO needs dp > 1; use 0 or dp 2")
+    if parallel.dp % parallel.zero_shards:
+        nearest = nearest_divisor(parallel.zero_shards, parallel.dp)
+        raise problem(config, "parallel.zero_shards", f"must divide parallel.dp {parallel.dp}; use {nearest}")
+    if parallel.zero_shards % parallel.ep and parallel.ep % parallel.zero_shards:
+        rule = (
+            f"must be a multiple or a divisor of parallel.ep {parallel.ep}, whose replicas share a copy of the experts"
+        )
+        raise problem(config, "parallel.zero_shards", f"{rule}; use {_nearest_shards(config)}")
+    if parallel.zero_shards * parallel.cp == 1:
+        rule = f"zero_shards 1 disables sharding and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
+        raise problem(config, "parallel.zero_shards", rule)
+    copies = max(1, parallel.zero_shards // parallel.ep) * parallel.cp
+    if parallel.ep > 1 and config.model.hidden_size % copies:
+        rule = f"the {copies} ranks with the same experts must divide model.hidden_size {config.model.hidden_size}"
+        nearest = nearest_multiple(config.model.hidden_size, copies)
+        raise problem(config, "parallel.zero", f"{rule}; use 0 or model.hidden_size {nearest}")
+    vocab, before_last = config.model.vocab_size, parallel.tp - 1
+    if before_last and before_last * (rows := -(-vocab // parallel.tp)) >= vocab:  # fully_shard takes no empty tensor
+        rule = f"parallel.tp {parallel.tp} leaves a rank without rows of the {vocab} of model.vocab_size"
+        raise problem(config, "parallel.zero", f"{rule}; use 0 or model.vocab_size {before_last * rows + 1}")
+
+
+def _nearest_shards(config: Config) -> int:
+    """The number of replicas nearest to `parallel.zero_shards` that can share a copy beside shared experts."""
+    ep, cp, given = config.parallel.ep, config.parallel.cp, config.parallel.zero_shards
+    fitting = (
+        count for count in divisors(config.parallel.dp) if count % ep == 0 or (ep % count == 0 and count * cp > 1)
+    )
+    return min(fitting, key=lambda count: (abs(count - given), count))
+
+
+def _check_sequence(config: Config) -> None:
+    length, parallel = config.data.sequence_length, config.parallel
+    if parallel.sequence_parallel and parallel.tp == 1:
+        rule = "the tensor-parallel ranks share the sequence and parallel.tp is 1; use false or tp 2"
+        raise problem(config, "parallel.sequence_parallel", rule)
+    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+    shares = parallel.cp * parallel.tp if parallel.sequence_parallel else parallel.cp
+    unit = lcm(chunks, shares)
+    if length % unit:
+        key = "parallel.cp" if length % chunks else "parallel.sequence_parallel"
+        rule = f"the ranks share each sequence in {unit} equal parts; use data.sequence_length"
+        raise problem(config, key, f"{rule} {nearest_multiple(length, unit)} instead of {length}")
+
+
+def _check_precision(config: Config) -> None:
+    precision = config.precision
+    if not precision.master_weights and precision.dtype != "bf16":
+        rule = f"precision.dtype is {precision.dtype} and only bf16 goes without; use true or precision.dtype bf16"
+        raise problem(config, "precision.master_weights", rule)
+    if config.parallel.gradient_compression != "none" and precision.dtype == "fp64":
+        rule = "precision.dtype is fp64, of whose digits it would drop all but three; use none or precision.dtype fp32"
+        raise problem(config, "parallel.gradient_compression", rule)
+    if (nearest := 2.0 ** round(log2(precision.loss_scale))) != precision.loss_scale:
+        raise problem(config, "precision.loss_scale", f"must be a power of two; use {nearest:g}")
+
+
+def _check_recompute(config: Config) -> None:
+    train, layers = config.train, config.model.blocks
+    if train.recompute_every > 1 and train.recompute != "full":
+        rule = f"train.recompute is {train.recompute}, which does not count blocks; use 1 or train.recompute full"
+        raise problem(config, "train.recompute_every", rule)
+    if layers is not None and train.recompute_every > layers:
+        raise problem(config, "train.recompute_every", f"model.num_layers is {layers}; use at most {layers}")
+
+
+def _check_checkpoints(config: Config) -> None:
+    every, kept = config.checkpoint.every, config.checkpoint.keep_every
+    if kept is None:
+        return
+    if not every:
+        raise problem(config, "checkpoint.keep_every", "checkpoint.every is 0; leave it out or give every, too")
+    if kept % every:
+        rule = f"must be a multiple of checkpoint.every {every}; use {nearest_multiple(kept, every)}"
+        raise problem(config, "checkpoint.keep_every", rule)
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer = config.optimizer
+    for beta in optimizer.betas:
+        if not 0 <= beta < 1:
+            raise problem(config, "optimizer.betas", "each must be at least 0 and below 1; use [0.9, 0.95]")
+    _check_hyper_parameters(config)
+    if optimizer.min_lr > optimizer.lr:
+        rule = f"must be at most optimizer.lr {optimizer.lr:g}; use {optimizer.lr / 10:g}"
+        raise problem(config, "optimizer.min_lr", rule)
+    if optimizer.warmup_steps > optimizer.decay_steps:
+        rule = f"must be at most optimizer.decay_steps {optimizer.decay_steps}; use {optimizer.decay_steps}"
+        raise problem(config, "optimizer.warmup_steps", rule)
+    if optimizer.stable_steps and optimizer.decay != "wsd":
+        rule = f"optimizer.decay is {optimizer.decay}, which has no stable part; leave it out or use decay wsd"
+        raise problem(config, "optimizer.stable_steps", rule)
+    room = optimizer.decay_steps - optimizer.warmup_steps
+    if optimizer.stable_steps > room:
+        raise problem(config, "optimizer.stable_steps", f"warm-up and decay_steps leave room for {room}; use {room}")
+
+
+def _check_hyper_parameters(config: Config) -> None:
+    optimizer = config.optimizer
+    if optimizer.arguments and optimizer.name in BUILT_IN:
+        rule = f"optimizer.name is {optimizer.name}, whose settings are those of this section; leave it out"
+        raise problem(config, "optimizer.arguments", rule)
+    own = OPTIMIZERS.is_path(optimizer.name)
+    read = hyper_parameters(optimizer.name)
+    for key in HYPER_PARAMETERS:
+        default = type(optimizer).model_fields[key].default
+        if key in read or getattr(optimizer, key) == default or (optimizer.name, key) in _ACCEPTED:
+            continue
+        if own:
+            rule = f"optimizer.name is {optimizer.name}; give its arguments in optimizer.arguments instead"
+            raise problem(config, f"optimizer.{key}", rule)
+        rule = f"optimizer.name is {optimizer.name}, which does not read it; leave it out"
+        users = [name for name, row in BUILT_IN.items() if key in row.reads]
+        raise problem(config, f"optimizer.{key}", f"{rule} or use optimizer.name {users[0]}")
+    if optimizer.nesterov and not optimizer.momentum:
+        rule = "optimizer.momentum is 0, and Nesterov's needs one; use false or momentum 0.9"
+        raise problem(config, "optimizer.nesterov", rule)
+
+
+def _check_timeout(config: Config) -> None:
+    if 0 < config.train.timeout < LEAST_TIMEOUT:
+        raise problem(config, "train.timeout", f"must be at least {LEAST_TIMEOUT} seconds, or 0; use {LEAST_TIMEOUT}")
+
+
+def _check_device(config: Config) -> None:
+    if config.precision.dtype == "fp64" and config.train.device == "cuda":
+        raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
+
+
+_ACCEPTED = {("sgd", "betas"), ("sgd", "eps")}
+"""Optimizer and setting that it does not read, which configs of earlier versions may give together."""

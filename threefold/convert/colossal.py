@@ -1,0 +1,340 @@
+"""Colossal-AI: converts the Python file of `--config`, which is parsed but never run."""
+
+import ast
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from threefold.config.presets import PRESETS
+from threefold.convert.key_mapping import (
+    Given,
+    KeyMapping,
+    Same,
+    Unmapped,
+    count,
+    dp_of,
+    flat,
+    foreign_text,
+    number,
+    put_activation,
+    put_chunks,
+    put_optimizer,
+    put_zero,
+    shortened,
+    switch,
+    text,
+    whole,
+)
+from threefold.convert.shell_values import constant, parsed
+from threefold.errors import UserError
+
+USED = "used by other settings"
+"""Pseudo-key: names that other settings use."""
+
+TABLE = (
+    Same("seed", "train.seed", whole, 1024),
+    Same("SEQ_LEN", "data.sequence_length", count),
+    Same("VOCAB_SIZE", "model.vocab_size", whole),
+    Same("HIDDEN_SIZE", "model.hidden_size", whole),
+    Same("NUM_LAYERS", "model.num_layers", whole),
+    Same("NUM_ATTENTION_HEADS", "model.num_attention_heads", whole),
+    Same("model.vocab_size", "model.vocab_size", whole),
+    Same("model.hidden_size", "model.hidden_size", whole),
+    Same("model.num_layers", "model.num_layers", whole),
+    Same("model.num_attention_heads", "model.num_attention_heads", whole),
+    Same("model.max_position_embeddings", "model.max_position_embeddings", whole),
+    Same("model.drop_rate", "model.hidden_dropout", number),
+    Same("model.attn_drop_rate", "model.attention_dropout", number),
+    Same("model.embed_drop_rate", "model.embedding_dropout", number),
+    Same("model.layer_norm_epsilon", "model.norm_eps", number),
+    Same("optimizer.lr", "optimizer.lr", number),
+    Same("optimizer.weight_decay", "optimizer.weight_decay", number, 0.0),
+    Same("optimizer.eps", "optimizer.eps", number),
+    Same("clip_grad_norm", "optimizer.clip_grad_norm", number, 0.0),
+    Same("fp16.initial_scale", "precision.loss_scale", number),
+    Same("fp16.growth_interval", "precision.loss_scale_window", whole),
+)
+OTHER_NAMES = {
+    "SEQ_LENGTH": "SEQ_LEN",
+    "SEQUENCE_LENGTH": "SEQ_LEN",
+    "num_layers": "NUM_LAYERS",
+    "num_attention_heads": "NUM_ATTENTION_HEADS",
+    "DEPTH": "NUM_LAYERS",
+    "NUM_HEADS": "NUM_ATTENTION_HEADS",
+    "model.depth": "model.num_layers",
+    "model.num_heads": "model.num_attention_heads",
+    "model.max_seq_len": "model.max_position_embeddings",
+    "model.dropout": "model.drop_rate",
+    "model.attention_dropout": "model.attn_drop_rate",
+    "model.embedding_dropout": "model.embed_drop_rate",
+    "model.layernorm_epsilon": "model.layer_norm_epsilon",
+    "model.activation": "model.act_func",
+    "MAX_GRAD_NORM": "clip_grad_norm",
+    "gradient_clipping": "clip_grad_norm",
+    "LEARNING_RATE": "optimizer.lr",
+    "WEIGHT_DECAY": "optimizer.weight_decay",
+}
+
+
+def _sizes(layers: int, hidden: int, heads: int, positions: int = 1024) -> dict[str, int]:
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+    }
+
+
+_SIZES = {
+    "small": _sizes(12, 768, 12),
+    "medium": _sizes(24, 1024, 16),
+    "large": _sizes(36, 1536, 12),
+    "exlarge": _sizes(48, 1600, 32),
+    "xl": _sizes(48, 1600, 16),
+    "gpt3": _sizes(96, 12288, 96, 2048),
+}
+"""Sizes of Colossal-AI's own model functions, by a word of their name."""
+_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu"}
+"""Its names of activation functions, and torch's."""
+_DROPOUTS = ("model.hidden_dropout", "model.attention_dropout", "model.embedding_dropout")
+REASONS = {
+    "NUM_EPOCHS": "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size",
+    "WARMUP_*": "optimizer.warmup_steps counts steps",
+    "TENSOR_SHAPE": "what pipeline stages send follows from the model",
+    "model.embed_split_hidden": "the embedding is always split by the vocabulary",
+    "model.fuse_*": "kernels are chosen automatically",
+    "loss*": "the loss is the cross-entropy of the next token, vocabulary-parallel automatically",
+    "gradient_handler": "gradients are all-reduced automatically",
+    "zero.*": "parallel.zero has no further settings; weights and optimizer state stay on the device",
+    "fp16.*": "the loss scale halves at each overflow and doubles after precision.loss_scale_window steps",
+    "lr_scheduler*": "optimizer.decay, warmup_steps and decay_steps are the schedule",
+    "hooks": "the step log and checkpoints are always there",
+    "LOG_PATH": "the folder of the run is an option of the command: threefold train … --run-dir",
+    "logging*": "the folder of the run is an option of the command: threefold train … --run-dir",
+    "cudnn_*": "kernels are chosen automatically",
+    "TOTAL_BATCH_SIZE": "it takes effect where other settings use it",
+}
+
+
+def read(path: Path) -> Given:
+    """The settings of a config file as `name` or `name.key`, and the names that other settings use.
+
+    Settings are assignments, also inside `CONFIG = dict(…)`, and in a training script the model and the optimizer that
+    its functions make.
+
+    Raises:
+        UserError: not Python, or nothing is set there.
+    """
+    text = foreign_text(path)
+    reader = _Reader()
+    try:
+        for statement in ast.iter_child_nodes(parsed(text)):
+            if isinstance(statement, ast.stmt):
+                reader.statement(statement)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UserError(f"{path}{line}: not Python, so it is not a Colossal-AI config.") from None
+    values = reader.values
+    if not values:
+        raise UserError(f"{path} has no assignment such as BATCH_SIZE = 8, so it is not a Colossal-AI config.")
+    for name in [name for name, value in values.items() if name.lower() == "config" and isinstance(value, dict)]:
+        for key, value in values.pop(name).items():
+            if values.get(key, value) != value:
+                reader.notes.append(Unmapped(key, values[key], f"that of {name} counts: {shortened(str(value))}"))
+            values[key] = value
+    settings = flat(values, str(path))
+    return Given({**settings, USED: sorted(reader.used)}, reader.notes)
+
+
+_MADE: Final = re.compile(r"^(?:model|optimizer)$")
+_CODE: Final = "code is not run, so what it sets is not known; set it here if it matters"
+
+
+class _Reader:
+    """Collects the assignments of a Python file, without running it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.used: set[str] = set()
+        self.notes: list[Unmapped] = []
+
+    def statement(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass):
+            return
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            return
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            self._definition(statement)
+            return
+        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+            return
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            targets = [statement.target]
+        if not targets or not all(isinstance(target, ast.Name) for target in targets):
+            self.notes.append(Unmapped(f"line {statement.lineno}", _first_line(statement), _CODE, unsupported=True))
+            return
+        assert isinstance(statement, ast.Assign | ast.AnnAssign)
+        assert statement.value is not None
+        self.used.update(node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name))
+        value = constant(statement.value, self.values)
+        self.values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+
+    def _definition(self, definition: ast.FunctionDef | ast.ClassDef) -> None:
+        self.notes.append(Unmapped(f"line {definition.lineno}", _first_line(definition), "code is not run"))
+        if isinstance(definition, ast.ClassDef):
+            return
+        for node in ast.walk(definition):
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+                continue
+            name = node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
+            made = ast.unparse(node.value.func)
+            whose = _MODEL_CALL if name == "model" else _OPTIMIZER_CALL
+            if _MADE.fullmatch(name) and whose.search(made) and name not in self.values:
+                keywords = {part.arg: part.value for part in node.value.keywords if part.arg}
+                settings = {key: constant(value, self.values) for key, value in keywords.items()}
+                settings = {key: value for key, value in settings.items() if not _is_local(keywords[key], self.values)}
+                self.values[name] = {"type": made, **settings}
+                self.used.update(part.id for part in ast.walk(node.value) if isinstance(part, ast.Name))
+                self.notes.append(Unmapped(f"line {node.lineno}", _first_line(node), f"taken for {name}"))
+
+
+_MODEL_CALL: Final = re.compile(r"(?i)gpt")
+_OPTIMIZER_CALL: Final = re.compile(r"(?i)adam|sgd|lamb|lars")
+
+
+def _is_local(node: ast.expr, names: Mapping[str, Any]) -> bool:
+    """Whether a value is a local variable of the function, whose value is not known."""
+    return isinstance(node, ast.Name) and node.id not in names
+
+
+def _first_line(statement: ast.stmt) -> str:
+    return shortened(ast.unparse(statement).splitlines()[0])
+
+
+def fill(mapping: KeyMapping, world: int | None) -> None:
+    """Convert a Colossal-AI config."""
+    used = set(mapping.given.pop(USED, ()))
+    for old, new in OTHER_NAMES.items():
+        if old in mapping.given and new not in mapping.given:
+            mapping.given[new] = mapping.given.pop(old)
+    mapping.move(TABLE)
+    _model(mapping)
+    _layout(mapping, world)
+    _batch(mapping)
+    _precision(mapping)
+    _optimizer(mapping)
+    for name in used & mapping.given.keys():
+        del mapping.given[name]
+    mapping.leave(REASONS)
+
+
+def _model(mapping: KeyMapping) -> None:
+    name = mapping.take("model.type", text, "")
+    parts = re.split(r"[^a-z0-9]+", name.lower())
+    sizes = next((sizes for part, sizes in _SIZES.items() if part in parts), None)
+    if sizes is not None:
+        # Its classes for pipelines drop nothing by default, the others a tenth.
+        dropout = dict.fromkeys(_DROPOUTS, 0.0 if "pipeline" in parts else 0.1)
+        for key, value in {**{f"model.{key}": value for key, value in sizes.items()}, **dropout}.items():
+            mapping.settings.setdefault(key, value)
+        mapping.given.setdefault("model.act_func", "gelu")
+        shown = ", ".join(f"{key} {value}" for key, value in sizes.items())
+        reason = f"its sizes are in its own code; those of Colossal-AI's function of that name are taken: {shown}"
+        mapping.note("model.type", name, f"{reason}, where the file sets no others")
+    elif name:
+        reason = "its sizes are in its own code; set those of model that the file does not"
+        mapping.note("model.type", name, reason, unsupported=True)
+    length = mapping.settings.get("data.sequence_length")
+    if length is not None:
+        mapping.settings["model.max_position_embeddings"] = max(
+            length, mapping.settings.get("model.max_position_embeddings", 0)
+        )
+    if "model.vocab_size" not in mapping.settings:
+        size = 50304 if name else PRESETS["gpt2-124m"]["vocab_size"]
+        mapping.put("model.vocab_size", size)
+        whose = "Colossal-AI's models, GPT-2's 50257 padded" if name else "GPT-2"
+        mapping.note("VOCAB_SIZE", "not given", f"model.vocab_size is that of {whose}: {size}")
+    put_activation(mapping, "model.act_func", _ACTIVATIONS)
+    ratio, hidden = mapping.take("model.mlp_ratio", number), mapping.settings.get("model.hidden_size")
+    if ratio is not None and hidden is not None:
+        mapping.put("model.ffn_hidden_size", int(ratio * hidden))
+    if mapping.take("model.checkpoint", switch, False):
+        mapping.put("train.recompute", "full")
+
+
+def _degree(mapping: KeyMapping, key: str) -> int:
+    plain = mapping.take(f"parallel.{key}", count, 1)
+    return int(mapping.take(f"parallel.{key}.size", count, plain))
+
+
+def _layout(mapping: KeyMapping, world: int | None) -> None:
+    tp, pp = _degree(mapping, "tensor"), _degree(mapping, "pipeline")
+    mode = mapping.take("parallel.tensor.mode", text, "1d")
+    mapping.settings.update({"parallel.tp": tp, "parallel.pp": pp})
+    if mode == "sequence":
+        mapping.settings.update({"parallel.tp": 1, "parallel.cp": tp, "parallel.cp_method": "ring"})
+        mapping.note("parallel.tensor.mode", mode, f"ring self-attention is parallel.cp {tp} with cp_method ring")
+    elif mode not in ("1d", "None") and tp > 1:
+        mapping.note("parallel.tensor.mode", mode, f"parallel.tp {tp} splits weights along one dim")
+    mapping.put("parallel.dp", dp_of(mapping, world, tp * pp, "world size"))
+    chunks = mapping.take("NUM_CHUNKS", whole, 1)
+    put_chunks(mapping, mapping.take("model.num_chunks", whole, chunks), "model.num_chunks")
+    if any(key == "zero" or key.startswith("zero.") for key in mapping.given):
+        put_zero(mapping, 3, "zero", mapping.given.pop("zero", "given"))
+
+
+def _batch(mapping: KeyMapping) -> None:
+    dp, pp = (mapping.settings[f"parallel.{axis}"] for axis in ("dp", "pp"))
+    size, parts = mapping.take("BATCH_SIZE", count), mapping.take("NUM_MICRO_BATCHES", count, 1)
+    steps = mapping.take("gradient_accumulation", count, 1)
+    if size is None:
+        return
+    if size % parts:
+        raise UserError(f"{mapping.where}: NUM_MICRO_BATCHES is {parts} but must divide BATCH_SIZE {size}.")
+    if parts > 1 and pp == 1:
+        mapping.note("NUM_MICRO_BATCHES", parts, "also holds without a pipeline: gradients of micro-batches add up")
+    total, micro = size * steps * dp, size // parts
+    mapping.settings.update({"train.global_batch_size": total, "train.micro_batch_size": micro})
+    reason = f"taken as a replica's: train.global_batch_size {total} = {size} · {steps} accumulated · dp {dp}"
+    mapping.note("BATCH_SIZE", size, reason)
+
+
+def _precision(mapping: KeyMapping) -> None:
+    mode = mapping.take("fp16.mode", text)
+    half = mapping.take("model.dtype", text, "")
+    if mode is not None or half.endswith((".half", ".float16")):
+        mapping.put("precision.dtype", "fp16")
+    elif half.endswith("bfloat16"):
+        mapping.put("precision.dtype", "bf16")
+    else:
+        for key in ("loss_scale", "loss_scale_window"):
+            mapping.settings.pop(f"precision.{key}", None)
+
+
+def _optimizer(mapping: KeyMapping) -> None:
+    name = mapping.take("optimizer.type", text, "Adam")
+    kind = name.rpartition(".")[2]
+    own = kind in ("HybridAdam", "FusedAdam", "CPUAdam")
+    if kind in ("SGD", "FusedSGD"):
+        put_optimizer(mapping, "sgd", "optimizer.type", name)
+        mapping.put("optimizer.momentum", mapping.take("optimizer.momentum", number))
+        mapping.put("optimizer.nesterov", mapping.take("optimizer.nesterov", switch))
+    elif kind == "Adam" or (own and not mapping.take("optimizer.adamw_mode", switch, True)):
+        put_optimizer(mapping, "adam", "optimizer.type", name)
+    else:
+        mapping.put("optimizer.name", "adamw")
+        if kind != "AdamW" and not own:
+            mapping.note("optimizer.type", name, "optimizer.name is adamw, the nearest")
+    if mapping.settings["optimizer.name"] != "sgd":
+        mapping.put("optimizer.betas", mapping.take("optimizer.betas", _pair, [0.9, 0.999]))
+    mapping.put("optimizer.decay", "constant")
+    mapping.put("optimizer.warmup_steps", 0)
+    mapping.note("lr_scheduler", "not given", "optimizer.decay is constant: the schedule is in the training script")
+
+
+def _pair(value: Any) -> list[float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("a pair of numbers")
+    return [number(part) for part in value]

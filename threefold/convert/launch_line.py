@@ -1,0 +1,207 @@
+"""Finds the training command of a script: its flags, and the number of ranks."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from threefold.convert.shell import Command, Script, follow
+from threefold.errors import UserError
+
+_TRAINS: Final = re.compile(r"train|finetune|gpt|llama|mixtral|run_", re.IGNORECASE)
+_PREPARES: Final = re.compile(r"preprocess|convert|merge|tokenize|download|generat|evaluat|export", re.IGNORECASE)
+_UNSET: Final = re.compile(r"\$(?:\{[^}]*\}|\([^)]*\)|[A-Za-z_]\w*|[0-9@*#?!])|`[^`]*`")
+_VARIABLE: Final = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The training command of a script.
+
+    Attributes:
+        script: the Python file or module; empty where the text has only flags.
+        flags: by name, without dashes; True, a text or a list of texts. A text with `$` is not set in the file.
+        launcher: the words before the Python file.
+        world: number of ranks; None if it is not given.
+        remarks: key, value and reason of each decision, for the user.
+        unread: words that belong to no flag.
+    """
+
+    script: str
+    flags: dict[str, Any]
+    launcher: list[str]
+    world: int | None
+    remarks: list[tuple[str, Any, str]] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+def launch_of(
+    text: str,
+    path: Path,
+    switches: Collection[str] = (),
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    several: Collection[str] = (),
+) -> Launch:
+    """The last training command of a script; or the flags of a text.
+
+    Args:
+        text: of the file.
+        path: of the file.
+        switches: flags without a value: words after them do not belong to them.
+        renamed: short option → flag.
+        several: flags that may be repeated; their values are lists.
+
+    Raises:
+        UserError: it is not a shell script, has no flags, or needs a file that does not exist.
+    """
+    script = follow(text, path)
+    remarks = [(f"line {line}, {what}", "a branch", reason) for line, what, reason in map(_remark, script.remarks)]
+    command = _training(script, remarks)
+    words = command.words if command else _loose(script)
+    place = _start(words)
+    given = [renamed.get(word, word) for word in words[place:]]
+    _check_missing(script, given, str(path), found=any(word.startswith("--") for word in given))
+    if not any(word.startswith("--") for word in words):
+        raise UserError(
+            f"{path} has no flags such as --num-layers 24, so it is not Megatron-LM's; say whose it is with --from."
+        )
+    flags, unread = _collected(given, switches, several)
+    launcher = words[: max(0, place - 1)]
+    batch = command.batch if command else []
+    for word in [word for word in unread if _UNSET.fullmatch(word)]:
+        unread.remove(word)
+        remarks.append((word, "not given", "a variable that the file does not set; flags in it are not known"))
+    remarks += [
+        (name, "not given", f"line {line} reads this file, which is not there") for line, name in script.missing
+    ]
+    if starting := list(dict.fromkeys(word.partition("=")[0] for word in (*batch, *launcher) if word.startswith("--"))):
+        remarks.append(("launcher", " ".join(starting), "of these only the number of ranks counts"))
+    world = flags.pop("world-size", None) or flags.pop("world_size", None) or _ranks(launcher, batch, script)
+    number = int(str(world)) if str(world).isdecimal() and len(str(world)) < 10 else 0
+    return Launch(words[place - 1] if place else "", flags, launcher, number or None, remarks, unread)
+
+
+def _remark(remark: Any) -> tuple[int, str, str]:
+    return remark.line, remark.what, remark.reason
+
+
+def _training(script: Script, remarks: list[tuple[str, Any, str]]) -> Command | None:
+    """The last training command; None where the text has only flags."""
+    started = [command for command in script.commands if _start(command.words)]
+    trainings = [command for command in started if not _PREPARES.search(_name(command))] or started
+    named = [command for command in trainings if _TRAINS.search(_name(command))] or trainings
+    if len(named) > 1:
+        others = ", ".join(f"line {command.line}" for command in named[:-1])
+        remarks.append(
+            ("trainings", len(named), f"that of line {named[-1].line} is taken; the file starts {others} too")
+        )
+    return named[-1] if named else None
+
+
+def _name(command: Command) -> str:
+    return Path(command.words[_start(command.words) - 1]).name
+
+
+def _start(words: list[str]) -> int:
+    """The index after the training's Python file; 0 where there is none."""
+    files = [place for place, word in enumerate(words) if word.endswith(".py")]
+    named = [place for place in files if _TRAINS.search(Path(words[place]).name)]
+    if files:
+        return (named or files)[0] + 1 if len(named) != 1 else named[0] + 1
+    modules = [place for place, word in enumerate(words[1:], 1) if words[place - 1] == "-m" and "train" in word]
+    return modules[-1] + 1 if modules else 0
+
+
+def _loose(script: Script) -> list[str]:
+    """The flags of a text that is not a script, or of a script that only sets variables."""
+    words = [word for command in script.commands for word in command.words]
+    if any(word.startswith("--") for word in words):
+        return words
+    found: list[str] = []
+    for value in script.scope.variables.values():
+        pieces = [piece for item in (value if isinstance(value, list) else [value]) for piece in item.split()]
+        if any(piece.startswith("--") for piece in pieces):
+            found += pieces
+    return found
+
+
+def _check_missing(script: Script, words: list[str], where: str, found: bool) -> None:
+    """Check that no file is missing whose variables the flags use."""
+    if not script.missing:
+        return
+    line, name = script.missing[0]
+    unset = [word for word in words if _VARIABLE.search(word) and not _VARIABLE.search(word)[1].isdecimal()]  # type: ignore[index]
+    if not found or unset:
+        needs = f"{unset[0]} is used and nothing else sets it" if unset else "no flags are found without it"
+        raise UserError(f"{where}, line {line}: it reads {name}, which is not there, and {needs}; put the file there.")
+
+
+def _collected(
+    words: list[str], switches: Collection[str], several: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    flags: dict[str, Any] = {}
+    unread: list[str] = []
+    for name, values in _flags(words, unread):
+        plain = name.replace("_", "-")
+        if plain in switches and values and values[0].lower() not in ("true", "false"):
+            unread += values
+            values = []
+        if name in several:
+            flags[name] = [*flags.get(name, []), *values]
+            continue
+        flags[name] = True if not values else values[0] if len(values) == 1 else values
+    return flags, unread
+
+
+def _flags(words: list[str], unread: list[str]) -> Iterator[tuple[str, list[str]]]:
+    name = ""
+    values: list[str] = []
+    for word in [piece for each in words for piece in _pieces(each)]:
+        if not word.startswith("--") or word == "--":
+            (values if name else unread).append(_unquoted(word))
+            continue
+        if name:
+            yield name, values
+        name, equals, value = word[2:].partition("=")
+        values = [_unquoted(value)] if equals else []
+    if name:
+        yield name, values
+
+
+def _pieces(word: str) -> list[str]:
+    """A word; a flag with its value in one quoted word, as arrays often have it, becomes several."""
+    return re.findall(r"(?:<[A-Za-z][^<>]*>|'[^']*'|\"[^\"]*\"|\S)+", word) if word.startswith("--") else [word]
+
+
+def _unquoted(word: str) -> str:
+    return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word
+
+
+def _ranks(launcher: list[str], batch: list[str], script: Script) -> Any:
+    options = dict(_options([*batch, *launcher]))
+    nodes = options.get("nnodes") or options.get("nodes") or options.get("N") or "1"
+    local = options.get("nproc-per-node")
+    listed = next((options[name] for name in ("gpus", "devices") if "," in options.get(name, "")), None)
+    if "paddle" in " ".join(launcher) and (listed or options.get("gpus", "").isdecimal()):
+        return len(listed.split(",")) if listed else 1
+    if not nodes.isdecimal():  # such as $SLURM_NNODES, which Slurm sets
+        nodes = options.get("nodes") or options.get("N") or ""
+    if local is None:
+        local = options.get("ntasks-per-node")
+        if local is None and (options.get("ntasks") or options.get("n", "")).isdecimal():
+            return options.get("ntasks") or options["n"]
+    if local is not None and local.isdecimal() and nodes.isdecimal():
+        return str(int(local) * int(nodes))
+    named = script.scope.variables.get("WORLD_SIZE")
+    return named if isinstance(named, str) else None
+
+
+def _options(words: list[str]) -> Iterator[tuple[str, str]]:
+    for place, word in enumerate(words):
+        if not word.startswith("-"):
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        following = words[place + 1] if place + 1 < len(words) else ""
+        yield name.replace("_", "-"), value if equals else following

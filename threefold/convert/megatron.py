@@ -1,0 +1,489 @@
+"""Megatron-LM's model flags: chooses the family (gpt or llama) and converts the section `model`."""
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from threefold.config.document import read_document
+from threefold.convert.key_mapping import (
+    Given,
+    KeyMapping,
+    Same,
+    Unmapped,
+    count,
+    dp_of,
+    foreign_text,
+    number,
+    put_chunks,
+    put_zero,
+    switch,
+    take_sequence_parallel,
+    text,
+    texts,
+    whole,
+)
+from threefold.convert.launch_line import Launch, launch_of
+from threefold.convert.megatron_reasons import REASONS, SATISFIED, SWITCHES, UNSUPPORTED
+from threefold.errors import UserError
+
+MODEL_TABLE = (
+    Same("num-layers", "model.num_layers", whole),
+    Same("hidden-size", "model.hidden_size", whole),
+    Same("num-attention-heads", "model.num_attention_heads", whole),
+    Same("max-position-embeddings", "model.max_position_embeddings", whole),
+    Same("hidden-dropout", "model.hidden_dropout", number, 0.1),
+    Same("attention-dropout", "model.attention_dropout", number, 0.1),
+    Same("init-method-std", "model.initializer_range", number),
+    Same("norm-epsilon", "model.norm_eps", number),
+    Same("rotary-base", "model.rope_theta", number),
+)
+FOR_LLAMA = (
+    Same("kv-channels", "model.head_dim", whole),
+    Same("add-qkv-bias", "model.qkv_bias", switch),
+    Same("qk-layernorm", "model.qk_norm", switch),
+    Same("num-experts", "model.num_experts", whole),
+)
+FOR_EXPERTS = (
+    Same("moe-router-topk", "model.experts_per_token", whole),
+    Same("moe-ffn-hidden-size", "model.expert_ffn_hidden_size", whole),
+    Same("moe-shared-expert-intermediate-size", "model.shared_expert_ffn_hidden_size", whole),
+    Same("moe-shared-expert-gate", "model.shared_expert_gate", switch),
+    Same("moe-aux-loss-coeff", "model.router_aux_loss", number),
+    Same("moe-z-loss-coeff", "model.router_z_loss", number),
+    Same("moe-expert-capacity-factor", "model.expert_capacity_factor", number),
+)
+_LLAMA_ONLY = "only architecture llama has it, which needs --normalization RMSNorm and --swiglu"
+_NO_EXPERTS = "--num-experts is not given, so there are none"
+
+
+def fill_model(mapping: KeyMapping) -> None:
+    """Choose the family and fill the section `model`."""
+    mapping.move(MODEL_TABLE)
+    llama = _is_llama(mapping)
+    mapping.put("model.tie_embeddings", not mapping.take("untie-embeddings-and-output-weights", switch, False))
+    _ffn(mapping, llama)
+    _groups(mapping, llama)
+    if llama:
+        mapping.put("model.architecture", "llama")
+        mapping.move(FOR_LLAMA)
+        _rope_scaling(mapping)
+        _experts(mapping)
+    else:
+        _activation(mapping)
+        head = mapping.given.get("kv-channels")
+        heads, hidden = (mapping.settings.get(f"model.{key}") for key in ("num_attention_heads", "hidden_size"))
+        if head is not None and heads and str(head).isdecimal() and int(head) * heads == hidden:
+            del mapping.given["kv-channels"]
+        _leave(mapping, [row.theirs for row in FOR_LLAMA], _LLAMA_ONLY, unsupported=True)
+    if not mapping.settings.get("model.num_experts"):
+        _leave(mapping, [row.theirs for row in FOR_EXPERTS], _NO_EXPERTS, unsupported=False)
+        if mapping.settings.pop("parallel.ep", 1) > 1:
+            mapping.note("expert-model-parallel-size", "above 1", "parallel.ep is 1: this model has no experts")
+
+
+def _is_llama(mapping: KeyMapping) -> bool:
+    """Whether norms and feed-forward are Llama's; notes what does not fit the family."""
+    norm, swiglu = mapping.take("normalization", text, "LayerNorm"), mapping.take("swiglu", switch, False)
+    position = mapping.take("position-embedding-type", text, "learned_absolute")
+    bare = mapping.take("disable-bias-linear", switch, False)
+    llama = norm == "RMSNorm" and swiglu
+    rope = position == "rope"
+    differing: list[tuple[str, Any, str]] = []
+    if not llama:
+        _differ(differing, norm != "LayerNorm", "normalization", norm, "gpt has layer norms")
+        _differ(differing, swiglu, "swiglu", True, "gpt has no gates; with --normalization RMSNorm it is llama")
+        _differ(differing, bare, "disable-bias-linear", True, "gpt has biases")
+        mapping.put("model.position_embedding", "rope" if rope else "learned")
+        _differ(differing, not rope and position != "learned_absolute", "position-embedding-type", position, "learned")
+    else:
+        _differ(differing, not rope, "position-embedding-type", position, "llama has rotary positions")
+        _differ(differing, not bare, "disable-bias-linear", "not given", "llama has no biases")
+    for key, value, reason in differing:
+        mapping.note(key, value, f"not convertible exactly: {reason}", unsupported=True)
+    return llama
+
+
+def _differ(found: list[tuple[str, Any, str]], differs: bool, key: str, value: Any, reason: str) -> None:
+    if differs:
+        found.append((key, value, reason))
+
+
+def _activation(mapping: KeyMapping) -> None:
+    """The activation function of a GPT: GELU fused with the bias is its tanh approximation, as OpenAI's is, and GELU
+    without that fusion is exact."""
+    squared, tanh = mapping.take("squared-relu", switch, False), mapping.take("openai-gelu", switch, False)
+    exact = mapping.take("no-bias-gelu-fusion", switch, False)
+    mapping.put("model.activation", "relu2" if squared else "gelu" if exact and not tanh else "gelu_tanh")
+
+
+def _ffn(mapping: KeyMapping, llama: bool) -> None:
+    width, hidden = mapping.take("ffn-hidden-size", whole), mapping.settings.get("model.hidden_size")
+    if width is None and llama and hidden is not None:
+        width = int(4 * hidden * 2 / 3) // 64 * 64  # Megatron-LM's own default
+    mapping.put("model.ffn_hidden_size", width)
+
+
+def _groups(mapping: KeyMapping, llama: bool) -> None:
+    grouped, groups = mapping.take("group-query-attention", switch, False), mapping.take("num-query-groups", whole, 1)
+    if grouped and llama:
+        mapping.put("model.num_key_value_heads", groups)
+    elif grouped and groups != mapping.settings.get("model.num_attention_heads"):
+        mapping.note("num-query-groups", groups, f"not convertible exactly: {_LLAMA_ONLY}", unsupported=True)
+    elif groups != 1 and not grouped:
+        mapping.note("num-query-groups", groups, "Megatron-LM does not look at it without --group-query-attention")
+
+
+def _experts(mapping: KeyMapping) -> None:
+    if not mapping.settings.get("model.num_experts"):
+        return
+    balancing = mapping.take("moe-router-load-balancing-type", text, "aux_loss")
+    mapping.move(FOR_EXPERTS)
+    if balancing == "none":
+        mapping.put("model.router_aux_loss", 0.0)
+    elif balancing != "aux_loss":
+        reason = "experts are balanced by model.router_aux_loss"
+        mapping.note("moe-router-load-balancing-type", balancing, reason, unsupported=True)
+    if (factor := mapping.settings.get("model.expert_capacity_factor")) is not None:
+        mapping.note(
+            "moe-expert-capacity-factor", factor, "counts the tokens of each sequence, not of a rank's micro-batch"
+        )
+    if mapping.take("moe-router-pre-softmax", switch, False):
+        mapping.put("model.normalize_expert_weights", False)
+    every = mapping.take("moe-layer-freq", text, "1")
+    if every.isdecimal() and int(every) > 1:
+        mapping.put("model.moe_every", int(every))
+        mapping.note("moe-layer-freq", every, "the last layer of each run has experts, not the first")
+    elif pattern := _layer_pattern(every, mapping.settings.get("model.num_layers", 0)):
+        mapping.settings |= pattern
+    elif every != "1":
+        reason = "model.moe_every and model.dense_layers say which layers have experts"
+        mapping.note("moe-layer-freq", every, reason, unsupported=True)
+
+
+def _layer_pattern(text: str, layers: int) -> dict[str, int] | None:
+    """Settings for a list such as `([0]*3+[1]*58)`, if only the first layers are dense."""
+    parts = text.replace(" ", "").strip("()").split("+")
+    found = [re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,6}))?", part) for part in parts]
+    kinds: list[str] = []
+    for each in found:
+        if each is None:
+            return None
+        kinds += each[1].split(",") * min(int(each[2] or 1), 10_000)
+    dense = kinds.index("1") if "1" in kinds else 0
+    if len(kinds) != layers or "0" in kinds[dense:]:
+        return None
+    return {"model.dense_layers": dense} if dense else {"model.moe_every": 1}
+
+
+def _rope_scaling(mapping: KeyMapping) -> None:
+    """Llama 3.1's scaling, with the constants that Megatron-LM has for it."""
+    factor = mapping.take("rope-scaling-factor", number, 8.0)
+    if mapping.take("use-rope-scaling", switch, False):
+        mapping.settings |= {
+            "model.rope_scaling": "llama3",
+            "model.rope_factor": factor,
+            "model.rope_original_positions": 8192,
+            "model.rope_low_frequency_factor": 1.0,
+            "model.rope_high_frequency_factor": 4.0,
+        }
+
+
+def _leave(mapping: KeyMapping, keys: list[str], reason: str, unsupported: bool) -> None:
+    for key in keys:
+        if key in mapping.given:
+            mapping.note(key, mapping.given.pop(key), reason, unsupported)
+
+
+GPT2_TOKENS = 50257
+
+TABLE = (
+    Same("seed", "train.seed", whole),
+    Same("micro-batch-size", "train.micro_batch_size", count),
+    Same("seq-length", "data.sequence_length", whole),
+    Same("split", "data.split", text, "969,30,1"),
+    Same("log-interval", "log.every", whole, 100),
+    Same("save-interval", "checkpoint.every", whole, 0),
+    Same("lr", "optimizer.lr", number),
+    Same("min-lr", "optimizer.min_lr", number, 0.0),
+    Same("weight-decay", "optimizer.weight_decay", number, 0.01),
+    Same("adam-eps", "optimizer.eps", number),
+    Same("clip-grad", "optimizer.clip_grad_norm", number, 1.0),
+    Same("tensor-model-parallel-size", "parallel.tp", count),
+    Same("pipeline-model-parallel-size", "parallel.pp", count),
+    Same("context-parallel-size", "parallel.cp", count),
+    Same("expert-model-parallel-size", "parallel.ep", count),
+)
+OLD_NAMES = {
+    "model-parallel-size": "tensor-model-parallel-size",
+    "batch-size": "micro-batch-size",
+    "warmup": "lr-warmup-fraction",
+    "layernorm-epsilon": "norm-epsilon",
+    "use-rotary-position-embeddings": "position-embedding-type",
+}
+
+
+_OTHER_MODELS: Final = re.compile(r"bert|t5|mamba|hybrid|retro|ict|vision|vlm|mimo|dino|inpaint|multimodal|rl", re.I)
+"""Words in a script's name for models that are not decoder-only."""
+_OTHER_FLAGS: Final = {
+    "hybrid-layer-pattern": "Mamba layers",
+    "hybrid-override-pattern": "Mamba layers",
+    "hybrid-attention-ratio": "Mamba layers",
+    "mamba-state-dim": "Mamba layers",
+    "encoder-num-layers": "an encoder",
+    "decoder-num-layers": "an encoder",
+    "encoder-seq-length": "an encoder",
+    "decoder-seq-length": "an encoder",
+    "bert-no-binary-head": "BERT's heads",
+    "vocab-extra-ids": "T5's masks",
+    "retro-project-dir": "retrieval",
+}
+
+
+def read(path: Path) -> Given:
+    """The flags of a script or of a YAML with `MODEL_ARGS`, without dashes, and `world-size`, if it is known.
+
+    Raises:
+        UserError: the file cannot be read, has no flags, or trains a model that is not a decoder-only transformer.
+    """
+    text = foreign_text(path)
+    launch = _of_yaml(path) if re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE) else launch_of(text, path, SWITCHES)
+    _check_model(launch, path)
+    notes = [Unmapped(*remark) for remark in launch.remarks]
+    notes += [Unmapped(word, "a word", "belongs to no flag that is known", unsupported=True) for word in launch.unread]
+    flags: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for name, value in launch.flags.items():
+        plain = name.replace("_", "-")
+        if plain in flags:
+            notes.append(Unmapped(plain, flags[plain], "given twice in two spellings; the last counts"))
+        flags[plain], spelled[plain] = value, name
+    spelled = {plain: name for plain, name in spelled.items() if name.replace("_", "-") != name}
+    return Given(flags if launch.world is None else {**flags, "world-size": launch.world}, notes, spelled)
+
+
+def _of_yaml(path: Path) -> Launch:
+    """The flags of a YAML whose section MODEL_ARGS maps each flag to its value; false means not given."""
+    document, _ = read_document(path)
+    found = document.get("MODEL_ARGS") if isinstance(document, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"{path}: MODEL_ARGS must map flags to values, such as --num-layers: 24.")
+    flags = {
+        str(name).removeprefix("--"): value if isinstance(value, bool | list) else str(value)
+        for name, value in found.items()
+        if value is not False and value is not None
+    }
+    remarks: list[tuple[str, Any, str]] = [
+        (str(name), "a section", "for the launcher, not the model") for name in document if name != "MODEL_ARGS"
+    ]
+    return Launch("", flags, [], None, remarks)
+
+
+def _check_model(launch: Launch, path: Path) -> None:
+    name = Path(launch.script).stem
+    words = re.split(r"[_\W]+", name)
+    if found := next((word for word in words if _OTHER_MODELS.fullmatch(word)), None):
+        raise UserError(
+            f"{path} starts {Path(launch.script).name}, which trains {found} models, and Threefold trains decoder-only "
+            "GPT and Llama models; give a script that starts pretrain_gpt.py."
+        )
+    if flag := next((flag for flag in _OTHER_FLAGS if flag in launch.flags), None):
+        raise UserError(
+            f"{path} has --{flag}, so its model has {_OTHER_FLAGS[flag]}, and Threefold trains decoder-only GPT and "
+            "Llama models; give a script of one of these."
+        )
+
+
+def fill(mapping: KeyMapping, world: int | None) -> None:
+    """Convert the flags."""
+    for old, new in OLD_NAMES.items():
+        if old in mapping.given:
+            value = mapping.given.pop(old)
+            mapping.given[new] = "rope" if old.startswith("use-rotary") else value
+    world = world or mapping.take("world-size", whole)
+    mapping.given.pop("world-size", None)
+    mapping.move(TABLE)
+    _layout(mapping, world)
+    _batch(mapping)
+    _data(mapping)
+    _precision(mapping)
+    _recompute(mapping)
+    _optimizer(mapping)
+    _evaluation(mapping)
+    fill_model(mapping)
+    mapping.put("checkpoint.keep", 0)
+    for key, allowed in SATISFIED.items():
+        if key in mapping.given and str(mapping.given[key]).lower() in allowed:
+            del mapping.given[key]
+    mapping.leave(REASONS, UNSUPPORTED)
+
+
+def _layout(mapping: KeyMapping, world: int | None) -> None:
+    tp, pp, cp = (mapping.settings.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp"))
+    mapping.settings |= {"parallel.tp": tp, "parallel.pp": pp}
+    mapping.put("parallel.dp", dp_of(mapping, world, tp * pp * cp, "world size"))
+    if cp > 1 and "cp-comm-type" not in mapping.given:
+        mapping.put("parallel.cp_method", "ring")
+    take_sequence_parallel(mapping, "sequence-parallel")
+    for flag, stage in (("use-distributed-optimizer", 1), ("use-torch-fsdp2", 3), ("use-megatron-fsdp", 3)):
+        if mapping.take(flag, switch, False):
+            put_zero(mapping, stage, flag, True)
+    if mapping.take("grad-reduce-in-bf16", switch, False):
+        _reduce_in_bf16(mapping)
+    layers = mapping.take("num-layers-per-virtual-pipeline-stage", count)
+    chunks = mapping.take("num-virtual-stages-per-pipeline-rank", count, 1)
+    if layers:
+        chunks = max(1, mapping.given_whole("num-layers", 1) // pp // layers)
+    put_chunks(mapping, chunks, "virtual pipeline stages")
+
+
+def _reduce_in_bf16(mapping: KeyMapping) -> None:
+    if mapping.settings.get("parallel.zero"):
+        reason = "gradients are summed in fp32: parallel.gradient_compression does not go with parallel.zero"
+        mapping.note("grad-reduce-in-bf16", True, reason)
+    elif mapping.settings["parallel.dp"] * mapping.settings.get("parallel.cp", 1) > 1:
+        mapping.put("parallel.gradient_compression", "bf16")
+    else:
+        mapping.note("grad-reduce-in-bf16", True, "a single replica has no gradients to all-reduce")
+
+
+def _batch(mapping: KeyMapping) -> None:
+    micro, dp = mapping.settings.get("train.micro_batch_size", 1), mapping.settings["parallel.dp"]
+    total = mapping.take("global-batch-size", count, micro * dp)
+    mapping.settings.update({"train.global_batch_size": total, "train.micro_batch_size": micro})
+    steps, samples = mapping.take("train-iters", whole), mapping.take("train-samples", whole)
+    if samples is not None:
+        steps = max(1, samples // total)
+        mapping.note("train-samples", samples, f"train.max_steps is {steps} = {samples} / {total}")
+    mapping.put("train.max_steps", steps)
+
+
+def _data(mapping: KeyMapping) -> None:
+    paths = mapping.take("data-path", texts, [])
+    if len(paths) == 1:
+        mapping.put("data.path", paths[0])
+        if "$" in paths[0] or "<" in paths[0]:
+            mapping.note("data-path", paths[0], "not set in the file; put your path into data.path")
+    elif paths:
+        mapping.put("data.mixture", _mixture(mapping, paths))
+    kind = mapping.take("tokenizer-type", text, "GPT2BPETokenizer" if "merge-file" in mapping.given else "")
+    padded = mapping.take("padded-vocab-size", whole)
+    size = mapping.take("vocab-size", whole, padded)
+    if kind == "GPT2BPETokenizer":
+        size = size or GPT2_TOKENS
+        mapping.put("data.eod", GPT2_TOKENS - 1)
+        mapping.note(
+            "tokenizer-type",
+            kind,
+            f"model.vocab_size {size}, and data.eod {GPT2_TOKENS - 1}: no padding of the former is needed",
+        )
+    elif kind:
+        mapping.note(
+            "tokenizer-type",
+            kind,
+            "model.vocab_size and data.eod are for you to set: its tokens, and the end of a document",
+        )
+    mapping.put("model.vocab_size", size)
+    for flag in ("tokenizer-model", "vocab-file"):
+        file = mapping.given.get(flag)
+        if isinstance(file, str) and Path(file).name == "tokenizer.json":
+            mapping.put("data.tokenizer", mapping.given.pop(flag))
+    if mapping.take("reset-attention-mask", switch, False):
+        mapping.put("data.separate_documents", True)
+    if not mapping.take("eod-mask-loss", switch, False):
+        mapping.note(
+            "eod-mask-loss",
+            "not given",
+            "with data.eod nothing is predicted after the end of a document, as with the flag",
+        )
+
+
+def _mixture(mapping: KeyMapping, paths: list[str]) -> dict[str, float]:
+    weighted = len(paths) % 2 == 0 and all(_is_number(word) for word in paths[::2])
+    if not weighted:
+        mapping.note("data-path", " ".join(paths), "without weights Megatron-LM goes by sizes; here each has weight 1")
+        return dict.fromkeys(paths, 1.0)
+    mixture: dict[str, float] = {}
+    for weight, path in zip(paths[::2], paths[1::2], strict=True):
+        mixture[path] = mixture.get(path, 0.0) + float(weight)
+    return mixture
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _precision(mapping: KeyMapping) -> None:
+    fp16, bf16 = mapping.take("fp16", switch, False), mapping.take("bf16", switch, False)
+    if fp16 and bf16:
+        raise UserError(f"{mapping.where}: --fp16 and --bf16 are both given but one excludes the other; leave one out.")
+    mapping.put("precision.dtype", "fp16" if fp16 else "bf16" if bf16 else None)
+    fixed, first = mapping.take("loss-scale", number), mapping.take("initial-loss-scale", number)
+    window = mapping.take("loss-scale-window", whole)
+    if fp16:
+        mapping.put("precision.loss_scale", fixed or first)
+        mapping.put("precision.loss_scale_window", window)
+    if fixed is not None:
+        mapping.note("loss-scale", fixed, "precision.loss_scale starts there for fp16, but is dynamic")
+
+
+def _recompute(mapping: KeyMapping) -> None:
+    granularity = mapping.take("recompute-granularity", text)
+    if mapping.take("recompute-activations", switch, False):
+        granularity = granularity or "selective"
+    if mapping.take("checkpoint-activations", switch, False):
+        granularity = "full"
+    if granularity not in (None, "full", "selective"):
+        raise UserError(f"{mapping.where}: --recompute-granularity is {granularity!r} but must be full or selective.")
+    mapping.put("train.recompute", granularity)
+
+
+def _optimizer(mapping: KeyMapping) -> None:
+    name = mapping.take("optimizer", text, "adam")
+    if name not in ("adam", "sgd"):
+        mapping.note("optimizer", name, "optimizer.name is adamw, the nearest", unsupported=True)
+    betas = [mapping.take("adam-beta1", number, 0.9), mapping.take("adam-beta2", number, 0.999)]
+    momentum = mapping.take("sgd-momentum", number)
+    if name == "sgd":
+        mapping.put("optimizer.name", "sgd")
+        mapping.put("optimizer.momentum", 0.9 if momentum is None else momentum)
+    else:  # its adam is AdamW: no flag turns decoupled weight decay off
+        mapping.put("optimizer.name", "adamw")
+        mapping.put("optimizer.betas", betas)
+        if momentum is not None:
+            mapping.note("sgd-momentum", momentum, "only --optimizer sgd reads it")
+    _schedule(mapping)
+
+
+def _schedule(mapping: KeyMapping) -> None:
+    total = mapping.settings["train.global_batch_size"]
+    steps = mapping.take("lr-decay-iters", whole, mapping.settings.get("train.max_steps"))
+    warmup = mapping.take("lr-warmup-iters", whole, 0)
+    decay_samples, warmup_samples = (mapping.take(f"lr-{part}-samples", whole) for part in ("decay", "warmup"))
+    steps = steps if decay_samples is None else max(1, decay_samples // total)
+    warmup = warmup if warmup_samples is None else warmup_samples // total
+    fraction = mapping.take("lr-warmup-fraction", number)
+    if fraction is not None and steps is not None:
+        warmup = round(fraction * steps)
+    mapping.put("optimizer.decay_steps", steps)
+    mapping.put("optimizer.warmup_steps", warmup)
+    style, last = mapping.take("lr-decay-style", text, "linear"), mapping.take("lr-wsd-decay-iters", whole)
+    decay = style.lower()
+    if decay not in ("constant", "linear", "cosine", "wsd"):
+        mapping.note("lr-decay-style", style, "optimizer.decay is cosine, the nearest", unsupported=True)
+        decay = "cosine"
+    mapping.put("optimizer.decay", decay)
+    if decay == "wsd" and steps is not None and last is not None:
+        mapping.put("optimizer.stable_steps", max(0, steps - warmup - last))
+    shape = mapping.take("lr-wsd-decay-style", text, "exponential")
+    if decay == "wsd" and shape != "linear":
+        mapping.note("lr-wsd-decay-style", shape, "the last part of wsd decays linearly")
+
+
+def _evaluation(mapping: KeyMapping) -> None:
+    every, batches = mapping.take("eval-interval", whole, 1000), mapping.take("eval-iters", whole, 100)
+    mapping.put("train.eval_every", every if batches else 0)
+    mapping.put("train.eval_batches", batches or None)

@@ -1,0 +1,250 @@
+"""The work of `threefold data`: prepares, converts, verifies and summarizes token files."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from threefold.checksums import checksum
+from threefold.data.corpus import StoredTokens
+from threefold.data.formats.threefold_folder import TokenFiles
+from threefold.data.formats.token_cache import CACHE_ENDING, FACTS, entry_checksums, is_entry, is_stamp, is_stamp_whole
+from threefold.data.formats.token_files import holds_tokens, is_own, read_stored
+from threefold.data.sources import is_json_lines
+from threefold.data.stored_array import META_FILE, TOKENS_FILE
+from threefold.data.tokenizer import id_count, load_tokenizer
+from threefold.errors import UserError
+from threefold.files import require_file, shown
+from threefold.output import Progress
+
+_CHUNK: Final = 1 << 22
+_ENDS: Final = 10_000
+
+
+@dataclass(frozen=True)
+class TokenSummary:
+    """What token files hold.
+
+    Attributes:
+        documents, empty: documents, and how many of them have no token.
+        longest: tokens of the longest document.
+        longest_document: its number, from 0.
+        highest: the highest token.
+        highest_place: the position of the first such token.
+        common_end: the token that most documents end with, out of 10,000 spread over the files.
+        common_share: the share of these documents that end with it.
+    """
+
+    documents: int
+    empty: int
+    longest: int
+    longest_document: int
+    highest: int
+    highest_place: int
+    common_end: int
+    common_share: float
+
+
+def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
+    """Compute the statistics in one pass over the tokens.
+
+    Raises:
+        UserError: one is negative.
+    """
+    lengths = np.diff(stored.documents)
+    filled = np.flatnonzero(lengths)
+    some = filled[np.linspace(0, len(filled) - 1, min(len(filled), _ENDS)).astype(np.int64)]
+    ends, counts = np.unique(stored.tokens[stored.documents[some + 1] - 1], return_counts=True)
+    highest, place = _highest(stored, progress)
+    longest, common = int(np.argmax(lengths)), int(np.argmax(counts))
+    return TokenSummary(
+        documents=len(lengths),
+        empty=len(lengths) - len(filled),
+        longest=int(lengths[longest]),
+        longest_document=longest,
+        highest=highest,
+        highest_place=place,
+        common_end=int(ends[common]),
+        common_share=float(counts[common] / counts.sum()),
+    )
+
+
+def _highest(stored: StoredTokens, progress: Progress) -> tuple[int, int]:
+    highest = highest_place = -1
+    progress.phase("Looking at every token", stored.tokens.nbytes)
+    for start in range(0, len(stored.tokens), _CHUNK):
+        chunk = stored.tokens[start : start + _CHUNK]
+        if chunk.min() < 0:
+            place = int(np.argmax(chunk < 0))
+            document = int(np.searchsorted(stored.documents, start + place, side="right")) - 1
+            raise UserError(
+                f"{shown(stored.files[0])} holds token {chunk[place]} at position {start + place:,} (document "
+                f"{document:,}), so it is damaged."
+            )
+        place = int(np.argmax(chunk))
+        if chunk[place] > highest:
+            highest, highest_place = int(chunk[place]), start + place
+        progress.advance(chunk.nbytes)
+    return highest, highest_place
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One file that was checked.
+
+    Attributes:
+        path: the file.
+        bytes: its size; None where it has none.
+        found: how it was found, in a few words.
+        problem: the sentence that it is damaged; empty where it is not.
+    """
+
+    path: Path
+    bytes: int | None
+    found: str
+    problem: str = ""
+
+
+def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]:
+    """Read all files of a corpus and say of each how it was found.
+
+    Folders of this program have checksums; other files are checked for consistency and for tokens outside the
+    vocabulary.
+
+    Args:
+        path: token files of any system, a file of JSON lines (whose cached tokens are checked), or a folder of a cache.
+        tokenizer: the tokenizer.json of files that have none of their own.
+        progress: of the bytes that are read.
+
+    Raises:
+        UserError: there are no token files.
+    """
+    cache = _cache_of(path)
+    if found := [one for entry in _entries(cache) for one in _audit_entry(entry, progress)] + _audit_stamps(cache):
+        return found
+    if is_own(path) and os.path.isdir(path):
+        return list(_audit_folder(path, progress))
+    return _audit_foreign(path, tokenizer, progress)
+
+
+def _audit_folder(folder: Path, progress: Progress) -> Iterator[Audit]:
+    meta_file = folder / META_FILE
+    try:
+        files = TokenFiles.open(folder)
+    except UserError as error:
+        if not os.path.lexists(meta_file):
+            raise
+        yield Audit(folder, None, "", str(error))
+        return
+    known = files.meta.checksums
+    yield Audit(meta_file, require_file(meta_file), "as written" if known else "fits the other files")
+    if known:
+        yield from _compare(folder, dict(known), "prepare the data again with `threefold data prepare`", progress)
+        return
+    try:
+        summary = summarize(files.stored(), progress)
+        if summary.highest >= files.vocab_size:
+            raise files.outside(summary.highest, summary.highest_place)
+        if (place := _unended(files)) is not None:
+            raise UserError(
+                f"{shown(folder / TOKENS_FILE)} has document {place:,}, which does not end with token {files.eod}; "
+                f"{files.remedy}"
+            )
+    except UserError as error:
+        yield Audit(folder / TOKENS_FILE, files.tokens.nbytes, "", str(error))
+    else:
+        found = "no checksum; tokens in the vocabulary, documents ended"
+        yield Audit(folder / TOKENS_FILE, files.tokens.nbytes, found)
+    for path, found in (
+        (files.files[1], "no checksum; fits tokens.bin"),
+        (files.tokenizer_file, "as written (SHA-256)"),
+    ):
+        yield Audit(path, require_file(path), found)
+
+
+def _unended(files: TokenFiles) -> int | None:
+    """The first document that does not end with the end-of-document token."""
+    wrong = files.tokens[np.asarray(files.documents[1:]) - 1] != files.eod
+    return int(np.argmax(wrong)) if wrong.any() else None
+
+
+def _cache_of(path: Path) -> Path:
+    """The folder with the cache of a file of JSON lines; any other path as it is."""
+    if not (is_json_lines(path) and os.path.isfile(path)):
+        return path
+    path = path.with_name(path.name + CACHE_ENDING)
+    if not os.path.isdir(path):
+        raise UserError(f"{shown(path)} does not exist, as no run has encoded these JSON lines yet.")
+    return path
+
+
+def _entries(cache: Path) -> list[Path]:
+    if not os.path.isdir(cache):
+        return []
+    return [cache] if is_entry(cache) else sorted(entry for entry in cache.iterdir() if is_entry(entry))
+
+
+def _audit_stamps(cache: Path) -> list[Audit]:
+    """The hashes that a cache keeps of the files that were encoded."""
+    if not os.path.isdir(cache):
+        return []
+    found = []
+    for path in sorted(path for path in cache.iterdir() if is_stamp(path)):
+        problem = (
+            f"{shown(path)} is damaged (its checksum is not the one that was written); delete it, a part of a cache"
+        )
+        try:
+            found.append(Audit(path, require_file(path), "as written", "" if is_stamp_whole(path) else problem))
+        except UserError as error:
+            found.append(Audit(path, None, "", str(error)))
+    return found
+
+
+def _audit_entry(folder: Path, progress: Progress) -> Iterator[Audit]:
+    known, remedy = entry_checksums(folder), "delete that folder, which is a cache"
+    facts = folder / FACTS
+    if known is None:
+        yield Audit(facts, None, "", f"{shown(facts)} or a size in it is wrong; {remedy}")
+        return
+    yield Audit(facts, require_file(facts), "as written" if known else "no checksums; the sizes are right")
+    yield from _compare(folder, known, remedy, progress)
+
+
+def _compare(folder: Path, known: dict[str, str], remedy: str, progress: Progress) -> Iterator[Audit]:
+    for name, written in sorted(known.items()):
+        path = folder / name
+        try:
+            size = require_file(path)
+            progress.phase(f"Reading {name}", size)
+            problem = ""
+            if checksum(path, progress.advance) != written:
+                problem = f"{shown(path)} is damaged (its checksum is not the one that was written); {remedy}"
+            yield Audit(path, size, "as written", problem)
+        except UserError as error:
+            yield Audit(path, None, "", str(error))
+        except OSError as error:
+            yield Audit(path, None, "", f"{shown(path)} cannot be read ({error.strerror}); {remedy}")
+
+
+def _audit_foreign(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]:
+    if not holds_tokens(path):
+        read_stored(path)  # it reports what is missing
+    rows = id_count(load_tokenizer(tokenizer)) if tokenizer is not None else None
+    try:
+        stored = read_stored(path)
+        summary = summarize(stored, progress)
+        if rows is not None and summary.highest >= rows:
+            document = int(np.searchsorted(stored.documents, summary.highest_place, side="right")) - 1
+            raise UserError(
+                f"{shown(stored.files[0])} holds token {summary.highest:,} at position {summary.highest_place:,} "
+                f"(document {document:,}), outside the vocabulary of {rows:,} tokens of {tokenizer}"
+            )
+    except UserError as error:
+        return [Audit(path, None, "", str(error))]
+    ids = f"highest token {summary.highest:,}" if rows is None else "tokens in the vocabulary"
+    tokens, *index = stored.files
+    found = [Audit(tokens, require_file(tokens), f"{stored.format} has no checksums; {ids}")]
+    return found + [Audit(file, require_file(file), "no checksum; fits the tokens") for file in index]

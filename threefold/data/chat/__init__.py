@@ -1,1 +1,0 @@
-"""Conversations: messages, and the chat templates that write them as text."""

@@ -1,0 +1,386 @@
+"""Conversations: messages, and the chat templates that write them as text."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from threefold.errors import UserError
+from threefold.files import read_json, read_text
+
+MOST_STEPS: Final = 2_000_000
+"""Of one rendering; a template that goes through all messages for each of them takes a million for a thousand."""
+
+_CALL: Final = 5
+"""Steps of a call, which takes as long."""
+_SIZED: Final = ("batch", "slice", "center", "indent")
+"""Filters that make as much as a number says."""
+
+
+class _Answers(jinja2.ext.Extension):
+    """`{% generation %}` … `{% endgeneration %}`: around what the assistant generates."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        environment.extend(track_answers=self._track)
+        self._blocks: list[str] | None = None
+        self._spans: list[tuple[int, int]] = []
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        if self._blocks is not None:
+            start = len("".join(self._blocks))
+            self._spans.append((start, start + len(text)))
+        return text
+
+    @contextmanager
+    def _track(self, blocks: list[str], spans: list[tuple[int, int]]) -> Iterator[None]:
+        self._blocks, self._spans = blocks, spans
+        try:
+            yield
+        finally:
+            self._blocks, self._spans = None, []
+
+
+class _Dict:
+    """`dict` for templates, without the ways from a class into the interpreter."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace without names that begin with an underscore, which lead into the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # so that `namespace(self=...)` works
+        self, *given = args
+        names = dict(*given, **kwargs)
+        for name in names:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+
+
+class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox that counts the steps of a template, of which one rendering may take `MOST_STEPS`.
+
+    Steps are counted, and not seconds, so that a template is refused on every machine or on none: passes of loops,
+    calls of macros and functions, items that filters go through, sizes given to them, and items that `*` makes.
+    """
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._steps = 0
+        self.filters = {name: self._counted(function, name in _SIZED) for name, function in self.filters.items()}
+
+    def begin(self) -> None:
+        """Count the steps of another rendering."""
+        self._steps = 0
+
+    @property
+    def step(self) -> bool:
+        """True; counts a step. Compiled templates read it where a pass begins, as the sandbox makes calls slow."""
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            self.take(0)
+        return True
+
+    def take(self, steps: int = 1) -> None:
+        """Count steps.
+
+        Raises:
+            TemplateRuntimeError: there were too many.
+        """
+        self._steps += steps
+        if self._steps > MOST_STEPS:
+            raise jinja2.exceptions.TemplateRuntimeError(
+                f"it takes more than {MOST_STEPS:,} steps, as loops in loops do; write it with fewer"
+            )
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.take(_CALL)
+        found = super().call(context, function, *args, **kwargs)
+        if isinstance(found, range):
+            self.take(len(found))
+        return found
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and right > 0:
+            self.take(left.bit_length() * right)
+        elif operator == "*":
+            if isinstance(left, int) and isinstance(right, int):
+                self.take((left.bit_length() + right.bit_length()) >> 10)
+            for items, number in ((left, right), (right, left)):
+                if isinstance(items, str | list | tuple) and isinstance(number, int):
+                    self.take(len(items) * max(0, number))
+        return super().call_binop(context, operator, left, right)
+
+    def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
+        found: Iterator[jinja2.nodes.For | jinja2.nodes.Macro] = source.find_all((jinja2.nodes.For, jinja2.nodes.Macro))
+        for node in list(found):
+            step = jinja2.nodes.EnvironmentAttribute("step").set_lineno(node.lineno)
+            if isinstance(node, jinja2.nodes.For) and node.test is not None:  # evaluated where the body is not
+                node.test = jinja2.nodes.And(step, node.test).set_lineno(node.lineno)
+            else:
+                node.body.insert(0, jinja2.nodes.ExprStmt(step).set_lineno(node.lineno))
+        source.set_environment(self)
+        return super()._generate(source, *args, **kwargs)
+
+    def _counted(self, function: Callable[..., Any], is_sized: bool) -> Callable[..., Any]:
+        """A filter that counts what it goes through, and where numbers are sizes these."""
+
+        @wraps(function)  # with what tells Jinja that it takes the environment or the context
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, int):
+                    self.take(abs(each) if is_sized else 0)
+                elif isinstance(each, list | tuple | dict):
+                    self.take(len(each))
+                elif isinstance(each, str):
+                    self.take(len(each) >> 10)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def template_environment() -> TemplateEnvironment:
+    """A new one."""
+    environment = TemplateEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, jinja2.ext.loopcontrols]
+    )
+    del environment.globals["lipsum"]  # makes text of any length
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+JINJA_FILE: Final = "chat_template.jinja"
+JSON_FILE: Final = "chat_template.json"
+CONFIG_FILE: Final = "tokenizer_config.json"
+MAP_FILE: Final = "special_tokens_map.json"
+_SIDECAR: Final = "huggingface-"  # before these names in a checkpoint
+_GENERATION: Final = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template and what it may refer to.
+
+    Attributes:
+        template: Jinja.
+        special_tokens: names and texts, such as ("bos_token", "<s>").
+        origin: the file it is from, for messages.
+    """
+
+    template: str
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    origin: str = "the chat template"
+
+    @classmethod
+    def beside(cls, tokenizer_file: Path) -> Self | None:
+        """The template in the folder of a tokenizer.json, as transformers finds it; None if there is none.
+
+        That is chat_template.jinja, else the `chat_template` of tokenizer_config.json or of chat_template.json; in a
+        checkpoint the same files under their names as sidecar files.
+
+        Raises:
+            UserError: a file cannot be read, or holds no template that can be chosen.
+        """
+        folder = tokenizer_file.parent
+        for prefix in ("", _SIDECAR):
+            if (jinja := folder / (prefix + JINJA_FILE)).is_file():
+                return cls(read_text(jinja), _special_tokens(folder), str(jinja))
+            for name in (CONFIG_FILE, JSON_FILE):
+                path = folder / (prefix + name)
+                if path.is_file() and (found := _named(read_json(path), path)) is not None:
+                    return cls(found, _special_tokens(folder), str(path))
+        return None
+
+    @classmethod
+    def read(cls, path: Path, tokenizer_file: Path) -> Self:
+        """The template in a .jinja file, or under `chat_template` in a .json file such as tokenizer_config.json.
+
+        Args:
+            path: the file.
+            tokenizer_file: beside which the special tokens are looked for, if `path` does not have them.
+
+        Raises:
+            UserError: there is none.
+        """
+        if path.suffix != ".json":
+            return cls(read_text(path, "the chat template "), _special_tokens(tokenizer_file.parent), str(path))
+        values = read_json(path, "the chat template ")
+        if (found := _named(values, path)) is None:
+            raise UserError(f"{path} has no chat_template; give a .jinja file or a tokenizer_config.json that has one.")
+        tokens = _tokens_in(values) or dict(_special_tokens(tokenizer_file.parent))
+        return cls(found, tuple(tokens.items()), str(path))
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether it says itself what the assistant generates."""
+        return _GENERATION.search(self.template) is not None
+
+    def files(self) -> dict[str, str]:
+        """The files by which `beside` finds it again: their texts by name."""
+        return {
+            JINJA_FILE: self.template,
+            CONFIG_FILE: json.dumps(dict(self.special_tokens), indent=2, ensure_ascii=False) + "\n",
+        }
+
+
+class TemplateRefusal(Exception):
+    """A template does not take a conversation; the message says why."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, and where the template says that the assistant generates: first character and end."""
+
+    text: str
+    generated: list[tuple[int, int]]
+
+
+class ChatRenderer:
+    """A compiled template.
+
+    Raises:
+        UserError: its syntax is wrong.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        import jinja2  # here, as few runs have conversations
+
+        self.template = template
+        try:
+            self._environment = template_environment()
+            self._compiled = self._environment.from_string(template.template)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{template.origin} is no chat template that can be used ({_reason(error)}).") from None
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
+    ) -> Rendered:
+        """A conversation as text.
+
+        Raises:
+            TemplateRefusal: the template does not take it.
+        """
+        blocks: list[str] = []
+        spans: list[tuple[int, int]] = []
+        values = {
+            **dict(self.template.special_tokens),
+            "messages": [_aliased(message) for message in messages],
+            "tools": list(tools) if tools is not None else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            self._environment.begin()
+            with self._environment.track_answers(blocks, spans):  # type: ignore[attr-defined]
+                for block in self._compiled.generate(values):
+                    blocks.append(block)
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise TemplateRefusal(_reason(error)) from None
+        return Rendered("".join(blocks), spans)
+
+
+def _named(values: Any, path: Path) -> str | None:
+    """The template of a tokenizer_config.json: one, or the one named `default` among several."""
+    found = values.get("chat_template") if isinstance(values, dict) else None
+    if isinstance(found, list):
+        found = {
+            one["name"]: one["template"] for one in found if isinstance(one, dict) and {"name", "template"} <= {*one}
+        }
+    if isinstance(found, dict):
+        if "default" not in found:
+            names = ", ".join(map(str, sorted(found)))
+            raise UserError(
+                f"{path} names the chat templates {names} and no default; save the right one as a .jinja file."
+            )
+        found = found["default"]
+    if found is not None and not isinstance(found, str):
+        raise UserError(f"{path} has a chat_template that is no text; save it as a .jinja file.")
+    return found
+
+
+def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {}
+    for prefix in ("", _SIDECAR):
+        for name in (MAP_FILE, CONFIG_FILE):
+            if (path := folder / (prefix + name)).is_file():
+                found |= _tokens_in(read_json(path))
+        if found:
+            break
+    return tuple(found.items())
+
+
+def _tokens_in(values: Any) -> dict[str, str]:
+    """`bos_token` and its like, each written as a text or as an object with its text under `content`."""
+    found = {}
+    for name, value in values.items() if isinstance(values, dict) else ():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _aliased(message: Message) -> dict[str, Any]:
+    """A message without keys that have no value, its reasoning under the names that templates read."""
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

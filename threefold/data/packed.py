@@ -1,0 +1,382 @@
+"""Packed samples: the documents of a split as one stream of tokens, cut into samples of equal length."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.constants import IGNORE_INDEX
+from threefold.data.corpus import Corpus
+from threefold.data.formats.jsonl import EncodedLines
+from threefold.data.samples import SPLITS, SingleCorpus, document_runs
+from threefold.data.stored_array import TOKENS_FILE
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.random.permutation import Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSamples(SingleCorpus):
+    """The samples of one split: its documents end to end in file order, cut every `sequence_length` tokens.
+
+    Sample i is stream[i * S : i * S + S + 1]: it overlaps the next by one token, so that each token of the stream but
+    the first is a label exactly once. What is left at the end and does not fill a sample is not used.
+
+    Attributes:
+        files: where the tokens are.
+        name: the split.
+        sequence_length: S, in tokens.
+        stream_starts: int64 [runs], where each run of neighbouring documents starts in the stream.
+        shifts: int64 [runs], what to add to a place in the stream to get its place in `files.tokens`.
+        tokens: length of the stream.
+    """
+
+    files: Corpus
+    name: str
+    sequence_length: int
+    stream_starts: Int64Array
+    shifts: Int64Array
+    tokens: int
+
+    @classmethod
+    def open(cls, files: Corpus, name: str, split: str, sequence_length: int) -> "PackedSamples":
+        """The samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
+
+        Raises:
+            UserError: the split is empty or shorter than one sample, or `split` is malformed.
+        """
+        runs = document_runs(files.document_count, split, name)
+        if not len(runs):
+            remedy = "give it a weight above 0" if files.document_count > 1 else "prepare more documents"
+            unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
+            raise UserError(f'data.split "{split}" gives the {name} split no documents; {remedy}{unevaluated}')
+        bounds = np.asarray(files.documents[runs])
+        ends = np.cumsum(bounds[:, 1] - bounds[:, 0])
+        stream_starts = ends - (bounds[:, 1] - bounds[:, 0])
+        samples = cls(files, name, sequence_length, stream_starts, bounds[:, 0] - stream_starts, int(ends[-1]))
+        samples._check_length(split)
+        return samples
+
+    def __len__(self) -> int:
+        return max(0, self.tokens - 1) // self.sequence_length
+
+    def read(self, indices: Int64Array) -> NDArray[np.int64]:
+        """Samples at `indices` (int64 [rows]): int64 [rows, S + 1].
+
+        Raises:
+            UserError: a token is outside the vocabulary, so the file is damaged.
+        """
+        places = self._places(indices, self.sequence_length + 1)
+        windows: Int64Array = self.files.tokens[places].astype(np.int64)
+        if windows.size and not 0 <= windows.min() <= windows.max() < self.files.vocab_size:
+            row, column = np.argwhere((windows < 0) | (windows >= self.files.vocab_size))[0]
+            sample = f", sample {indices[row]:,} of the {self.name} split"
+            raise self.files.outside(int(windows[row, column]), int(places[row, column]), sample)
+        return windows
+
+    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        windows = self.read(indices)
+        tokens, labels = windows[:, :-1], windows[:, 1:].copy()
+        # After the end of a document the next token belongs to another one, which nothing here could predict.
+        labels[self._ends(indices, tokens)] = IGNORE_INDEX
+        return tokens, labels
+
+    def documents(self, indices: Int64Array) -> Int64Array:
+        """The number of the document that each input token of the samples at `indices` belongs to: int64 [rows, S]."""
+        places = self._places(indices, self.sequence_length)
+        return np.searchsorted(self.files.documents, places, side="right") - 1
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        return np.zeros(len(indices), np.int64)
+
+    def ends(self, indices: Int64Array) -> NDArray[np.bool_]:
+        """Whether each input token of the samples at `indices` ends its document: bool [rows, S].
+
+        That is the end-of-document token anywhere; without one, the last token of each document.
+        """
+        return self._ends(indices, self.read(indices)[:, :-1])
+
+    def _ends(self, indices: Int64Array, tokens: Int64Array) -> NDArray[np.bool_]:
+        if self.files.eod is not None:
+            return tokens == self.files.eod
+        places = self._places(indices, self.sequence_length)
+        following = np.searchsorted(self.files.documents, places + 1)
+        return self.files.documents[following] == places + 1
+
+    def _places(self, indices: Int64Array, length: int) -> Int64Array:
+        """The positions of the first `length` tokens of the samples in `files.tokens`: int64 [rows, length]."""
+        places = indices[:, None] * self.sequence_length + np.arange(length)
+        runs = np.searchsorted(self.stream_starts, places, side="right") - 1
+        return places + self.shifts[runs]
+
+    def _check_length(self, split: str) -> None:
+        if self.sequence_length < 1:
+            raise UserError(f"data.sequence_length is {self.sequence_length} but must be at least 1")
+        if len(self):
+            return
+        rule = (
+            f"data.sequence_length is {self.sequence_length} and one sample takes one token more, but the {self.name} "
+            f'split of {self.files.path} (data.split "{split}") holds {self.tokens} tokens'
+        )
+        if self.tokens < 2:
+            raise UserError(f"{rule}; prepare more text or give the {self.name} split a larger weight")
+        raise UserError(f"{rule}; the largest data.sequence_length that works is {self.tokens - 1}")
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """How much a split holds: documents, tokens, and samples of the given sequence length."""
+
+    name: str
+    documents: int
+    tokens: int
+    samples: int
+
+
+def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFacts]:
+    """What each split of `files` holds under `split`, also where that is nothing.
+
+    Raises:
+        UserError: `split` is malformed, or there are too few documents for it.
+    """
+    facts = []
+    for name in SPLITS:
+        runs = document_runs(files.document_count, split, name)
+        bounds = files.documents[runs]
+        documents, tokens = int(np.diff(runs).sum()), int(np.diff(bounds).sum())
+        facts.append(SplitFacts(name, documents, tokens, max(0, tokens - 1) // sequence_length))
+    return facts
+
+
+@dataclass(frozen=True, eq=False)
+class PackedConversations(SingleCorpus):
+    """The samples of one split of a corpus with a loss mask.
+
+    A sample has room for S + 1 tokens, the last of which is only a label. Documents are put into samples whole, the
+    longest first, each into the fullest sample that has room for it (best-fit decreasing; Ding et al., arXiv
+    2404.10830). The rest of a sample is padding, with ignored labels. No label crosses from one document to
+    the next.
+
+    A document of more than S + 1 tokens is cut into pieces of S + 1, each of which begins with the last token of the
+    one before it, so that every token of the loss mask is a label exactly once; a piece without any is left out.
+
+    Attributes:
+        corpus: where the tokens and their mask are.
+        sequence_length: S, in tokens.
+        counts_all: whether all tokens have labels in place of those of the loss mask.
+        starts, lengths: int64 [pieces], the position of each piece in the tokens; ordered by sample.
+        samples: int64 [samples + 1], the first piece of each sample.
+        documents_read: documents of the split.
+        longer: how many of them are longer than a sample.
+    """
+
+    corpus: Corpus
+    sequence_length: int
+    counts_all: bool
+    starts: Int64Array
+    lengths: Int64Array
+    samples: Int64Array
+    documents_read: int
+    longer: int
+
+    @classmethod
+    def open(
+        cls, corpus: Corpus, name: str, split: str, sequence_length: int, counts_all: bool = False
+    ) -> "PackedConversations":
+        """The samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
+
+        Raises:
+            UserError: the split is empty, or `split` is malformed.
+        """
+        runs = document_runs(corpus.document_count, split, name)
+        if not len(runs):
+            raise UserError(f'data.split "{split}" gives the {name} split no conversations; give it a weight above 0')
+        numbers = np.concatenate([np.arange(first, end) for first, end in runs])
+        starts, ends = corpus.documents[numbers], corpus.documents[numbers + 1]
+        pieces = np.maximum(1, -(-(ends - starts - 1) // sequence_length))
+        place = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        piece_starts = np.repeat(starts, pieces) + place * sequence_length
+        lengths = np.minimum(np.repeat(ends, pieces) - piece_starts, sequence_length + 1)
+        cut = np.flatnonzero(np.repeat(pieces > 1, pieces))
+        kept = lengths > 1
+        if corpus.loss_mask is not None and not counts_all:
+            for piece in cut.tolist():
+                first = int(piece_starts[piece])
+                kept[piece] = corpus.loss_mask[first + 1 : first + int(lengths[piece])].any()
+        if not kept.any():
+            raise UserError(f"{corpus.path} has no token that counts in its {name} split; give other data.")
+        piece_starts, lengths = piece_starts[kept], lengths[kept]
+        chosen = pack(lengths, sequence_length + 1)
+        order = np.argsort(chosen, kind="stable")
+        samples = np.searchsorted(chosen[order], np.arange(int(chosen.max()) + 2))
+        longer = int((pieces > 1).sum())
+        return cls(
+            corpus, sequence_length, counts_all, piece_starts[order], lengths[order], samples, len(numbers), longer
+        )
+
+    def __len__(self) -> int:
+        return len(self.samples) - 1
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        room = len(self) * (self.sequence_length + 1)
+        packed = (
+            f"{self.documents_read:,} conversations are packed into {len(self):,} samples, which are "
+            f"{self.lengths.sum() / room:.0%} full."
+        )
+        if not self.longer:
+            return (packed,)
+        return (
+            packed,
+            f"{self.longer:,} of them are longer than a sample of {self.sequence_length:,} tokens: they are cut into "
+            "pieces, all of whose answers have labels; the attention mask separates pieces.",
+        )
+
+    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        shape = (len(indices), self.sequence_length + 1)
+        windows, counted = np.full(shape, self.corpus.eod or 0, np.int64), np.zeros(shape, np.bool_)
+        for row, index in enumerate(indices.tolist()):
+            end = 0
+            for start, length in self._pieces(index):
+                here = slice(end, end + length)
+                windows[row, here] = tokens = self.corpus.tokens[start : start + length]
+                self.corpus.check_tokens(tokens, start)
+                counted[row, here] = self._counted(start, length)
+                counted[row, end] = False  # what is before it is another document, or nothing
+                end += length
+        return windows[:, :-1], np.where(counted[:, 1:], windows[:, 1:], IGNORE_INDEX)
+
+    def documents(self, indices: Int64Array) -> Int64Array:
+        """The number of the piece in its sample that each input token belongs to; the fill is one more."""
+        found = np.zeros((len(indices), self.sequence_length), np.int64)
+        for row, index in enumerate(indices.tolist()):
+            lengths = [length for _, length in self._pieces(index)]
+            bounds = np.cumsum(lengths)
+            found[row] = np.searchsorted(bounds, np.arange(self.sequence_length), side="right")
+        return found
+
+    def positions(self, indices: Int64Array) -> Int64Array:
+        documents, places = self.documents(indices), np.arange(self.sequence_length)
+        begins = np.diff(documents, axis=1, prepend=-1) != 0
+        return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        return np.maximum(0, self.sequence_length - self._held[indices])
+
+    @cached_property
+    def _held(self) -> Int64Array:
+        """int64 [samples], tokens of the pieces of each sample."""
+        return np.add.reduceat(self.lengths, self.samples[:-1])
+
+    def _pieces(self, sample: int) -> list[tuple[int, int]]:
+        here = slice(self.samples[sample], self.samples[sample + 1])
+        return list(zip(self.starts[here].tolist(), self.lengths[here].tolist(), strict=True))
+
+    def _counted(self, start: int, length: int) -> NDArray[np.bool_]:
+        if self.counts_all or self.corpus.loss_mask is None:
+            return np.ones(length, np.bool_)
+        return self.corpus.loss_mask[start : start + length] != 0
+
+
+def pack(lengths: Int64Array, room: int) -> Int64Array:
+    """The bin of each piece: best-fit decreasing. The free room of all bins is one number's bits, so the best is found
+    at once.
+
+    Args:
+        lengths: int64 [pieces], each at most `room`.
+        room: of a bin.
+
+    Returns:
+        int64 [pieces], numbers from 0 without gaps.
+    """
+    bins = np.empty(len(lengths), np.int64)
+    by_room: dict[int, list[int]] = {}
+    rooms = count = 0
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        if fitting := rooms >> length:
+            free = length + (fitting & -fitting).bit_length() - 1
+            chosen = by_room[free].pop()
+            if not by_room[free]:
+                rooms &= ~(1 << free)
+        else:
+            free, chosen, count = room, count, count + 1
+        bins[piece] = chosen
+        if left := free - length:
+            by_room.setdefault(left, []).append(chosen)
+            rooms |= 1 << left
+    return bins
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedSamples(SingleCorpus):
+    """The samples of one split: one for each of its lines, in file order.
+
+    A sample is the line's tokens and the end-of-document token, cut to S + 1; what a shorter one lacks is filled up
+    with end-of-document tokens whose labels are ignored. Attention is causal, so they change nothing before them.
+
+    Attributes:
+        encoded: where the tokens are.
+        sequence_length: S, in tokens.
+        first_samples: int64 [runs], the sample that each run of neighbouring lines starts with.
+        shifts: int64 [runs], what to add to a sample's number to get its line's.
+        count: number of samples.
+        name: the split.
+    """
+
+    encoded: EncodedLines
+    sequence_length: int
+    first_samples: Int64Array
+    shifts: Int64Array
+    count: int
+    name: str
+
+    @classmethod
+    def open(cls, encoded: EncodedLines, name: str, split: str, sequence_length: int) -> "PaddedSamples":
+        """The samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
+
+        Args:
+            encoded: made for this length.
+
+        Raises:
+            UserError: the split is empty, or `split` is malformed.
+        """
+        runs = document_runs(len(encoded.lines) - 1, split, name)
+        if not len(runs):
+            raise UserError(f'data.split "{split}" gives the {name} split no lines; give it a weight above 0')
+        lengths = runs[:, 1] - runs[:, 0]
+        first_samples = np.cumsum(lengths) - lengths
+        return cls(encoded, sequence_length, first_samples, runs[:, 0] - first_samples, int(lengths.sum()), name)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        lines = self._lines(indices)
+        starts, ends = self.encoded.lines[lines], self.encoded.lines[lines + 1]
+        places = starts[:, None] + np.arange(self.sequence_length + 1)
+        held = places < ends[:, None]
+        windows = np.full(places.shape, self.encoded.source.eod, dtype=np.int64)
+        windows[held] = self.encoded.tokens[places[held]]
+        vocab_size = self.encoded.source.vocab_size
+        if windows.size and not 0 <= windows.min() <= windows.max() < vocab_size:
+            row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0]
+            raise UserError(
+                f"{shown(self.encoded.folder / TOKENS_FILE)} holds token {windows[row, column]:,} at position "
+                f"{places[row, column]:,} (line {lines[row]:,} with text, sample {indices[row]:,} of the "
+                f"{self.name} split), outside the vocabulary of {vocab_size:,} tokens; delete that folder, which is a "
+                "cache."
+            )
+        return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORE_INDEX)
+
+    def documents(self, indices: Int64Array) -> Int64Array:
+        return np.repeat(self._lines(indices)[:, None], self.sequence_length, axis=1)
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        lines = self._lines(indices)
+        held = self.encoded.lines[lines + 1] - self.encoded.lines[lines]
+        return np.maximum(0, self.sequence_length - held)
+
+    def _lines(self, indices: Int64Array) -> Int64Array:
+        return indices + self.shifts[np.searchsorted(self.first_samples, indices, side="right") - 1]

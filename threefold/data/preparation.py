@@ -1,0 +1,397 @@
+"""Tokenizing text files into token files: `threefold data prepare`.
+
+The corpus is read twice, once to learn the vocabulary and once to encode, and is never held in memory.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from threefold.data.chat_template import ChatTemplate
+from threefold.data.corpus import Corpus, StoredTokens
+from threefold.data.encoding import EncodingSpec, encode_documents
+from threefold.data.formats.registry import TokenFormat, token_formats, with_ending
+from threefold.data.formats.threefold_folder import Meta, SourceFile, TokenFiles, file_checksums, list_token_files
+from threefold.data.formats.token_files import is_own, open_corpus, read_stored
+from threefold.data.sources import SourceReader, find_inputs, holds_chat
+from threefold.data.stored_array import (
+    DOCUMENT_DTYPE,
+    DOCUMENTS_FILE,
+    DTYPES,
+    LOSS_MASK_FILE,
+    META_FILE,
+    TOKENIZER_FILE,
+    TOKENS_FILE,
+    dtype_for,
+)
+from threefold.data.tokenizer import (
+    SpecialTokens,
+    TextRule,
+    check_vocab_size,
+    end_of_document,
+    id_count,
+    load_tokenizer,
+    train_tokenizer,
+)
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.output import Progress, check_name, check_replaceable, staged_directory, staged_files
+from threefold.plugins import one_of
+from threefold.random.permutation import Int64Array
+
+# The vocabulary of a larger corpus is learned from every n-th document: more text changes it little and costs memory.
+_LEARN_FROM_BYTES: Final = 256_000_000
+# Text in a compressed file is about this many times the file.
+_COMPRESSION: Final = 4
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """What to prepare.
+
+    Attributes:
+        inputs: files and folders of text.
+        out: the folder to make.
+        vocab_size: size of the vocabulary to learn, if no tokenizer is given.
+        tokenizer: a tokenizer.json to use.
+        eod: name of the given tokenizer's end-of-document token; None finds a usual one.
+        key: which key of a JSON object holds the text.
+        workers: processes that encode.
+        overwrite: whether token files at `out` may be replaced.
+        special_tokens: how text that spells a special token is encoded.
+        chat_template: a file with the template of conversations; None looks beside the tokenizer.
+    """
+
+    inputs: tuple[Path, ...]
+    out: Path
+    vocab_size: int = 8192
+    tokenizer: Path | None = None
+    eod: str | None = None
+    key: str = "text"
+    workers: int = 1
+    overwrite: bool = False
+    special_tokens: SpecialTokens = "parse"
+    chat_template: Path | None = None
+
+    @property
+    def read(self) -> tuple[Path, ...]:
+        """All files and folders that are read."""
+        return self.inputs if self.tokenizer is None else (*self.inputs, self.tokenizer)
+
+
+def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
+    """Make token files at `request.out`, whole or not at all, and open them.
+
+    With more than one worker the calling script needs the usual `if __name__ == "__main__":`, as the workers are fresh
+    processes.
+
+    Raises:
+        UserError: an input, the tokenizer or `out` cannot be used, or there is no document.
+    """
+    _check(request)
+    inputs = find_inputs(request.inputs)
+    chats = [path for path in inputs if holds_chat(path, request.key)]
+    template = _template(request, chats)
+    with staged_directory(
+        request.out, inputs=request.read, overwrite=request.overwrite, listing=list_token_files, marked=False
+    ) as folder:
+        tokenizer = _tokenizer(request, inputs, progress)
+        progress.phase("Encoding", sum(path.stat().st_size for path in inputs))
+        sources = [SourceReader(path, request.key, progress.advance) for path in inputs]
+        _write(folder, tokenizer, sources, request, bool(chats), template)
+    return TokenFiles.open(request.out)
+
+
+def _template(request: PrepareRequest, chats: list[Path]) -> ChatTemplate | None:
+    """The template for conversations; a pair of texts needs none, which the encoder checks."""
+    if not chats:
+        return None
+    if request.tokenizer is None:
+        raise UserError(
+            f"{chats[0]} holds conversations or prompts, whose special tokens no vocabulary learned here would have; "
+            "give the model's tokenizer.json with --tokenizer."
+        )
+    if request.chat_template is not None:
+        return ChatTemplate.read(request.chat_template, request.tokenizer)
+    return ChatTemplate.beside(request.tokenizer)
+
+
+def _check(request: PrepareRequest) -> None:
+    if request.tokenizer is None:
+        check_vocab_size(request.vocab_size)
+    if request.workers < 1:
+        raise UserError(f"--workers is {request.workers} but must be at least 1")
+    check_replaceable(request.out, request.read, request.overwrite, listing=list_token_files)
+
+
+def _tokenizer(request: PrepareRequest, inputs: list[Path], progress: Progress) -> Tokenizer:
+    if request.tokenizer is not None:
+        return load_tokenizer(request.tokenizer)
+    progress.phase("Learning the vocabulary", sum(path.stat().st_size for path in inputs))
+    stride = 1 + sum(map(_text_bytes, inputs)) // _LEARN_FROM_BYTES
+    return train_tokenizer(_every(stride, inputs, request.key, progress.advance), request.vocab_size)
+
+
+def _text_bytes(path: Path) -> int:
+    return path.stat().st_size * (_COMPRESSION if path.suffix.lower() in (".gz", ".zst") else 1)
+
+
+def _every(stride: int, inputs: list[Path], key: str, on_read: Callable[[int], None]) -> Iterator[str]:
+    number = 0
+    for path in inputs:
+        for document in SourceReader(path, key, on_read).texts():
+            if number % stride == 0:
+                yield document
+            number += 1
+    if number == 0:
+        raise _no_documents(inputs)
+
+
+def _write(
+    folder: Path,
+    tokenizer: Tokenizer,
+    sources: list[SourceReader],
+    request: PrepareRequest,
+    holds_chat: bool,
+    template: ChatTemplate | None,
+) -> None:
+    stored = _stored_tokenizer(tokenizer, request)
+    vocab_size = id_count(tokenizer)
+    dtype = dtype_for(vocab_size)
+    eod = end_of_document(tokenizer, request.eod)
+    rule = TextRule.of(tokenizer, request.special_tokens)
+    encoding = EncodingSpec(stored.decode("utf-8"), eod, DTYPES[dtype], rule, template)
+    documents = (document for source in sources for document in (source if holds_chat else source.texts()))
+
+    end = count = text_bytes = 0
+    with ExitStack() as files:
+        tokens_file, documents_file = (
+            files.enter_context((folder / name).open("wb")) for name in (TOKENS_FILE, DOCUMENTS_FILE)
+        )
+        mask_file = files.enter_context((folder / LOSS_MASK_FILE).open("wb")) if holds_chat else None
+        documents_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+        for encoded in encode_documents(documents, encoding, request.workers):
+            ends = end + np.cumsum(encoded.lengths)
+            tokens_file.write(encoded.tokens.tobytes())
+            documents_file.write(ends.astype(DOCUMENT_DTYPE).tobytes())
+            if mask_file is not None:
+                mask_file.write(encoded.counted.tobytes())
+            end = int(ends[-1])
+            count += len(ends)
+            text_bytes += encoded.text_bytes
+    if count == 0:
+        raise _no_documents([source.path for source in sources])
+    (folder / TOKENIZER_FILE).write_bytes(stored)
+    for name, text in template.files().items() if template else ():
+        (folder / name).write_text(text, encoding="utf-8")
+    Meta(
+        dtype=dtype,
+        vocab_size=vocab_size,
+        eod=eod,
+        tokens=end,
+        documents=count,
+        text_bytes=text_bytes,
+        tokenizer_sha256=hashlib.sha256(stored).hexdigest(),
+        sources=tuple(
+            SourceFile(os.fspath(source.path), source.bytes, source.documents, source.sha256) for source in sources
+        ),
+        special_tokens=rule.special_tokens,
+        beginning=rule.beginning,
+        loss_mask=holds_chat,
+        checksums=file_checksums(folder),
+    ).write(folder / META_FILE)
+
+
+def _stored_tokenizer(tokenizer: Tokenizer, request: PrepareRequest) -> bytes:
+    """A given tokenizer is kept byte for byte, so that its hash is the one its maker published."""
+    if request.tokenizer is not None:
+        return request.tokenizer.read_bytes()
+    return tokenizer.to_str(pretty=True).encode("utf-8")
+
+
+def _no_documents(inputs: list[Path]) -> UserError:
+    names = ", ".join(map(str, inputs[:3])) + (", …" if len(inputs) > 3 else "")
+    return UserError(f"{names}: there is no document with text in it, so there is nothing to prepare")
+
+
+THREEFOLD: Final = "threefold"
+"""The name of this program's own format."""
+_CHUNK: Final = 1 << 22
+"""Tokens that are worked on at once; a longer document is one piece."""
+
+
+@dataclass(frozen=True)
+class ConvertedTokens:
+    """What a conversion made.
+
+    Attributes:
+        tokens, documents: how many were written.
+        left_out: empty documents, which the new format cannot hold.
+        ended: documents that got an end-of-document token, which the new format requires.
+    """
+
+    tokens: int
+    documents: int
+    left_out: int = 0
+    ended: int = 0
+
+
+def convert(
+    source: Path, to: str, out: Path, tokenizer: Path | None, eod: str | None, overwrite: bool, progress: Progress
+) -> ConvertedTokens:
+    """Write token files in another format, all of them or none.
+
+    Args:
+        source: token files of any system.
+        to: `threefold`, or the name of a token format that can be written.
+        out: the folder to make, or the prefix of the files.
+        tokenizer: for `threefold`, a tokenizer.json; None where the source has its own.
+        eod: for `threefold`, the name of its end-of-document token; None finds a usual one.
+        overwrite: whether an output of this program at `out` may be replaced.
+        progress: of the bytes that are converted.
+
+    Raises:
+        UserError: the format is unknown or cannot hold the tokens, the source cannot be read, its tokenizer is unknown
+            or another, or `out` cannot be written.
+    """
+    if to == THREEFOLD:
+        return to_threefold(source, out, tokenizer, eod, overwrite, progress)
+    formats = token_formats()
+    if to not in formats or formats[to].write is None:
+        writable = [name for name, known in formats.items() if known.write is not None]
+        raise UserError(f"--to is {shown(repr(to))} but must be {one_of(to, [*writable, THREEFOLD])}.")
+    return to_prefix(source, formats[to], out, overwrite, progress)
+
+
+def to_prefix(source: Path, format_: TokenFormat, out: Path, overwrite: bool, progress: Progress) -> ConvertedTokens:
+    """Write the files of a prefix, such as OUT.bin and OUT.idx of Megatron-LM, all or none.
+
+    Raises:
+        UserError: the source cannot be read, the format cannot hold it, or `out` cannot be written.
+    """
+    check_name(out, "--out")
+    name = out.name
+    for ending in format_.endings:
+        name = name.removesuffix(ending)
+    if not name:
+        raise UserError(f"--out {out} has no name before {out.name}; give a prefix such as {out.with_name('tokens')}")
+    prefix = out.with_name(name)
+    stored = read_stored(source)
+    _require_no_mask(source)
+    assert format_.write is not None
+    names = [with_ending(prefix, ending).name for ending in reversed(format_.endings)]  # the tokens last
+    with staged_files(prefix, names, inputs=stored.files, overwrite=overwrite) as folder:
+        format_.write(stored, folder / name, progress)
+    return ConvertedTokens(len(stored.tokens), len(stored.documents) - 1)
+
+
+def _require_no_mask(source: Path) -> None:
+    """Check that nothing would be lost that says which tokens count.
+
+    Raises:
+        UserError: it would.
+    """
+    if is_own(source) and Meta.read(source).loss_mask:
+        raise UserError(
+            f"{source} holds conversations with a loss mask, which a conversion would lose; use the folder as it is."
+        )
+
+
+def to_threefold(
+    source: Path, out: Path, tokenizer: Path | None, end: str | None, overwrite: bool, progress: Progress
+) -> ConvertedTokens:
+    """Write a folder such as `threefold data prepare` makes, whole or not at all.
+
+    That format needs a tokenizer, and documents that are not empty and end with its end-of-document token: empty ones
+    are left out, and those without the token get it.
+
+    Args:
+        source: token files of any system.
+        out: the folder to make.
+        tokenizer: a tokenizer.json; None where the source has its own.
+        end: the name of its end-of-document token; None finds a usual one.
+        overwrite: whether token files at `out` may be replaced.
+        progress: of the bytes that are converted.
+
+    Raises:
+        UserError: the source cannot be read, its tokenizer is unknown or another, or `out` cannot be written.
+    """
+    read = [source] if tokenizer is None else [source, tokenizer]
+    check_replaceable(out, read, overwrite, listing=list_token_files)
+    if tokenizer is None and not is_own(source):
+        raise UserError(
+            f"{source} comes without the tokenizer that --to threefold needs; give its tokenizer.json with --tokenizer"
+        )
+    tokenizer = tokenizer or source / TOKENIZER_FILE
+    loaded, stored = load_tokenizer(tokenizer), read_stored(source)
+    _require_no_mask(source)
+    corpus = open_corpus(source, tokenizer=tokenizer)
+    read = [*stored.files, tokenizer]
+    eod = end_of_document(loaded, end) if corpus.eod is None or end is not None else corpus.eod
+    with staged_directory(out, inputs=read, overwrite=overwrite, listing=list_token_files, marked=False) as folder:
+        dtype = dtype_for(corpus.vocab_size)
+        progress.phase("Converting", stored.tokens.nbytes)
+        converted = _write_documents(folder, corpus, eod, np.dtype(DTYPES[dtype]), progress)
+        if not converted.documents:
+            raise UserError(f"{source} has only empty documents, so there is nothing to convert")
+        text = tokenizer.read_bytes()
+        (folder / TOKENIZER_FILE).write_bytes(text)
+        Meta(
+            dtype=dtype,
+            vocab_size=corpus.vocab_size,
+            eod=eod,
+            tokens=converted.tokens,
+            documents=converted.documents,
+            text_bytes=0,
+            tokenizer_sha256=hashlib.sha256(text).hexdigest(),
+            sources=(_source(stored),),
+            special_tokens=corpus.rule.special_tokens,
+            beginning=corpus.rule.beginning,
+            checksums=file_checksums(folder),
+        ).write(folder / META_FILE)
+    return converted
+
+
+def _write_documents(folder: Path, corpus: Corpus, eod: int, dtype: np.dtype, progress: Progress) -> ConvertedTokens:
+    end = count = left_out = ended = 0
+    with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / DOCUMENTS_FILE).open("wb") as documents_file:
+        documents_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
+        for first, last in _batches(corpus.documents):
+            starts = corpus.documents[first : last + 1]
+            tokens = corpus.tokens[starts[0] : starts[-1]]
+            corpus.check_tokens(tokens, int(starts[0]))
+            lengths = np.diff(starts)
+            ends = (starts[1:] - starts[0])[lengths > 0]
+            unended = ends[tokens[ends - 1] != eod]
+            written = np.insert(tokens.astype(dtype), unended, eod)
+            lengths = lengths[lengths > 0] + np.isin(ends, unended)
+            tokens_file.write(written.data)
+            documents_file.write((end + np.cumsum(lengths)).astype(DOCUMENT_DTYPE).data)
+            end, count = end + len(written), count + len(ends)
+            left_out, ended = left_out + (last - first - len(ends)), ended + len(unended)
+            progress.advance(tokens.nbytes)
+    return ConvertedTokens(end, count, left_out, ended)
+
+
+def _batches(documents: Int64Array) -> Iterator[tuple[int, int]]:
+    """Neighbouring documents of about `_CHUNK` tokens together: the first, and the one after the last."""
+    first, count = 0, len(documents) - 1
+    while first < count:
+        end = int(np.searchsorted(documents, documents[first] + _CHUNK, side="right")) - 1
+        end = min(max(end, first + 1), count)
+        yield first, end
+        first = end
+
+
+def _source(stored: StoredTokens) -> SourceFile:
+    path = stored.files[0]
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return SourceFile(os.fspath(path), path.stat().st_size, len(stored.documents) - 1, digest)

@@ -1,1 +1,0 @@
-"""The work of `threefold data`: prepares, converts, verifies and summarizes token files."""

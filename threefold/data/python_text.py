@@ -1,0 +1,142 @@
+"""A few MB of real English that every Python installation carries: its language reference and its docstrings.
+
+Nothing is downloaded and no module is imported: the files of the standard library are parsed.
+"""
+
+import ast
+import inspect
+import json
+import os
+import stat
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.output import staged_files
+
+TOPICS_FILE: Final = "python_topics.jsonl"
+DOCSTRINGS_FILE: Final = "python_docstrings.jsonl"
+_MARKED_AS: Final = "python_text"
+
+# Third-party packages, and tests, which are left out of some installations and say little in English.
+_LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_MIN_CHARACTERS: Final = 40
+_MIN_WORDS: Final = 6
+_MIN_LETTERS: Final = 0.55
+_MIN_DOCUMENT: Final = 80
+
+_DOCUMENTED: Final = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class SampleSummary:
+    """What was written: the files, how many documents, how many bytes."""
+
+    files: tuple[Path, ...]
+    documents: int
+    bytes: int
+
+
+def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
+    """Write the sample corpus to `folder` as JSON lines with the key "text": one document a topic, one a module.
+
+    The same Python writes the same bytes. A paragraph that was seen before is left out, so that held-out documents are
+    not copies of others.
+
+    Args:
+        folder: where to write; made if need be.
+        library: the folder of a Python's standard library; None is this Python's.
+
+    Raises:
+        UserError: this Python carries no text, or `folder` cannot be written.
+    """
+    library = library or Path(sysconfig.get_path("stdlib"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before half a minute of reading
+    except OSError as error:
+        raise UserError(f"{shown(folder)} cannot be written ({error.strerror}); choose another folder") from None
+    seen: set[str] = set()
+    documents = {
+        TOPICS_FILE: list(_distinct(_topics(library), seen)),
+        DOCSTRINGS_FILE: list(_distinct(_docstrings(library), seen)),
+    }
+    if not any(documents.values()):
+        raise UserError(f"this Python has no source files under {library}; prepare a text of your own instead")
+    contents = {name: _json_lines(texts) for name, texts in documents.items() if texts}
+    if any(not _holds(folder / name, content) for name, content in contents.items()):
+        # This program's files may be replaced, as another Python's are; they have its marker.
+        with staged_files(folder / _MARKED_AS, list(contents), inputs=(), overwrite=True) as staging:
+            for name, content in contents.items():
+                (staging / name).write_bytes(content)
+    files = tuple(folder / name for name in contents)
+    return SampleSummary(files, sum(map(len, documents.values())), sum(file.stat().st_size for file in files))
+
+
+def _topics(library: Path) -> Iterator[str]:
+    """Topics of the language reference, longest first: the long ones contain some of the short ones."""
+    tree = _parse(library / "pydoc_data" / "topics.py")
+    for statement in tree.body if tree else ():
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            topics: dict[str, str] = ast.literal_eval(statement.value)
+            yield from (topics[name] for name in sorted(topics, key=lambda name: (-len(topics[name]), name)))
+
+
+def _docstrings(library: Path) -> Iterator[str]:
+    """One text a module: its docstrings in the order of the source."""
+    for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).parts):
+        if _LEFT_OUT.isdisjoint(path.relative_to(library).parts) and (tree := _parse(path)) is not None:
+            yield "\n\n".join(docstring for docstring in _docstrings_of(tree) if _is_prose(docstring))
+
+
+def _docstrings_of(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)):
+        yield docstring
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):  # which has no docstring in it
+            yield from _docstrings_of(child)
+
+
+def _parse(path: Path) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in the library's own strings
+            return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # templates and deliberately broken files
+        return None
+
+
+def _is_prose(text: str) -> bool:
+    letters = sum(character.isalpha() for character in text)
+    return len(text) >= _MIN_CHARACTERS and len(text.split()) >= _MIN_WORDS and letters >= _MIN_LETTERS * len(text)
+
+
+def _distinct(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
+    for text in texts:
+        paragraphs = []
+        for paragraph in inspect.cleandoc(text).split("\n\n"):
+            words = " ".join(paragraph.split())
+            # Headings and code one-liners may come again; sentences may not.
+            if len(words) >= _MIN_CHARACTERS:
+                if words in seen:
+                    continue
+                seen.add(words)
+            paragraphs.append(paragraph.rstrip())
+        document = "\n\n".join(paragraphs).strip()
+        if len(document) >= _MIN_DOCUMENT:
+            yield document
+
+
+def _json_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode) and path.read_bytes() == content
+    except OSError:
+        return False

@@ -1,0 +1,382 @@
+"""Reading text from parquet files, which needs the extra `parquet` of the package."""
+
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import zstandard
+
+from threefold.data.messages import Chat, Completion, Document, chat_of, is_chat, utf8
+from threefold.data.stored_array import META_FILE, TOKENS_FILE
+from threefold.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+
+_ROWS: Final = 1024
+
+
+def parquet_batches(path: Path, column: str) -> Iterator[tuple[list[str], float]]:
+    """The texts of a column, some rows at a time; rows without one are left out.
+
+    Yields:
+        the texts, and the share of the file's rows that are read with them; the last is 1.
+
+    Raises:
+        UserError: pyarrow is not installed, the file is no parquet file or damaged, or has no such column of text.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f'{path} needs pyarrow to be read; install it with pip install "threefold[parquet]"') from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _check_column(path, file, column)
+            read = 0
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+                read += batch.num_rows
+                yield [text for text in batch.column(0).to_pylist() if text is not None], read / file.metadata.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} cannot be read as parquet ({reason}); it may be truncated") from None
+
+
+def _check_column(path: Path, file: "pyarrow.parquet.ParquetFile", column: str) -> None:
+    import pyarrow
+
+    schema = file.schema_arrow
+    if column not in schema.names:
+        names = ", ".join(f'"{name}"' for name in schema.names)
+        raise UserError(f'{path} has no column "{column}" (its columns: {names}); name the right one with --key')
+    kind = schema.field(column).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise UserError(f'{path} has no text in column "{column}" but {kind}; name a column of strings with --key')
+
+
+_JSON_SUFFIXES: Final = (".jsonl", ".json")
+_TEXT_SUFFIXES: Final = (".txt",)
+_PARQUET_SUFFIXES: Final = (".parquet",)
+_COMPRESSED_SUFFIXES: Final = (".gz", ".zst")
+_KNOWN: Final = ", ".join(_JSON_SUFFIXES + _TEXT_SUFFIXES) + ", one of these and .gz or .zst, or .parquet"
+
+# A line that only says this ends a document of a plain-text file, as in other public corpora of plain text.
+DOCUMENT_END: Final = "<|endoftext|>"
+# A long text is cut into documents of about this many characters: at the next blank line, at the latest (4 times as
+# long) at the next line, so that a single big file can be held in memory and divided into splits.
+_TEXT_DOCUMENT: Final = 65_536
+_READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
+_CHUNK: Final = 1 << 18
+
+
+def find_inputs(inputs: Iterable[Path]) -> list[Path]:
+    """The files to read: files as given, folders searched for files of a known kind in the order of their names.
+
+    Raises:
+        UserError: an input does not exist, is of an unknown kind, or is a folder without a file to read.
+    """
+    found: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            inside = _search(path)
+            if not inside:
+                raise UserError(f"{path} holds no file to read; it needs {_KNOWN}")
+            found += inside
+        elif not path.exists():
+            raise UserError(f"input {path} does not exist")
+        elif _kind(path) is None:
+            raise UserError(f"input {path} is of an unknown kind; it must end in {_KNOWN}")
+        else:
+            found.append(path)
+    return list(dict.fromkeys(found))
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether `path` is a file of JSON lines by its name, compressed or not."""
+    return _kind(path) == "json" and path.is_file()
+
+
+def holds_chat(path: Path, key: str) -> bool:
+    """Whether a file's first line is a conversation or a prompt and its completion; all its lines are of one kind.
+
+    Args:
+        path: a file of any known kind.
+        key: which key of a JSON object holds the text or the messages.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
+        return False
+    with _explained(path), path.open("rb") as raw:
+        lines = io.TextIOWrapper(_decompressed(raw, path), encoding="utf-8-sig")
+        first = next((line for line in lines if line.strip()), "null")
+    try:
+        return is_chat(json.loads(first), key)
+    except (ValueError, RecursionError):
+        return False  # for the reader of all lines to refuse
+
+
+class SourceReader:
+    """One input file: its documents, and what was read of it so far.
+
+    Args:
+        path: the file.
+        key: which key of a JSON object, or column of a parquet file, holds the text (or, of an object, the messages).
+        on_read: called with the number of bytes (as stored) at every read.
+        key_given_by: the option or setting that chose `key`.
+
+    Attributes:
+        documents: how many documents it gave.
+        bytes: how many bytes of the file were read.
+    """
+
+    def __init__(self, path: Path, key: str, on_read: Callable[[int], None], key_given_by: str = "--key") -> None:
+        self.path = path
+        self.documents = 0
+        self.bytes = 0
+        self._key, self._key_given_by = key, key_given_by
+        self._on_read = on_read
+        self._hash = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes read so far: of the whole file once its documents are exhausted."""
+        return self._hash.hexdigest()
+
+    def texts(self) -> Iterator[str]:
+        """The documents, of which none is a conversation or a pair.
+
+        Raises:
+            UserError: as of the documents, or one is.
+        """
+        for document in self:
+            if not isinstance(document, str):
+                raise UserError(f"{document.where} has {_what(document)} in place of a text; give texts under a key.")
+            yield document
+
+    def __iter__(self) -> Iterator[Document]:
+        """The documents that are not empty.
+
+        Raises:
+            UserError: the file cannot be read, or a line is malformed.
+        """
+        documents: Iterator[Document] = (
+            self._parquet_documents() if _kind(self.path) == "parquet" else self._streamed_documents()
+        )
+        for document in documents:
+            if not isinstance(document, str) or document.strip():
+                self.documents += 1
+                yield document
+
+    def _parquet_documents(self) -> Iterator[str]:
+        with self._opened() as raw:
+            size = self.path.stat().st_size
+            for texts, share in parquet_batches(self.path, self._key):
+                yield from texts
+                # The file is not read from its beginning to its end, so its hash and the progress come along beside.
+                while self.bytes < share * size and raw.read(_CHUNK):
+                    pass
+            while raw.read(_CHUNK):
+                pass
+
+    def _streamed_documents(self) -> Iterator[Document]:
+        with self._opened() as raw, _explained(self.path):
+            stream = io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig")
+            lines = iter(lambda: stream.readline(_READ_LINE_LIMIT), "") if _kind(self.path) == "text" else iter(stream)
+            yield from _text_documents(lines) if _kind(self.path) == "text" else self._json_documents(lines)
+            while raw.read(1 << 20):  # a decompressor may stop before the last bytes of the file, which the hash covers
+                pass
+
+    @contextmanager
+    def _opened(self) -> Iterator[io.BufferedReader]:
+        try:
+            file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read ({error.strerror})") from None
+        with file:
+            yield io.BufferedReader(_Watched(file, self._watch), _CHUNK)
+
+    def _watch(self, data: memoryview) -> None:
+        self._hash.update(data)
+        self.bytes += len(data)
+        self._on_read(len(data))
+
+    def objects(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """The object of each line of JSON, and the line's number.
+
+        Raises:
+            UserError: the file cannot be read, or a line is no JSON object.
+        """
+        with self._opened() as raw, _explained(self.path):
+            yield from self._json_objects(io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig"))
+
+    def text_of(self, value: dict[str, Any], number: int) -> str:
+        """The text of the object in a line.
+
+        Raises:
+            UserError: it has none under the key.
+        """
+        if self._key not in value:
+            keys = ", ".join(f'"{key}"' for key in value) or "none"
+            raise UserError(
+                f'{self.path}:{number} has no key "{self._key}" (its keys: {keys}); '
+                f"name the right one with {self._key_given_by}"
+            )
+        text = value[self._key]
+        if not isinstance(text, str):
+            raise UserError(
+                f'{self.path}:{number} has no text under "{self._key}" but {json.dumps(text)[:40]}; it must be a string'
+            )
+        return utf8(text)
+
+    def _json_documents(self, lines: Iterable[str]) -> Iterator[Document]:
+        holds_chat: bool | None = None
+        for value, number in self._json_objects(lines):
+            if holds_chat is None:
+                holds_chat = is_chat(value, self._key)
+            if holds_chat and not is_chat(value, self._key):
+                raise UserError(
+                    f"{self.path}:{number} has no messages and no prompt with a completion, which the lines before it "
+                    "have; put lines of another kind into another file"
+                )
+            yield chat_of(value, self._key, f"{self.path}:{number}") if holds_chat else self.text_of(value, number)
+
+    def _json_objects(self, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], int]]:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", str(error))
+                raise UserError(
+                    f"{self.path}:{number} is not JSON ({reason}); every line must be one JSON object"
+                ) from None
+            if not isinstance(value, dict):
+                raise UserError(
+                    f'{self.path}:{number} is not a JSON object; every line must be one, such as {{"text": "..."}}'
+                )
+            yield value, number
+
+
+def _what(document: Chat | Completion) -> str:
+    return "messages" if isinstance(document, Chat) else "a prompt and a completion"
+
+
+def _search(folder: Path) -> list[Path]:
+    token_folders = {meta.parent for meta in folder.rglob(META_FILE) if (meta.parent / TOKENS_FILE).exists()}
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if _kind(path) and path.is_file() and not path.name.startswith(".") and token_folders.isdisjoint(path.parents)
+    )
+
+
+def _kind(path: Path) -> str | None:
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1].lower() in _COMPRESSED_SUFFIXES:
+        suffixes = suffixes[:-1]
+    last = suffixes[-1].lower() if suffixes else ""
+    if last in _PARQUET_SUFFIXES:
+        return "parquet" if path.suffix.lower() == last else None
+    if last in _JSON_SUFFIXES:
+        return "json"
+    return "text" if last in _TEXT_SUFFIXES else None
+
+
+def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.GzipFile:
+    match path.suffix.lower():
+        case ".gz":
+            return gzip.GzipFile(fileobj=raw)
+        case ".zst":
+            return io.BufferedReader(_ZstdFile(raw), _CHUNK)
+        case _:
+            return raw
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason}); convert it") from None
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise UserError(f"{path} cannot be read ({error}); it may be truncated") from None
+
+
+def _text_documents(lines: Iterable[str]) -> Iterator[str]:
+    document: list[str] = []
+    size = 0
+    for line in lines:
+        if line.strip() == DOCUMENT_END:
+            yield "".join(document)
+            document, size = [], 0
+            continue
+        document.append(line)
+        size += len(line)
+        if size >= _READ_LINE_LIMIT or (size >= _TEXT_DOCUMENT and not line.strip()):
+            yield "".join(document)
+            document, size = [], 0
+    yield "".join(document)
+
+
+class _Watched(io.RawIOBase):
+    """A raw file that shows every byte it reads to a callback."""
+
+    def __init__(self, file: io.RawIOBase, watch: Callable[[memoryview], None]) -> None:
+        self._file = file
+        self._watch = watch
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        self._watch(memoryview(buffer)[:count])
+        return count
+
+
+class _ZstdFile(io.RawIOBase):
+    """The content of a zstd file of any number of frames.
+
+    A truncated file is an error, which the library's own `stream_reader` takes for an end.
+    """
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._in_frame = False
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            if not self._input:
+                self._input = self._file.read(_CHUNK)
+            if not self._input:
+                if self._in_frame:
+                    raise EOFError("the zstd frame has no end")
+                return 0
+            self._decompress()
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def _decompress(self) -> None:
+        self._output = memoryview(self._frame.decompress(self._input))
+        self._in_frame = not self._frame.eof
+        self._input = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = zstandard.ZstdDecompressor().decompressobj()

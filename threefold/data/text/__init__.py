@@ -1,1 +1,0 @@
-"""Text: reads sources, trains and opens tokenizers, and encodes documents as tokens."""

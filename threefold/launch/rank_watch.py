@@ -1,0 +1,264 @@
+"""The watch of ranks that are processes of this host: their launcher reads their pages in memory that they share."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RankState, ask, read
+from threefold.launch.failure import REPORTS, Failure
+from threefold.launch.hang_watch import (
+    Hang,
+    HangWatch,
+    LostStore,
+    ProcessState,
+    identify_process,
+    kill_if_here,
+    process_state,
+    state_if_here,
+    worked_if_here,
+    worked_seconds,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+INTERVAL: Final = 0.25
+"""Seconds between two looks at the pages."""
+_LONGEST_LOOK: Final = 4 * INTERVAL
+"""Seconds that count at most between two looks: in more of them this process was stopped, as perhaps were the ranks."""
+_ANSWERS_WITHIN: Final = 3.0
+"""Seconds to wait for ranks that write what they know."""
+
+
+class SharedPages:
+    """A page for each rank in memory that this process shares with those that it starts.
+
+    Args:
+        context: of `multiprocessing`.
+        ranks: how many.
+    """
+
+    def __init__(self, context: Any, ranks: int) -> None:
+        self._ranks, self._memory = ranks, context.RawArray("b", ranks * PAGE_BYTES)
+
+    def __len__(self) -> int:
+        return self._ranks
+
+    def page(self, rank: int) -> Page:
+        """That of a rank."""
+        return memoryview(self._memory).cast("B")[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]
+
+    def places(self) -> list[RankState | None]:
+        """Where each rank is."""
+        return [read(self.page(rank)) for rank in range(self._ranks)]
+
+    def heartbeat(self, rank: int) -> Heartbeat:
+        """To write a rank's page with."""
+        return Heartbeat(self.page(rank), self.places)
+
+
+class LocalWatch:
+    """Finds the rank that does not answer.
+
+    Args:
+        pages: of the ranks.
+        pids: of their processes.
+        timeout: in seconds.
+        asks: whether ranks are asked, before they are ended, to write what they know.
+    """
+
+    def __init__(self, pages: SharedPages, pids: Sequence[int], timeout: float, asks: bool = False) -> None:
+        self._pages, self._asks = pages, asks
+        self._watch = HangWatch(
+            len(pages),
+            timeout,
+            state=lambda rank: process_state(pids[rank]),
+            # Not as the rank tells, whose thread that beats cannot run where native code does not let it.
+            worked=lambda rank, place: worked_seconds(pids[rank]),
+        )
+        self._looked = time.monotonic()
+
+    def look(self, ended: Collection[int]) -> Failure | None:
+        """The failure of the rank that does not answer; None where all do.
+
+        Args:
+            ended: ranks whose processes have ended.
+        """
+        now = time.monotonic()
+        seconds, self._looked = min(now - self._looked, _LONGEST_LOOK), now
+        hang = self._watch.observe(self._pages.places(), seconds, ended)
+        if hang is None:
+            return None
+        if self._asks:
+            self._ask([rank for rank in range(len(self._pages)) if rank not in (*ended, *hang.ranks)])
+        return Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True)
+
+    def _ask(self, ranks: Sequence[int]) -> None:
+        pages = [self._pages.page(rank) for rank in ranks]
+        for page in pages:
+            ask(page)
+        deadline = time.monotonic() + _ANSWERS_WITHIN
+        while time.monotonic() < deadline and not all(read(page).answered for page in pages):
+            time.sleep(INTERVAL)
+
+
+_INTERVAL: Final = 0.5
+"""Seconds between two exchanges with the store of a small world."""
+_RANKS_PER_SECOND: Final = 2000
+"""Pages that the store takes and gives."""
+_LONGEST_STEP: Final = 2.0
+"""Seconds that count at most between two looks: in more of them this process was stopped, and perhaps the others."""
+_LAST_EXCHANGE: Final = 2.0
+"""Seconds in which the store is to learn that this rank has come to its end."""
+_NOTHING: Final = "-"
+"""In place of a page that is not there yet."""
+_CLAIM, _VERDICT = "hang/claim", "hang/verdict"
+_EXIT_STATUS: Final = 1
+
+Tell = Callable[[Failure, bool], None]
+"""Tells the user of a failure; the argument says whether this rank is the only one that does, which is not known where
+the store is out of reach."""
+
+
+class StoreWatch:
+    """Finds the rank that does not answer, from every rank.
+
+    Args:
+        store: of the rendezvous; read and written over connections of its own.
+        rank: this one.
+        ranks: of the run.
+        timeout: in seconds.
+        tell: called at most once, in a thread of the watch.
+        on_hang: called on every rank that can before its process ends.
+
+    Attributes:
+        heartbeat: of this rank.
+    """
+
+    def __init__(
+        self,
+        store: "Store",
+        rank: int,
+        ranks: int,
+        timeout: float,
+        tell: Tell,
+        on_hang: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.heartbeat = Heartbeat(everyone=self._everyone)
+        self._process = identify_process(os.getpid())
+        self.heartbeat.identify(self._process)
+        self._store, self._rank, self._ranks, self._timeout, self._tell = store, rank, ranks, timeout, tell
+        self._on_hang = on_hang
+        self._interval = max(_INTERVAL, ranks / _RANKS_PER_SECOND)
+        self._places: list[RankState | None] = [None] * ranks
+        self._watch = HangWatch(ranks, timeout, self._state, _worked, delayed=True)
+        self._lost = LostStore(rank, timeout)
+        self._exchanges, self._judges = 0, False
+        self._over = threading.Event()
+        self._ending = threading.Lock()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch within the block; this rank's heartbeat is kept in the store after it."""
+        threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._exchange)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.join(_LAST_EXCHANGE)  # at most: the store may be gone
+
+    def _everyone(self) -> list[RankState | None]:
+        return self._places
+
+    def _state(self, rank: int) -> ProcessState:
+        place = self._places[rank]
+        return state_if_here(place.process) if place else ProcessState.RUNNING
+
+    def _beat(self) -> None:
+        looked, seen = time.monotonic(), -1
+        while not self._over.wait(_INTERVAL):
+            place = self.heartbeat.place()
+            self.heartbeat.beat(worked_seconds(os.getpid()) if place.progress == seen else place.worked)
+            now, seen = time.monotonic(), place.progress
+            seconds, looked = min(now - looked, _LONGEST_STEP), now
+            if error := self._lost.observe(place, self._exchanges, seconds):
+                self._tell(Failure(0, error, now, silent=True), False)
+                self._end()
+
+    def _exchange(self) -> None:
+        """Exchange pages with the store, over another connection where one is lost."""
+        while not self._over.is_set():
+            with suppress(Exception):  # a late answer; or the store has gone, as it does with the process that holds it
+                self._exchange_over_one()
+                return
+            self._over.wait(self._interval)
+
+    def _exchange_over_one(self) -> None:
+        """Send this rank's page and look for a verdict, again and again; on a judge, read all pages."""
+        store: Any = self._store  # of torch's class, whose stub lacks `clone`
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=max(self._timeout, 1)))
+        judges = self._rank in (0, self._ranks // 2, self._ranks - 1)
+        keys = [_key(rank) for rank in range(self._ranks)]
+        for key in keys if judges else ():
+            store.compare_set(key, "", _NOTHING)
+        looked = time.monotonic()
+        while True:
+            over = self._over.is_set()
+            store.set(keys[self._rank], self.heartbeat.content())
+            if over:
+                return
+            if store.check([_VERDICT]):
+                self._end(json.loads(store.get(_VERDICT)))
+            if judges:
+                self._places = [_place(page) for page in store.multi_get(keys)]
+                now = time.monotonic()
+                seconds, looked = min(now - looked, _LONGEST_STEP), now
+                if hang := self._watch.observe(self._places, seconds):
+                    self._judge(store, hang)
+            self._exchanges += 1
+            self._over.wait(self._interval)
+
+    def _judge(self, store: "Store", hang: Hang) -> None:
+        """Tell it, if no other judge has, and end."""
+        self._judges = self._judges or int(store.add(_CLAIM, 1)) == 1
+        if not self._judges:
+            return  # the other's verdict comes
+        if int(store.add(REPORTS, 1)) == 1:  # else another failure has been told
+            self._tell(Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True), True)
+        processes = [place.process for rank in hang.ranks if (place := self._places[rank])]
+        store.set(_VERDICT, json.dumps(processes))
+        time.sleep(2 * self._interval)  # this process may hold the store, in which the others have to find the verdict
+        self._end(processes)
+
+    def _end(self, hung: Sequence[str] = ()) -> NoReturn:
+        """End the processes that do not answer, where they are on this host, then this one."""
+        with self._ending:
+            self._on_hang()
+            for process in hung:
+                if process != self._process:
+                    kill_if_here(process, signal.SIGKILL)
+            os._exit(_EXIT_STATUS)
+
+
+def _worked(rank: int, place: RankState) -> float:
+    """What the system says, or, of a rank of another host, what that told."""
+    return worked_if_here(place.process) or place.worked
+
+
+def _key(rank: int) -> str:
+    return f"hang/page/{rank}"
+
+
+def _place(page: bytes) -> RankState | None:
+    return None if page == _NOTHING.encode() else read(page)

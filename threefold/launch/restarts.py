@@ -1,0 +1,246 @@
+"""Starting the ranks of a training run again after a failure: whether, how often, and in which layout."""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from threefold.checkpoint.resume import has_all_steps
+from threefold.comm.layout import Layout, LayoutSpec, parse
+from threefold.config import Config
+from threefold.config.loading import config_of, problem
+from threefold.config.resolve import check_settings
+from threefold.config.rules import batch_sizes
+from threefold.errors import UserError
+from threefold.files import read_text, shown
+from threefold.launch.environment import find_launched_rank
+from threefold.launch.failure import Failure, RankFailed
+from threefold.launch.output import failure_file
+from threefold.launch.worker import NextAttempt
+from threefold.train.attempt import Attempt, fresh_files, memory_files
+from threefold.train.goodput import FILE, Goodput
+
+_NAMED = ("cp_method", "schedule", "stage_chunks", "sequence_parallel", "zero", "zero_shards")
+"""Settings of `parallel` beside the axes that the text of a layout names, or leaves at their default."""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A layout with which a run can go on.
+
+    Attributes:
+        spec: the layout, and settings that go with it.
+        config: of the run in it, as given.
+    """
+
+    spec: LayoutSpec
+    config: Config
+
+    @property
+    def world_size(self) -> int:
+        return self.spec.world_size
+
+    def __str__(self) -> str:
+        return str(self.spec)
+
+
+def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
+    """The fallbacks of a config, checked as far as that goes without its data.
+
+    Args:
+        config: as given, in its own layout.
+
+    Raises:
+        UserError: one is malformed, or cannot train this model with the global batch of the config's own layout.
+    """
+    if not config.parallel.fallbacks:
+        return ()
+    batch = batch_sizes(config, largest=1).global_batch_size
+    return tuple(_fallback(config, text, batch) for text in config.parallel.fallbacks)
+
+
+@contextmanager
+def naming_fallback(config: Config, text: str) -> Iterator[None]:
+    """Within the block a `UserError` says that it is about the fallback `text` of a config."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            f"{config.origin('parallel.fallbacks')}parallel.fallbacks has {shown(text)}, with which this run cannot go "
+            f"on: {error}"
+        ) from None
+
+
+def smaller(fallbacks: tuple[Fallback, ...], ranks: int) -> Fallback | None:
+    """The first fallback with fewer ranks."""
+    return next((each for each in fallbacks if each.world_size < ranks), None)
+
+
+def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, because: str) -> tuple[Config, str]:
+    """The config for a world of so many ranks, and the fallback that it follows, empty where it is the given one.
+
+    Args:
+        because: as of `Layout.require_world`.
+
+    Raises:
+        UserError: neither the config's own layout nor a fallback has so many.
+    """
+    layout = Layout.of(config.parallel)
+    if layout.world_size == ranks:
+        return config, ""
+    found = next((each for each in fallbacks if each.world_size == ranks), None)
+    if found is not None:
+        return found.config, str(found)
+    if fallbacks:
+        listed = ", ".join(f"{each} {each.world_size}" for each in fallbacks)
+        raise problem(
+            config,
+            "parallel.fallbacks",
+            f"the world has {ranks} ranks, the layout {layout} needs {layout.world_size}, and of the fallbacks {listed}"
+            f"; start {_nearest(layout, fallbacks, ranks)} or add a layout of {ranks} ranks",
+            value=list(config.parallel.fallbacks or ()),
+        )
+    layout.require_world(ranks, because)
+    raise AssertionError
+
+
+def _nearest(layout: Layout, fallbacks: tuple[Fallback, ...], ranks: int) -> int:
+    sizes = {layout.world_size, *(each.world_size for each in fallbacks)}
+    return min(sizes, key=lambda size: (abs(size - ranks), size))
+
+
+def _fallback(config: Config, text: str, batch: int) -> Fallback:
+    with naming_fallback(config, text):
+        spec = parse(text)
+        found = _composed(config, spec, batch)
+        check_settings(found)
+    return Fallback(spec, found)
+
+
+def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
+    """The config in another layout, its global batch as a given setting and the parts of it derived."""
+    sections = config.given()
+    parallel, train, layout = sections["parallel"], sections["train"], spec.layout
+    parallel.update({axis: layout.size(axis) for axis in ("dp", "pp", "cp", "tp", "ep")})
+    for key in _NAMED:
+        parallel.pop(key, None)
+    if not isinstance(config.parallel.partition, str):  # the stages of one layout
+        parallel.pop("partition", None)
+    train["global_batch_size"] = batch
+    train.pop("gradient_accumulation_steps", None)
+    if (micro := train.get("micro_batch_size")) and (batch // layout.dp) % micro:
+        train.pop("micro_batch_size")
+    for key, value in spec.settings:
+        section, name = key.split(".")
+        sections[section][name] = value
+    made = config_of(sections)
+    made._origins = {key: origin for key, origin in config._origins.items() if not key.startswith("parallel.")}
+    return made
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """How an attempt failed: two that are equal were no chance."""
+
+    rank: int
+    kind: str
+    step: int
+
+
+class Restarts:
+    """Called after each failure of an attempt: makes the next one, or raises what ends the run.
+
+    Args:
+        config: resolved.
+        run_dir: the run's folder.
+        fallbacks: with which the run can go on; their configs resolved.
+        began: `time.time()` at which the start of the run began.
+        make: the arguments of the ranks of an attempt, from its config and itself.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        fallbacks: Sequence[Fallback],
+        began: float,
+        make: Callable[[Config, Attempt], tuple[Any, ...]],
+    ) -> None:
+        self._config, self._run_dir, self._fallbacks, self._make = config, run_dir, tuple(fallbacks), make
+        ranks = Layout.of(config.parallel).world_size
+        memory = memory_files(ranks) if config.train.max_restarts and config.checkpoint.memory_every else ()
+        self._attempt = Attempt(most=config.train.max_restarts, began=began, memory=memory)
+        self._before: _Seen | None = None
+
+    def first(self) -> tuple[Any, ...]:
+        """The arguments of the first attempt."""
+        return self._make(self._config, self._attempt)
+
+    def __call__(self, failure: Failure) -> NextAttempt | None:
+        """The next attempt after a failure; None where the run is complete, so that nothing is left to do.
+
+        Raises:
+            UserError: the failure is the user's to correct.
+            RankFailed: the run is given up.
+        """
+        message, most = failure.message(self._run_dir), self._attempt.most
+        if failure.is_final or not most:
+            raise failure.exception(self._run_dir)
+        if has_all_steps(self._run_dir, self._config.train.max_steps):
+            return None
+        if self._attempt.number >= most:
+            times = "once" if most == 1 else f"{most:,} times"
+            raise RankFailed(f"{message}; given up, as the ranks were restarted {times} (train.max_restarts {most})")
+        self._follow(failure, message)
+        return NextAttempt(self._make(self._config, self._attempt), Layout.of(self._config.parallel).world_size)
+
+    def _follow(self, failure: Failure, message: str) -> None:
+        """Take the layout of the next attempt, and note how this one failed.
+
+        Raises:
+            RankFailed: the run would only fail in the same way again.
+        """
+        ledger = Goodput.read(self._run_dir / FILE) or Goodput()
+        seen = _Seen(failure.rank, re.sub(r"\d+", "", failure.error), ledger.step)
+        again = self._before
+        layout = ""
+        if again is not None and again.rank == seen.rank:  # lost twice in a row: it may be its place that is broken
+            found = smaller(self._fallbacks, Layout.of(self._config.parallel).world_size)
+            if found is not None:
+                self._config, layout, again = found.config, str(found), None
+        if again == seen:
+            where = f"step {seen.step + 1:,}" if seen.step else "the first step, or the start before it,"
+            raise RankFailed(
+                f"{message}; given up, as {where} failed in the same way twice in a row with no other step made in "
+                "between"
+            )
+        self._before = None if layout else seen
+        self._attempt = replace(
+            self._attempt,
+            number=self._attempt.number + 1,
+            began=time.time(),
+            failure=message,
+            layout=layout or self._attempt.layout,
+            memory=fresh_files(self._attempt.memory) if failure.hardware else self._attempt.memory,
+        )
+
+
+def launched_attempt(run_dir: Path, began: float, layout: str) -> Attempt:
+    """The attempt of the launcher that started this process; the first where none did.
+
+    Args:
+        run_dir: the run's folder, in which a rank of the attempt before may have said why it failed.
+        began: `time.time()` at which the start of this process's run began.
+        layout: of the run, where it is one of its fallbacks; else empty.
+    """
+    launched = find_launched_rank()
+    if launched is None or not launched.attempt:
+        return Attempt(began=began, layout=layout)
+    try:
+        failure = read_text(failure_file(run_dir)).strip()
+    except UserError:  # no rank could say
+        failure = ""
+    return Attempt(launched.attempt, launched.restarts, began, failure, layout)

@@ -1,1 +1,0 @@
-"""Starting the ranks of a training run again after a failure: whether, how often, and in which layout."""

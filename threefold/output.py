@@ -1,0 +1,473 @@
+"""Output that appears whole or not at all, and overwrites only what this program wrote."""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from threefold.errors import UserError
+from threefold.files import read_json, shown
+from threefold.host import exchange_paths
+
+
+def sync(path: Path) -> None:
+    """Put a file's content, or the names in a folder, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file that is on the disk afterwards."""
+    with replace_link(path).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_link(path: Path) -> Path:
+    """Remove a symbolic link from the name of a file that is about to be written; what it leads to stays as it is.
+
+    A link to a device or a pipe stays, as where a file is sent to /dev/null.
+
+    Returns:
+        the path.
+
+    Raises:
+        OSError: the link cannot be removed.
+    """
+    if path.is_symlink():
+        try:
+            found = os.stat(path).st_mode
+        except OSError:  # it leads nowhere
+            found = stat.S_IFREG
+        if stat.S_ISREG(found):
+            path.unlink(missing_ok=True)
+    return path
+
+
+MARKER: Final = ".threefold-output.json"
+"""Name of the marker, a file that lists the files that were written to its folder."""
+_FORMAT: Final = "threefold-output"
+_LARGEST_MARKER: Final = 64 << 20
+
+Listing = Callable[[Path], Collection[str] | None]
+"""From a folder to the files in it that this program wrote, as paths relative to it; None if it wrote none there."""
+
+
+def write_marker(folder: Path) -> None:
+    """List all files of a folder in its marker."""
+    names = sorted(_files(folder))
+    (folder / MARKER).write_text(_marker(names), encoding="utf-8")
+
+
+def list_marked(folder: Path) -> Collection[str] | None:
+    """The files that a folder's marker lists, and the marker itself."""
+    names = _read_marker(folder / MARKER)
+    return None if names is None else {*names, MARKER}
+
+
+def write_pair_marker(prefix: Path, files: Sequence[Path]) -> None:
+    """List the files of one output in a folder that has others too, with their sizes."""
+    sizes = {path.name: path.stat().st_size for path in files}
+    marker_of(prefix).write_text(_marker(sizes), encoding="utf-8")
+
+
+def marker_of(prefix: Path) -> Path:
+    """The marker of an output that is files of one prefix."""
+    return prefix.with_name(f".{prefix.name}{MARKER}")
+
+
+def _marker(files: Collection[str]) -> str:
+    return json.dumps({"format": _FORMAT, "version": 1, "files": files}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _read_marker(path: Path) -> Any:
+    try:
+        facts = read_json(path, limit=_LARGEST_MARKER)
+    except UserError:
+        return None
+    if not isinstance(facts, dict) or facts.get("format") != _FORMAT or facts.get("version") != 1:
+        return None
+    files = facts.get("files")
+    if not isinstance(files, list | dict) or not all(isinstance(name, str) for name in files):
+        return None
+    return files
+
+
+def check_replaceable(
+    out: Path, inputs: Sequence[Path], overwrite: bool, place: str = "--out", listing: Listing = list_marked
+) -> None:
+    """Check that a folder may be made at `out`: there is nothing, an empty folder, or an output of this program.
+
+    Raises:
+        UserError: something else is there, or what is there is, contains or is in an input.
+    """
+    check_name(out, place)
+    found = _status(out, place)
+    if found is None:
+        return
+    if not stat.S_ISDIR(found.st_mode):
+        raise UserError(f"{place} {shown(out)} is {_kind(found, out)}; give the name of a folder to make")
+    for path in inputs:
+        if problem := _overlap(out, path):
+            raise UserError(f"{place} {shown(out)} {problem}; choose a folder apart from what is read")
+    entries = _listed(out, place)
+    if not entries:
+        return
+    if not overwrite:
+        raise UserError(f"{place} {shown(out)} exists already; choose another folder, or replace it with --overwrite")
+    ours = listing(out)
+    if ours is None:
+        raise UserError(
+            f"{place} {shown(out)} was not written by this program (it has {shown(entries[0])} and no list of files "
+            "written), and --overwrite replaces nothing else; choose another folder"
+        )
+    if foreign := _foreign(out, set(ours)):
+        raise UserError(
+            f"{place} {shown(out)} has {shown(foreign)}, which this program did not write there, and --overwrite would "
+            "delete it; move it away or choose another folder"
+        )
+
+
+def check_files_replaceable(prefix: Path, files: Sequence[Path], inputs: Sequence[Path], overwrite: bool) -> None:
+    """Check that the files of one output can be made, in a folder that may have others.
+
+    Raises:
+        UserError: there is a file that is an input, or that this program did not write.
+    """
+    check_name(prefix, "--out")
+    written = _read_marker(marker_of(prefix))
+    for path in files:
+        found = _status(path, "--out")
+        if found is None:
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"--out {shown(path)} is {_kind(found, path)}; choose another prefix")
+        if any(os.path.exists(other) and os.path.samefile(path, other) for other in inputs):
+            raise UserError(f"--out {shown(path)} is what is read; choose another prefix")
+        if not overwrite:
+            raise UserError(
+                f"--out {shown(path)} exists already; choose another prefix, or replace it with --overwrite"
+            )
+        if not isinstance(written, dict) or written.get(path.name) != found.st_size:
+            raise UserError(
+                f"--out {shown(path)} was not written by this program, and --overwrite replaces nothing else; choose "
+                "another prefix"
+            )
+
+
+def check_name(out: Path, place: str) -> None:
+    """Check that a path ends with a name, which can be given to something new.
+
+    Raises:
+        UserError: it does not, as `.`, `..` and `/`.
+    """
+    if out.name in ("", ".."):
+        raise UserError(
+            f"{place} {shown(out)} is a folder that other things are in; name one to make, such as "
+            f"{shown(out / 'output')}"
+        )
+
+
+def _status(path: Path, place: str) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        raise UserError(f"{shown(path)} cannot be made (Not a directory); choose another {place}") from None
+    except OSError as error:
+        raise UserError(f"{place} {shown(path)} cannot be used ({error.strerror}); choose another") from None
+
+
+def _kind(found: os.stat_result, path: Path) -> str:
+    if stat.S_ISLNK(found.st_mode):
+        return f"a symbolic link to {shown(os.readlink(path))}"
+    if stat.S_ISREG(found.st_mode):
+        return "a file"
+    return "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, socket or device"
+
+
+def _overlap(out: Path, source: Path) -> str:
+    """How replacing `out` would touch an input; empty where it would not."""
+    real, read = Path(os.path.realpath(out)), Path(os.path.realpath(source))
+    if real == read:
+        return "is what is read"
+    if real in read.parents:
+        return f"contains {shown(source)}, which is read"
+    return f"is inside {shown(source)}, which is read" if read in real.parents else ""
+
+
+def _listed(folder: Path, place: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise UserError(f"{place} {shown(folder)} cannot be read ({error.strerror}); choose another") from None
+
+
+def _files(folder: Path) -> list[str]:
+    """All that is in a folder and no folder, as paths relative to it."""
+    found = []
+    for parent, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        found += [Path(parent, name).relative_to(folder).as_posix() for name in (*names, *links)]
+    return found
+
+
+def _foreign(folder: Path, ours: set[str]) -> str | None:
+    """An entry of a folder that is not among `ours`, or is no longer what was written; None if there is none."""
+    folders = {parent.as_posix() for name in ours for parent in Path(name).parents}
+    for parent, inside, names in os.walk(folder):
+        for name in sorted(inside):
+            path = Path(parent, name)
+            relative = path.relative_to(folder).as_posix()
+            if path.is_symlink() or relative not in folders:
+                return relative
+        for name in sorted(names):
+            path = Path(parent, name)
+            relative = path.relative_to(folder).as_posix()
+            if relative not in ours or path.is_symlink() or not path.is_file():
+                return relative
+    return None
+
+
+STAGING: Final = "threefold-staging"
+NEW: Final = "new"
+OLD: Final = "old"
+COMMIT: Final = "commit"
+_LONGEST: Final = 120
+"""Bytes of an output's name that the names of the entries beside it repeat."""
+
+
+@contextmanager
+def staged_directory(
+    final: Path,
+    *,
+    inputs: Sequence[Path] = (),
+    overwrite: bool = True,
+    place: str = "--out",
+    listing: Listing = list_marked,
+    marked: bool = True,
+) -> Iterator[Path]:
+    """Write a folder beside `final` and give it that name once it is complete and on the disk.
+
+    Yields the folder to write into. If the body raises, that folder is removed and `final` is as it was; if the process
+    is killed, `final` is as it was or new, and the next call removes what was left. A folder at `final` is
+    replaced at the end.
+
+    Args:
+        final: the folder.
+        inputs: files and folders that are read, of which nothing is replaced.
+        overwrite: whether a folder of this program's may be replaced.
+        place: the option or setting that chose it.
+        listing: says which files of a folder this program wrote.
+        marked: whether the folder gets the marker that `list_marked` reads.
+
+    Raises:
+        UserError: another process is writing the same folder, it cannot be written, or what is there may not be
+            replaced.
+    """
+
+    def check() -> None:
+        check_replaceable(final, inputs, overwrite, place, listing)
+
+    with _staging(final, place, check) as staging:
+        yield staging / NEW
+        if marked:
+            write_marker(staging / NEW)
+        _sync_tree(staging)
+        check()  # hours may have passed since the first look
+        _commit(staging, final)
+
+
+@contextmanager
+def staged_files(prefix: Path, names: Sequence[str], *, inputs: Sequence[Path], overwrite: bool) -> Iterator[Path]:
+    """Write files into a folder beside `prefix`, whence they are moved beside it once all are complete and on the disk.
+
+    Yields the folder to write into. What happens to it is as of `staged_directory`.
+
+    Args:
+        prefix: what the files' names begin with; their marker is named after it.
+        names: of the files.
+        inputs: files that are read, none of which is replaced.
+        overwrite: whether files of this program's may be replaced.
+
+    Raises:
+        UserError: as `staged_directory`.
+    """
+
+    def check() -> None:
+        check_files_replaceable(prefix, [prefix.with_name(name) for name in names], inputs, overwrite)
+
+    with _staging(prefix, "--out", check) as staging:
+        yield staging / NEW
+        write_pair_marker(staging / NEW / prefix.name, [staging / NEW / name for name in names])
+        _sync_tree(staging)
+        check()
+        (staging / COMMIT).touch()
+        sync(staging)
+        _move_files(staging, prefix.parent)
+
+
+@contextmanager
+def _staging(final: Path, place: str, check: Callable[[], None]) -> Iterator[Path]:
+    """A new staging folder for `final`, whose only writer this process is; removed at the end."""
+    check()
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(final, place)
+    except OSError as error:
+        raise UserError(f"{shown(final)} cannot be made ({error.strerror}); choose another {place}") from None
+    try:
+        try:
+            _recover(final)
+            check()
+            staging = _stage(final)
+        except OSError as error:
+            raise UserError(f"{shown(final)} cannot be made ({error.strerror}); choose another {place}") from None
+        try:
+            yield staging
+        except OSError as error:
+            raise UserError(
+                f"{shown(final)} could not be written ({error.strerror or error}); make room or choose another {place}"
+            ) from error
+        finally:
+            _remove(staging, keep=(staging / OLD).is_dir() and not os.path.lexists(final))
+    finally:
+        _unlock(final, lock)
+
+
+def _beside(final: Path, ending: str) -> Path:
+    name = os.fsencode(final.name)[:_LONGEST].decode("utf-8", errors="ignore")
+    return final.with_name(f".{name}.threefold-{ending}")
+
+
+def _lock(final: Path, place: str) -> int:
+    """The open lock file of an output: the lock goes with its process, so a file that can be locked is a leftover."""
+    path = _beside(final, "lock")
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        found = os.fstat(lock)
+        if not stat.S_ISREG(found.st_mode) or found.st_size:
+            os.close(lock)
+            raise UserError(f"{shown(path)} is in the way and not this program's; move it or choose another {place}")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise UserError(
+                f"another process is writing {shown(final)}; wait for it or choose another {place}"
+            ) from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(found, os.stat(path)):
+                return lock
+        os.close(lock)  # its holder removed it in between
+
+
+def _unlock(final: Path, lock: int) -> None:
+    with suppress(OSError):
+        _beside(final, "lock").unlink(missing_ok=True)
+    os.close(lock)
+
+
+def _stage(final: Path) -> Path:
+    staging = _beside(final, secrets.token_hex(8))
+    try:
+        staging.mkdir()
+        (staging / STAGING).touch()
+        (staging / NEW).mkdir()
+    except BaseException:
+        _remove(staging)
+        raise
+    return staging
+
+
+def _recover(final: Path) -> None:
+    """Complete or remove what killed writers of `final` left; no process writes now, as the lock is held."""
+    pattern = re.compile(re.escape(_beside(final, "").name) + "[0-9a-f]{16}")
+    for entry in sorted(final.parent.iterdir()):
+        if not pattern.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
+            continue
+        if not (entry / STAGING).is_file():
+            with suppress(OSError):
+                entry.rmdir()  # killed before it marked its folder, which is then empty
+            continue
+        new, old = (entry / NEW).is_dir(), (entry / OLD).is_dir()
+        if (entry / COMMIT).is_file():
+            _move_files(entry, final.parent)
+        elif old and not os.path.lexists(final):
+            # Killed between the two moves: a folder is moved away only for a new one that is whole.
+            (entry / (NEW if new else OLD)).rename(final)
+        elif old and new:
+            continue  # something else took the name since, so both are kept
+        _remove(entry)
+
+
+def _move_files(staging: Path, folder: Path) -> None:
+    for path in sorted((staging / NEW).iterdir()):
+        path.replace(folder / path.name)
+    sync(folder)
+
+
+def _commit(staging: Path, final: Path) -> None:
+    if not os.path.lexists(final):
+        (staging / NEW).rename(final)
+    elif not exchange_paths(staging / NEW, final):
+        final.rename(staging / OLD)
+        try:
+            (staging / NEW).rename(final)
+        except BaseException:
+            (staging / OLD).rename(final)
+            raise
+    sync(final.parent)
+
+
+def _remove(staging: Path, keep: bool = False) -> None:
+    """Delete a staging folder, the mark that makes it ours last."""
+    if keep:
+        return
+    with suppress(OSError):
+        (staging / COMMIT).unlink(missing_ok=True)
+        for folder in (NEW, OLD):
+            shutil.rmtree(staging / folder, ignore_errors=True)
+        (staging / STAGING).unlink(missing_ok=True)
+        staging.rmdir()
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+class Progress(Protocol):
+    """Receives progress, to show it."""
+
+    def phase(self, name: str, total_bytes: int) -> None:
+        """A new phase begins, which reads `total_bytes` of input."""
+
+    def advance(self, read_bytes: int) -> None:
+        """So many bytes more have been read."""
+
+
+class _Silent:
+    def phase(self, name: str, total_bytes: int) -> None:
+        pass
+
+    def advance(self, read_bytes: int) -> None:
+        pass
+
+
+SILENT: Final[Progress] = _Silent()
+"""Shows nothing."""

@@ -1,1 +1,0 @@
-"""Output that appears whole or not at all, and overwrites only what this program wrote."""

@@ -1,0 +1,319 @@
+"""Context parallelism: attention over a sequence whose positions are sharded, by all-gather or ring."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from threefold.comm.axis import Axis
+from threefold.comm.collectives import all_gather_equal, reduce_scatter
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.ops.kernels import serve_heads
+from threefold.ops.tiles import Sight, Tile, tiles
+from threefold.parallel.sequence import SequenceCut, ShardingContext, chunk_length
+from threefold.random.dropout import drop
+from threefold.random.rng import Positions, Slice
+
+
+@dataclass(frozen=True)
+class SequenceChunk:
+    """One of `count` equal chunks of a dim, as `Positions` of it."""
+
+    number: int
+    count: int
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        return torch.arange(self.number * size, (self.number + 1) * size, device=device)
+
+    def whole(self, size: int) -> int:
+        return size * self.count
+
+
+class ContextParallelAttention(nn.Module):
+    """`CausalAttention` of this rank's queries to the keys of all ranks of the context axis.
+
+    Args:
+        core: the attention of the whole sequence.
+        axis: the context axis, of at least two ranks.
+        heads: which of the model's heads this rank has.
+    """
+
+    def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
+        super().__init__()
+        self.axis = axis
+        self.numbers = SequenceCut(axis.size, axis.index).chunks
+        self.chunks = nn.ModuleList(
+            _of_chunk(core, heads, SequenceChunk(number, 2 * axis.size)) for number in self.numbers
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
+        """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
+
+        Args:
+            k, v: [B, S / cp, key-value heads, d], of the same.
+            samples: dropout keys, and the documents of the whole sequence.
+
+        Raises:
+            ValueError: the two chunks are not of one length.
+        """
+        size = chunk_length(q.shape[1])
+        k, v = gather_sequence(torch.stack([k, v]), self.axis, dim=2).unbind()
+        out = []
+        for number, attend, queries in zip(self.numbers, self.chunks, q.split(size, 1), strict=True):
+            end = (number + 1) * size
+            out.append(attend(queries, k[:, :end], v[:, :end], samples))
+        return torch.cat(out, 1)
+
+
+def _of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
+    """`core` for some queries, with the dropout masks of the whole."""
+    attention = CausalAttention(window=core.window)
+    # Of the weights [B, heads, queries, keys]; the keys are taken from the first on, so all of their dim is at hand.
+    attention.dropout = core.dropout.of_part({1: heads, 2: queries})
+    return attention
+
+
+def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' chunks along `dim`, joined in the order of the sequence.
+
+    Backward sums the gradients over the ranks and gives each rank those of its own chunks: the adjoint, as each rank
+    uses the result for queries of its own.
+    """
+    return _GatherSequence.apply(x, axis, dim)
+
+
+def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:
+    """The whole sequence along dim 1, gathered from the ranks; not differentiable."""
+    if context.sequence_parallel:
+        x = all_gather_equal(x, context.tp, 1)
+    if context.cp.size > 1:
+        x = _take_chunks(all_gather_equal(x, context.cp, 1), 1, _places(context.cp.size))
+    return x
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+        return _take_chunks(all_gather_equal(x, axis, dim), dim, _places(axis.size))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        by_rank = _take_chunks(grad, ctx.dim, _held(ctx.axis.size))
+        return reduce_scatter(by_rank, ctx.axis, ctx.dim), None, None
+
+
+def _held(cp: int) -> list[int]:
+    """Numbers of the chunks that the ranks hold, rank after rank."""
+    return [number for index in range(cp) for number in SequenceCut(cp, index).chunks]
+
+
+def _places(cp: int) -> list[int]:
+    """The index of each chunk of the sequence in `_held`."""
+    held = _held(cp)
+    return [held.index(number) for number in range(2 * cp)]
+
+
+def _take_chunks(x: Tensor, dim: int, numbers: list[int]) -> Tensor:
+    """`x` with its equal chunks along `dim` in the order `numbers`."""
+    chunks = x.chunk(len(numbers), dim)
+    return torch.cat([chunks[number] for number in numbers], dim)
+
+
+class RingAttention(nn.Module):
+    """`CausalAttention` of this rank's queries to the keys of all ranks of the context axis, block by block.
+
+    While a rank computes with one block of keys and values, it receives the next.
+
+    Args:
+        core: the attention of the whole sequence.
+        axis: the context axis, of at least two ranks.
+        heads: which of the model's heads this rank has.
+    """
+
+    def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
+        super().__init__()
+        self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
+
+    # Sends that run beside products are nothing that a compiler follows.
+    @torch.compiler.disable
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
+        """`q` [B, S / cp, heads, d] of this rank's two chunks, one after the other → [B, S / cp, heads · d].
+
+        Args:
+            k, v: [B, S / cp, key-value heads, d], of the same.
+            samples: dropout keys, and the documents of the whole sequence.
+
+        Raises:
+            ValueError: the two chunks are not of one length.
+        """
+        chunk_length(q.shape[1])  # refuses what cannot be halved
+        p = self.dropout.p if self.dropout.draws(samples.keys) else 0.0
+        ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples, self.window)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out: Tensor = _Attention.apply(q, k, v, ring)
+        return out.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """What is the same for every tile.
+
+    Attributes:
+        p: probability of dropping a weight, 0 where none is dropped.
+        site: stream of the dropout.
+        window: how many positions back a query attends to; 0 for all.
+    """
+
+    axis: Axis
+    heads: Slice
+    p: float
+    site: int
+    samples: SampleInfo
+    window: int
+
+    @property
+    def mine(self) -> tuple[int, int]:
+        """Numbers of the chunks of this rank's queries."""
+        return SequenceCut(self.axis.size, self.axis.index).chunks
+
+    def rounds(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The rank whose block is held, and that block: this rank's own first, then those of the previous ranks."""
+        for step in range(self.axis.size):
+            last = step == self.axis.size - 1
+            arriving = None if last else self.axis.start_shift(block)
+            yield (self.axis.index - step) % self.axis.size, block
+            if arriving is not None:
+                block = arriving()
+
+    def of_owner(self, owner: int, batch: int, size: int) -> Iterator["_RingTile"]:
+        """What this rank's queries attend to of `owner`'s keys, tile by tile.
+
+        Args:
+            owner: index of a rank.
+            batch: B.
+            size: positions of a chunk.
+        """
+        sight = Sight(self.window, self.samples.documents)
+        for row, query in enumerate(self.mine):
+            for column, key in enumerate(SequenceCut(self.axis.size, owner).chunks):
+                queries, keys = (range(each * size, (each + 1) * size) for each in (query, key))
+                for tile in tiles(batch, queries, keys, sight, longest=0):
+                    at_queries = _moved(tile.queries, row * size - queries.start)
+                    yield _RingTile(self, tile, at_queries, _moved(tile.keys, column * size - keys.start))
+
+
+def _moved(positions: range, by: int) -> slice:
+    return slice(positions.start + by, positions.stop + by)
+
+
+@dataclass(frozen=True)
+class _RingTile:
+    """Some of this rank's queries, and of some rank's keys those that they attend to.
+
+    Attributes:
+        tile: where they are in the sequence.
+        at_queries, at_keys: where they are among the positions of their ranks.
+    """
+
+    ring: _Ring
+    tile: Tile
+    at_queries: slice
+    at_keys: slice
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Of `x` [B, heads, S / cp, …] what belongs to the queries."""
+        return x[self.tile.rows, :, self.at_queries]
+
+    def of_keys(self, block: Tensor) -> Tensor:
+        """Of keys and values [2, B, key-value heads, S / cp, d] what belongs to the keys."""
+        return block[:, self.tile.rows, :, self.at_keys]
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """[b, heads, queries, keys], in fp32 at least, −∞ where nothing is attended to."""
+        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+        return scores if self.tile.is_full else scores.masked_fill_(self.tile.hidden(q.device), -torch.inf)
+
+    def drop(self, weights: Tensor, length: int) -> Tensor:
+        """Dropout of weights [b, heads, queries, keys], or of their gradient: the same elements every time.
+
+        Args:
+            weights: those of the tile.
+            length: S of the sequence.
+        """
+        keys, p = self.ring.samples.keys, self.ring.p
+        if keys is None or p == 0:
+            return weights
+        queries = Slice(self.tile.queries.start, length)
+        parts: dict[int, Positions] = {1: self.ring.heads, 2: queries, 3: Slice(self.tile.keys.start)}
+        return drop(weights, keys[self.tile.rows], self.ring.site, p, parts)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        own = torch.stack([k, v])  # in one message
+        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        total = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # log-sum-exp of the scores so far
+        held = q.shape[2]
+        for owner, block in ring.rounds(own):
+            for part in ring.of_owner(owner, len(q), chunk_length(held)):
+                query, mean, sofar = (part.of_queries(each) for each in (q, out, total))
+                key, value = _served(part.of_keys(block), q)
+                scores = part.scores(query, key)
+                joined = torch.logaddexp(sofar, scores.logsumexp(-1))
+                base = _finite(joined)
+                weights = part.drop((scores - base.unsqueeze(-1)).exp_(), held * ring.axis.size)
+                mean.mul_((sofar - base).exp_().unsqueeze(-1)).add_(weights.to(q.dtype) @ value)
+                sofar.copy_(joined)
+        ctx.save_for_backward(q, own, out, total)
+        ctx.ring = ring
+        return out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, own, out, total = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        common = (grad * out).sum(-1)  # what every score of a query gets from the softmax's denominator
+        grad_q = torch.zeros_like(out)
+        grad_own = torch.zeros(own.shape, dtype=out.dtype, device=own.device)
+        held = q.shape[2]
+        for owner, block in ring.rounds(own):
+            for part in ring.of_owner(owner, len(q), chunk_length(held)):
+                query, upper, base, shared, to_query = (
+                    part.of_queries(each) for each in (q, grad, _finite(total), common, grad_q)
+                )
+                key, value = _served(part.of_keys(block), q)
+                to_key, to_value = part.of_keys(grad_own)
+                weights = (part.scores(query, key) - base.unsqueeze(-1)).exp_()
+                dropped = part.drop(weights, held * ring.axis.size)
+                to_value.add_(_gathered(dropped.to(q.dtype).mT @ upper, own))
+                of_weights = part.drop((upper @ value.mT).to(out.dtype), held * ring.axis.size)
+                of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+                to_query.add_(of_scores @ key)
+                to_key.add_(_gathered(of_scores.mT @ query, own))
+            # It travels behind its block, and after a whole round it is with the rank whose block it is.
+            grad_own = ring.axis.start_shift(grad_own)()
+        grad_k, grad_v = grad_own.to(q.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _served(block: Tensor, q: Tensor) -> Tensor:
+    """Keys and values [2, b, key-value heads, S, d] for all heads of `q` [B, heads, S, d]."""
+    return serve_heads(block, q.shape[1], dim=2)
+
+
+def _gathered(gradient: Tensor, own: Tensor) -> Tensor:
+    """The gradient of keys or values as all heads have it, [b, heads, keys, d], added up for the key-value heads."""
+    return gradient.unflatten(1, (own.shape[2], -1)).sum(2)
+
+
+def _finite(total: Tensor) -> Tensor:
+    """The log-sum-exp of scores that are all −∞, as before a document begins, without infinities to subtract."""
+    return total.clamp_min(torch.finfo(total.dtype).min)

@@ -1,1 +1,0 @@
-"""Data parallelism: all-reduce of gradients in buckets, their compression, and ZeRO."""

@@ -1,0 +1,131 @@
+"""Expert parallelism: each rank has some experts, and tokens reach them by all-to-all."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threefold.comm.axis import Axis
+from threefold.comm.collectives import all_reduce, copy_to, gather_shares, reduce_from, reduce_to_shares
+from threefold.comm.layout import shard_bounds
+from threefold.models.layers.experts import Choice, Experts, Routing, swiglu, through
+from threefold.models.sharding import OverExperts
+from threefold.parallel.context import whole_sequence
+from threefold.parallel.parameter import local, split_parameter, split_parameter_twice
+from threefold.parallel.sequence import ShardingContext
+
+
+class ParallelRouting(Routing):
+    """`Routing` of this rank's positions, each choice as it would be with the whole sequence at hand.
+
+    Args:
+        routing: of the whole sequence.
+        context: how the sequence is spread over ranks.
+    """
+
+    def __init__(self, routing: Routing, context: ShardingContext) -> None:
+        super().__init__(
+            routing.experts,
+            routing.per_token,
+            routing.capacity_factor,
+            routing.normalize,
+            routing.aux_loss,
+            routing.z_loss,
+        )
+        self._context = context
+
+    def _whole(self, own: Tensor) -> Tensor:
+        return whole_sequence(own, self._context)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        cut = self._context.cut
+        return whole if cut.shares == 1 else whole[:, cut.indices(whole.shape[1] // cut.shares, whole.device)]
+
+    def _sum_over_shares(self, counts: Tensor) -> Tensor:
+        if self._context.sequence_parallel:
+            counts = all_reduce(counts, self._context.tp)
+        return all_reduce(counts, self._context.cp)
+
+
+class ParallelExperts(nn.Module):
+    """`Experts`, some of them on each rank of the expert axis, and of each a part on every rank of the tensor axis.
+
+    Args:
+        experts: all of them.
+        context: the axes, and this rank's coordinates.
+    """
+
+    def __init__(self, experts: Experts, context: ShardingContext) -> None:
+        super().__init__()
+        self.context, self.count = context, len(experts.gate_up)
+        self.gate_up = _part("gate_up", experts.gate_up, context)
+        self.down = _part("down", experts.down, context)
+
+    # How many tokens each expert gets is known when a layer runs, not when it is compiled.
+    @torch.compiler.disable
+    def forward(self, x: Tensor, choice: Choice) -> Tensor:
+        """[B, S, H] → [B, S, H], the same on every rank of the tensor axis or its shard of the sequence."""
+        tp, dim = self.context.tp, self.context.sequence_dim
+        if dim is None:
+            x, choice = copy_to(x, tp), choice._replace(weights=copy_to(choice.weights, tp))
+        else:
+            x = gather_shares(x, tp, dim)
+            experts = tp.all_gather_equal(choice.experts, dim)
+            choice = choice._replace(experts=experts, weights=gather_shares(choice.weights, tp, dim))
+        out = through(x, choice, self.count, self._run)
+        return reduce_from(out, tp) if dim is None else reduce_to_shares(out, tp, dim)
+
+    def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Send `rows` to the ranks of their experts, and receive the outputs."""
+        ep = self.context.ep
+        weights = local(self.gate_up), local(self.down)
+        if ep.size == 1:
+            return swiglu(rows, *weights, counts)
+        start, end = shard_bounds(self.count, ep.size, ep.index)
+        arriving = ep.all_gather_equal(counts.unsqueeze(0), 0)[:, start:end]  # [ep, experts of this rank]
+        sent, received = counts.view(ep.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
+        rows = all_to_all(rows, ep, sent, received)
+        # They arrive by sender, then expert.
+        experts = torch.arange(end - start, device=rows.device).repeat(ep.size)
+        order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        done = swiglu(rows[order], *weights, arriving.sum(0))
+        return all_to_all(torch.empty_like(done).index_copy(0, order, done), ep, received, sent)
+
+    def extra_repr(self) -> str:
+        return f"gate_up={tuple(self.gate_up.shape)}, down={tuple(self.down.shape)}"
+
+
+def all_to_all(rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+    """All-to-all: send the first `sent[0]` rows to the first rank of the axis, the next `sent[1]` to the second, etc.
+
+    Backward sends the gradients back.
+
+    Args:
+        rows: [sum(sent), H].
+        axis: the ranks.
+        sent: rows to each.
+        received: rows from each.
+
+    Returns:
+        [sum(received), H], in the order of the senders.
+    """
+    return _AllToAll.apply(rows, axis, sent, received)
+
+
+def _part(name: str, weight: nn.Parameter, context: ShardingContext) -> nn.Parameter:
+    """This rank's experts, and of each the tensor rank's part."""
+    (_, experts), (_, dim) = OverExperts().cuts(name)
+    if context.ep.size == 1:
+        return split_parameter(weight, context.tp, dim)
+    return split_parameter_twice(weight, (context.ep, context.tp), (experts, dim))
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        return axis.all_to_all(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.all_to_all(grad, ctx.received, ctx.sent), None, None, None

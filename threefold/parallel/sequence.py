@@ -1,0 +1,119 @@
+"""Which positions of a sequence a rank works on, and the mesh axes that parallel layers are made for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from threefold.comm.axis import Axis
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """The positions that one rank holds of every sequence; `Positions` of the sequence dim.
+
+    Context parallelism cuts the sequence into 2·cp chunks of which rank i takes the i-th and the i-th from the end, so
+    that causal attention is the same work for all (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts
+    each rank's part into tp consecutive shards.
+
+    Attributes:
+        cp, cp_index: size of the context axis and this rank's place on it.
+        tp, tp_index: the same of the tensor axis where activations are cut along it, else 1 and 0.
+    """
+
+    cp: int = 1
+    cp_index: int = 0
+    tp: int = 1
+    tp_index: int = 0
+
+    @property
+    def shares(self) -> int:
+        """Ranks that a sequence is sharded over."""
+        return self.cp * self.tp
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """The numbers of the two of 2·cp chunks of the sequence that this context rank has."""
+        return self.cp_index, 2 * self.cp - 1 - self.cp_index
+
+    @property
+    def across_context(self) -> "SequenceCut":
+        """The cut where every tensor rank has the same positions, as inside attention."""
+        return replace(self, tp=1, tp_index=0)
+
+    def whole(self, size: int) -> int:
+        """Length of the sequence of which a rank holds `size` positions."""
+        return size * self.shares
+
+    def indices(self, size: int, device: torch.device) -> Tensor:
+        """The `size` positions held, int64 ascending within a chunk.
+
+        Raises:
+            ValueError: the sequence does not divide into 2·cp chunks.
+        """
+        held = torch.arange(self.tp_index * size, (self.tp_index + 1) * size, device=device)
+        if self.cp == 1:
+            return held
+        if size * self.tp % 2:
+            raise ValueError(f"{size * self.shares} positions do not divide into {2 * self.cp} chunks")
+        chunk = size * self.tp // 2
+        first, last = (number * chunk for number in self.chunks)
+        return torch.where(held < chunk, held + first, held - chunk + last)
+
+
+def chunk_length(positions: int) -> int:
+    """Positions of each of a rank's two chunks.
+
+    Raises:
+        ValueError: the two chunks are not of one length.
+    """
+    if positions % 2:
+        raise ValueError(f"{positions} positions of a rank are not two chunks of one length")
+    return positions // 2
+
+
+@dataclass(frozen=True)
+class ShardingContext:
+    """The axes of the mesh that parallel layers are made for, and this rank's place on them.
+
+    Attributes:
+        tp, cp: the axes.
+        ep: the replicas that share the experts.
+        sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
+        cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
+        tp_shares: how many neighbouring tensor ranks share a unit → these ranks.
+    """
+
+    tp: Axis
+    cp: Axis
+    ep: Axis
+    sequence_parallel: bool = False
+    cp_method: str = "all-gather"
+    tp_shares: Mapping[int, Axis] = field(default_factory=dict)
+
+    @property
+    def cut(self) -> SequenceCut:
+        """The part of the sequence that this rank's activations between parallel layers cover."""
+        context = SequenceCut(self.cp.size, self.cp.index)
+        return replace(context, tp=self.tp.size, tp_index=self.tp.index) if self.sequence_parallel else context
+
+    @property
+    def sequence_dim(self) -> int | None:
+        """The dim of activations [B, S, H] that is sharded over the tensor ranks between parallel layers, if any."""
+        return 1 if self.sequence_parallel else None
+
+    @property
+    def divides(self) -> bool:
+        """Whether any layer has to be changed at all."""
+        return self.tp.size > 1 or self.cp.size > 1 or self.ep.size > 1
+
+
+def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
+    """Complete the gradients of weights that every rank of `axis` holds whole but used on its own positions alone.
+
+    Args:
+        gradients: all of one dtype, in the same order on every rank; replaced by their sums over the axis.
+        axis: the ranks that share the sequence.
+    """
+    axis.all_reduce_together_(gradients)

@@ -1,0 +1,393 @@
+"""ZeRO (sharded data parallelism): weights, gradients and optimizer state sharded over the replicas by `fully_shard`.
+
+ZeRO's three stages (Rajbhandari et al., arXiv 1910.02054). A rank keeps its shard of the weights in the width that they
+are updated in, and its optimizer state. For a step the weights are gathered, layer by layer, in the width that
+is computed in (all-gather); gradients are summed over the replicas into the shards (reduce-scatter). The stages differ
+in how long whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the
+step; with 2, a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are freed after each
+forward and each backward pass, too.
+
+With `zero_shards` below dp, a copy is sharded over that many replicas; ranks that hold the same shard then sum its
+gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share
+are sharded over those of the same experts among them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from threefold.comm.axis import Axis
+from threefold.comm.mesh import Mesh
+from threefold.models.sharding import OverExperts
+from threefold.parallel.experts import ParallelExperts
+from threefold.parallel.gradients import Gradients, Observer, narrowed, widen_
+from threefold.parallel.parameter import (
+    has_uneven_shards,
+    is_of_experts,
+    keep_stored,
+    like,
+    local,
+    replace_parameters,
+    stored,
+)
+from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.recompute import unwrapped
+from threefold.torch_private.distributed import (
+    AllGather,
+    ReduceScatter,
+    StridedPlacement,
+    concatenate_meshes,
+    finish_backward,
+    fresh_parameter,
+)
+from threefold.torch_private.tensors import foreach_mul_
+
+
+@dataclass(frozen=True)
+class ZeroSharding:
+    """The ZeRO stage and the axes of hybrid sharding.
+
+    Attributes:
+        stage: 1 shards the optimizer state, 2 gradients too, 3 weights too.
+        shards: the ranks over which one copy of the state is sharded.
+        replicas: the ranks that hold the same shard.
+        expert_shards, expert_replicas: the same for experts that some replicas share.
+    """
+
+    stage: int
+    shards: Axis
+    replicas: Axis
+    expert_shards: Axis
+    expert_replicas: Axis
+
+
+def make_zero_sharding(mesh: Mesh, stage: int, shards: int) -> ZeroSharding | None:
+    """The sharding of `parallel.zero` and `parallel.zero_shards`; None for stage 0. Collective over the world."""
+    if not stage:
+        return None
+    axes = mesh.shard_and_replica_axes(shards)
+    return ZeroSharding(stage, *axes, *(axes if mesh.ep.size == 1 else mesh.expert_shard_and_replica_axes(shards)))
+
+
+def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Cut the parameters of `stages` into shards and allocate this rank's, their values not yet set.
+
+    Args:
+        stages: on the meta device, split over the tensor axis already, in the dtype that weights are updated in.
+        zero: the stage, and the ranks over which a copy is sharded.
+        mesh: of this rank.
+        dtype: what is computed in.
+    """
+    for stage in stages:
+        before = dict(stage.named_parameters())
+        # FSDP gets this tensor rank's shard as a plain tensor, so that layers compute with plain tensors.
+        replace_parameters(stage, lambda each: nn.Parameter(local(each).detach(), each.requires_grad))
+        _wrap_experts(stage, zero, dtype)
+        layers = [stage.get_submodule(name) for name in stage.layer_names]
+        _wrap(stage, layers, zero, _policy(stage, dtype))
+        replace_parameters(stage, lambda parameter: _allocated(parameter, mesh.device))
+        stage.to(mesh.device)  # makes torch take the new tensors over (and pad those that need it)
+        for name, parameter in stage.named_parameters():
+            experts = is_of_experts(before[name])
+            _describe(parameter, before[name], zero.expert_shards if experts else zero.shards)
+
+
+def shard_values(
+    module: nn.Module, zero: ZeroSharding, compression: torch.dtype | None = None, tp: Axis | None = None
+) -> None:
+    """Cut the parameters of a module that has its values, in place; a rank keeps its shards.
+
+    Args:
+        module: any; each layer of its outermost `nn.ModuleList`s is gathered by itself, the rest together.
+        zero: the stage, and the ranks over which a copy is sharded.
+        compression: 16-bit dtype that gradients are summed over those ranks in; None for their own. Micro-batches are
+            added up at full width.
+        tp: the tensor ranks, with compression; None for no others.
+    """
+    before = dict(module.named_parameters())
+    # `fully_shard` cuts contiguous tensors only.
+    replace_parameters(
+        module, lambda each: nn.Parameter(local(each).detach().contiguous(), requires_grad=each.requires_grad)
+    )
+    _wrap(module, _listed_layers(module), zero, MixedPrecisionPolicy(cast_forward_inputs=False), compression, tp)
+    for name, parameter in module.named_parameters():
+        _describe(parameter, before[name], zero.shards)
+
+
+def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
+    """Call `report(name)` when autograd has accumulated a gradient of a parameter of a module of `shard_values`."""
+    held: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
+    _find_held(module, module, "", held)
+    for wrapped, places in held.items():
+        watched: set[Tensor] = set()
+        wrapped.register_forward_pre_hook(partial(_watch, places, watched, report))
+
+
+def _find_held(
+    module: nn.Module,
+    wrapped: nn.Module,
+    prefix: str,
+    held: dict[nn.Module, list[tuple[nn.Module, str, str]]],
+) -> None:
+    """Which module gathers each parameter: the innermost around it that `fully_shard` made one that gathers."""
+    wrapped = module if isinstance(module, FSDPModule) else wrapped
+    for attribute, _ in module.named_parameters(recurse=False):
+        held.setdefault(wrapped, []).append((module, attribute, prefix + attribute))
+    for name, child in module.named_children():
+        _find_held(child, wrapped, f"{prefix}{name}.", held)
+
+
+def _watch(
+    places: Sequence[tuple[nn.Module, str, str]],
+    watched: set[Tensor],
+    report: Callable[[str], None],
+    _module: nn.Module,
+    _arguments: Any,
+) -> None:
+    # Called when the whole parameters have been gathered; torch keeps one object for each.
+    for owner, attribute, name in places:
+        parameter = getattr(owner, attribute)
+        if parameter.requires_grad and parameter not in watched:
+            watched.add(parameter)
+            parameter.register_post_accumulate_grad_hook(lambda _parameter, name=name: report(name))
+
+
+def _listed_layers(module: nn.Module) -> list[nn.Module]:
+    """The modules in its outermost lists, except containers, which are not called themselves."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            found += [each for each in child if not isinstance(each, nn.ModuleList | nn.ModuleDict)]
+        else:
+            found += _listed_layers(child)
+    return found
+
+
+def _wrap_experts(stage: Stage, zero: ZeroSharding, dtype: torch.dtype) -> None:
+    """Shard experts over the ranks that hold the same ones."""
+    for module in stage.modules():
+        experts = unwrapped(module)
+        if isinstance(experts, ParallelExperts) and experts.context.ep.size > 1:
+            rule = OverExperts()
+            places = {weight: Shard(rule.uncut_dim(name)) for name, weight in experts.named_parameters()}
+            fully_shard(
+                module,
+                mesh=zero.expert_shards.device_mesh,
+                reshard_after_forward=zero.stage == 3,
+                mp_policy=_policy(stage, dtype),
+                shard_placement_fn=places.get,
+            )
+            _set_up(module, zero.expert_shards)
+
+
+def _policy(stage: Stage, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    wide = next(stage.parameters()).dtype
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
+
+
+def _wrap(
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    zero: ZeroSharding,
+    policy: MixedPrecisionPolicy,
+    compression: torch.dtype | None = None,
+    tp: Axis | None = None,
+) -> None:
+    uses = Counter(parameter for layer in layers for parameter in layer.parameters())
+    # Layers with tied weights have to be gathered together: the root does it, around all its layers.
+    alone = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
+    for module in (*alone, root):
+        mesh, reshard = zero.shards.device_mesh, zero.stage == 3
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        _set_up(module, zero.shards, compression, tp)
+
+
+def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = None, tp: Axis | None = None) -> None:
+    assert isinstance(module, FSDPModule)  # what `fully_shard` made it
+    # The loss is divided by the tokens of the global batch, so the replicas' gradients are summed, not averaged.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_custom_all_gather(_AllGather(axis))
+    narrow = None if compression is None else _NarrowReduceScatter(axis, compression, tp)
+    module.set_custom_reduce_scatter(narrow or _ReduceScatter(axis))
+
+
+def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    assert isinstance(parameter, DTensor)  # what `fully_shard` made it
+    shard = torch.empty_like(parameter.to_local(), device=device, requires_grad=False)
+    return fresh_parameter(like(parameter, shard), parameter.requires_grad)
+
+
+def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
+    """Record the shard's position in the global weight, where the tensor axis shards that too."""
+    if not isinstance(before, DTensor) or not isinstance(parameter, DTensor):
+        return
+    assert axis.device_mesh is not None
+    mesh = concatenate_meshes([axis.device_mesh, before.device_mesh])
+    (shard,) = parameter.placements
+    assert isinstance(shard, Shard)
+    placement: Placement = shard
+    if any(isinstance(cut, Shard) and cut.dim == shard.dim for cut in before.placements):
+        placement = StridedPlacement(shard.dim, split_factor=before.device_mesh.size())
+    whole = DTensor.from_local(
+        parameter.to_local().detach(),
+        mesh,
+        [placement, *before.placements],
+        run_check=False,
+        shape=before.shape,
+        stride=before.stride(),
+    )
+    keep_stored(parameter, whole)
+
+
+class ShardedGradients(Gradients):
+    """Gradients whose shards, reduce-scattered at the end of a step, are on the ranks that update them.
+
+    Args:
+        stages: this rank's, their parameters sharded.
+        zero: the stage and its axes.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], zero: ZeroSharding) -> None:
+        self._zero = zero
+        self._roots = [stage for stage in stages if isinstance(stage, FSDPModule)]
+        trained = (each for stage in stages for each in stage.parameters() if each.requires_grad)
+        self._parameters = {local(stored(parameter)): parameter for parameter in trained}
+        self._experts = {leaf for leaf, parameter in self._parameters.items() if is_of_experts(stored(parameter))}
+        # Reduce-scatters add what a rank gets in one order, wherever it is in the buffer; all-reduces do not.
+        self._in_order = any(has_uneven_shards(stored(parameter)) for parameter in self._parameters.values())
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._observer: Observer | None = None
+
+    def __getitem__(self, leaf: Tensor) -> Tensor:
+        return self._gradients[leaf]
+
+    def is_in_norm(self, leaf: Tensor) -> bool:
+        return self._replicas(leaf in self._experts).is_first
+
+    def begin(self, arrivals: int | None) -> None:
+        self._gradients.clear()
+        for leaf, parameter in self._parameters.items():
+            leaf.grad = parameter.grad = None
+        for root in self._roots:
+            root.set_is_last_backward(False)
+            root.set_requires_gradient_sync(self._zero.stage > 1)
+            root.set_reshard_after_backward(self._zero.stage == 3)
+            # What one replica did not use, another may have.
+            root.set_reduce_scatter_unused_params(self._zero.stage > 1)
+
+    def finish(self) -> None:
+        for root in self._roots:
+            root.set_is_last_backward(True)
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
+            root.set_reduce_scatter_unused_params(self._zero.stage == 1)
+            # As torch does at the end of a backward pass: reduce-scatter the rest, free gathered weights, wait.
+            finish_backward(root)
+        for leaf, parameter in self._parameters.items():
+            grad = parameter.grad
+            self._gradients[leaf] = torch.zeros_like(leaf) if grad is None else grad.to_local()  # type: ignore[attr-defined]
+        self._sum_over_replicas()
+
+    def scale_(self, factor: float) -> None:
+        if self._gradients:  # a rank may hold frozen weights alone
+            foreach_mul_(list(self._gradients.values()), factor)
+
+    def observe(self, observer: Observer | None) -> None:
+        self._observer = observer
+        for module in self._modules():
+            module.set_custom_reduce_scatter(_ReduceScatter(self._axis(module), observer))
+
+    def weights_changed(self) -> None:
+        for module in self._modules():
+            module.reshard()
+
+    def _sum_over_replicas(self) -> None:
+        for experts in (False, True):
+            axis = self._zero.expert_shards if experts else self._zero.shards
+            if axis.size == 1 and self._observer is not None:  # no reduce-scatter has shown them
+                for grad in (grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts):
+                    self._observer(grad)
+            gradients = [grad for leaf, grad in self._gradients.items() if (leaf in self._experts) == experts]
+            self._replicas(experts).all_reduce_together_(gradients, self._in_order)
+
+    def _replicas(self, experts: bool) -> Axis:
+        """The ranks that have the same shards, of experts or of other weights."""
+        return self._zero.expert_replicas if experts else self._zero.replicas
+
+    def _axis(self, module: FSDPModule) -> Axis:
+        """The ranks over which a module's gradients are reduce-scattered."""
+        assert isinstance(module, nn.Module)
+        experts = all(is_of_experts(stored(parameter)) for parameter in module.parameters())
+        return self._zero.expert_shards if experts else self._zero.shards
+
+    def _modules(self) -> Iterator[FSDPModule]:
+        for root in self._roots:
+            yield from (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+class _OverAxis:
+    """FSDP's collectives over an `Axis`: recorded, and through shared memory where the axis has it."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_OverAxis, AllGather):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        axis = self.axis
+        axis.recorder.add(axis.name, "all_gather", output_tensor)
+        with axis.waiting("all_gather"):
+            if axis.shared is None:
+                return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            axis.shared.all_gather(input_tensor, output_tensor)
+        return None
+
+
+class _ReduceScatter(_OverAxis, ReduceScatter):
+    def __init__(self, axis: Axis, observer: Observer | None = None) -> None:
+        super().__init__(axis)
+        self._observer = observer
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        axis = self.axis
+        if self._observer is not None:
+            self._observer(input_tensor)
+        axis.recorder.add(axis.name, "reduce_scatter", input_tensor)
+        with axis.waiting("reduce_scatter"):
+            if axis.shared is None:
+                return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            output_tensor.copy_(axis.shared.reduce_scatter(input_tensor))
+        return None
+
+
+class _NarrowReduceScatter(_ReduceScatter):
+    """The sum in 16 bits, as that of `compression`."""
+
+    def __init__(self, axis: Axis, dtype: torch.dtype, tp: Axis | None) -> None:
+        super().__init__(axis)
+        self.dtype, self.tp = dtype, tp
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        narrow, exponent = narrowed(input_tensor, self.axis, self.dtype, self.tp)
+        summed = torch.empty_like(output_tensor, dtype=self.dtype)
+        super().__call__(summed, narrow, group, op)
+        widen_(output_tensor, summed, exponent)
+        return None

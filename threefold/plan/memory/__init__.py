@@ -1,1 +1,0 @@
-"""The peak memory of each pipeline stage by cause, without torch: `stages.stage_memory` is the door."""

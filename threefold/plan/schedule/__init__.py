@@ -1,1 +1,0 @@
-"""Pipeline schedules in time: the actions of each rank as data, when each runs, and how many micro-batches are held."""

@@ -1,0 +1,558 @@
+"""What the seconds of a layer depend on: the sizes of a layer on a rank, as numbers alone."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from threefold.config import Config
+from threefold.planner.collective_cost import (
+    Group,
+    all_to_all_seconds,
+    attention_seconds,
+    larger,
+    matrix_seconds,
+    memory_seconds,
+    positive,
+    ring_seconds,
+    send_seconds,
+)
+from threefold.planner.hardware import Hardware
+from threefold.planner.systems import System
+
+ALONE: Final = Group(1, 1, 8)
+"""The group of an axis of one rank."""
+ITEMSIZES: Final = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Name of a dtype → bytes of an element."""
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The experts in the place of a block's feed-forward network.
+
+    Attributes:
+        count: how many there are.
+        per_token: how many each token is sent to.
+        inner: features inside each.
+        shared: features inside the one that every token goes through; 0 for none.
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A transformer block as one rank computes it for one micro-batch.
+
+    Attributes:
+        samples: of a micro-batch.
+        length: positions of a sequence, over all context ranks.
+        hidden, heads, key_heads, head_dim, ffn: sizes of the whole model.
+        gated: whether the feed-forward network is.
+        rms: whether norms are of the root mean square.
+        biased: whether products add a bias to each of their outputs.
+        rotary: whether positions are.
+        qk_norm: whether queries and keys are normalised.
+        hidden_dropout, attention_dropout: whether there is any.
+        window: positions that a token attends to; 0 for all.
+        experts: in the place of the feed-forward network.
+        dtype: of the computation.
+        itemsize: bytes of its elements.
+        sequence_parallel: whether activations between the split layers are sharded along the sequence.
+        ring: whether context parallelism passes keys and values around, instead of gathering them.
+        tp, cp, ep: the ranks of these axes, and where they are.
+    """
+
+    samples: int
+    length: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool = False
+    rms: bool = False
+    biased: bool = False
+    rotary: bool = False
+    qk_norm: bool = False
+    hidden_dropout: bool = False
+    attention_dropout: bool = False
+    window: int = 0
+    experts: ExpertShape | None = None
+    dtype: str = "bf16"
+    itemsize: int = 2
+    sequence_parallel: bool = False
+    ring: bool = False
+    tp: Group = ALONE
+    cp: Group = ALONE
+    ep: Group = ALONE
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a rank."""
+        return self.samples * self.length // self.cp.ranks
+
+    @property
+    def own_tokens(self) -> int:
+        """Of them, those that the rank has between the split layers."""
+        return self.tokens // self.tp.ranks if self.sequence_parallel else self.tokens
+
+    @property
+    def own_heads(self) -> int:
+        return max(1, self.heads // self.tp.ranks)
+
+    @property
+    def own_key_heads(self) -> int:
+        """The rank's heads of keys and values; one where it shares one with others."""
+        return max(1, self.key_heads // self.tp.ranks)
+
+    @property
+    def seen(self) -> float:
+        """Positions that a token attends to on average."""
+        window = min(self.window or self.length, self.length)
+        return window * (1 - window / (2 * self.length))
+
+
+@dataclass(frozen=True)
+class EndShapes:
+    """The embedding and the head as one rank computes them for one micro-batch.
+
+    Attributes:
+        vocab: rows of the whole table.
+        chunk_size: as `train.loss_chunk_size`.
+        block: of the model's blocks.
+    """
+
+    vocab: int
+    block: BlockShape
+    chunk_size: int = 0
+
+
+def axis_group(config: Config, axis: str, per_node: int, system: System) -> Group:
+    """Where the ranks of an axis are in the world, as the mesh orders them (dp × pp × cp × tp).
+
+    Args:
+        config: resolved.
+        axis: `tp`, `cp`, `pp`, `dp`, `ep` or `dp·cp`.
+        per_node: ranks of a node.
+        system: which may order data and pipeline the other way.
+    """
+    parallel = config.parallel
+    inner = parallel.tp * parallel.cp
+    data, stages = (inner, inner * parallel.dp) if system.data_inside_pipeline else (inner * parallel.pp, inner)
+    ranks, stride = {
+        "tp": (parallel.tp, 1),
+        "cp": (parallel.cp, parallel.tp),
+        "pp": (parallel.pp, stages),
+        "dp": (parallel.dp, data),
+        "ep": (parallel.ep, data),
+        "dp·cp": (parallel.dp * parallel.cp, data if parallel.cp == 1 else min(data, parallel.tp)),
+    }[axis]
+    return Group(ranks, stride, per_node)
+
+
+def block_of(config: Config, layer: int, per_node: int, system: System) -> BlockShape:
+    """The sizes of a block of a model.
+
+    Args:
+        config: resolved.
+        layer: its number.
+        per_node: ranks of a node.
+        system: as in `axis_group`.
+    """
+    model, parallel = config.model, config.parallel
+    llama = model.architecture == "llama"
+    experts = None
+    if model.has_experts(layer):
+        inner, shared = model.expert_ffn_hidden_size, model.shared_expert_ffn_hidden_size
+        experts = ExpertShape(model.num_experts, model.experts_per_token, inner, shared)
+    groups = {axis: axis_group(config, axis, per_node, system) for axis in ("tp", "cp", "ep")}
+    return BlockShape(
+        samples=config.train.micro_batch_size,
+        length=config.data.sequence_length,
+        hidden=model.hidden_size,
+        heads=model.num_attention_heads,
+        key_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        ffn=model.ffn_hidden_size,
+        gated=llama,
+        rms=llama,
+        biased=not llama,
+        rotary=model.position_embedding == "rope",
+        qk_norm=model.qk_norm,
+        hidden_dropout=model.hidden_dropout > 0,
+        attention_dropout=model.attention_dropout > 0,
+        window=model.window(layer),
+        experts=experts,
+        dtype=config.precision.dtype,
+        itemsize=ITEMSIZES[config.precision.dtype],
+        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+        ring=parallel.cp_method == "ring",
+        **groups,
+    )
+
+
+BUSIEST = 1.1
+"""Tokens of the rank whose experts get most, as a multiple of the mean; the others wait for it."""
+_PIECES = 4
+"""Parts into which an overlapped tensor-parallel collective and the product beside it are cut: the first is exposed."""
+
+_HOST_FORWARD = 1 / 3
+"""Share of the host's work for a block that its forward pass takes."""
+
+
+class Seconds(NamedTuple):
+    """Time of a rank by cause.
+
+    Attributes:
+        matrix: products of weights.
+        attention: the attention core.
+        memory: norms, activation functions, dropout, sums, softmax and loss, and sorting for experts.
+        tensor, context, experts: collectives of these axes that nothing hides.
+        host: Python and autograd, where no kernels hide them.
+    """
+
+    matrix: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self[0] + self[1] + self[2] + self[3] + self[4] + self[5] + self[6]
+
+    def plus(self, *others: "Seconds") -> "Seconds":
+        """The sum, cause by cause."""
+        return Seconds(*map(sum, zip(self, *others, strict=True)))
+
+    def times(self, factor: float) -> "Seconds":
+        return Seconds(*(each * factor for each in self))
+
+
+class Passes(NamedTuple):
+    """The passes of a layer for one micro-batch.
+
+    Attributes:
+        forward: of it.
+        backward: for the gradients of its input, what is recomputed among it.
+        weight: for the gradients of its weights.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    weight: Seconds
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total + self.weight.total
+
+    def plus(self, *others: "Passes") -> "Passes":
+        return Passes(*(first.plus(*rest) for first, *rest in zip(self, *others, strict=True)))
+
+    def times(self, factor: float) -> "Passes":
+        return Passes(*(each.times(factor) for each in self))
+
+
+NOTHING = Passes(Seconds(), Seconds(), Seconds())
+
+
+def block_passes(block: BlockShape, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
+    """What a block takes.
+
+    Args:
+        block: its sizes on the rank.
+        hardware, system: that compute it.
+        recompute: as `train.recompute`, for a block that it treats.
+    """
+    linear, core = _linear(block, hardware), _core(block, hardware, system)
+    tensor = _tensor(block, _without_latency(hardware, hardware.achievable.tensor_block))
+    memory = _memory(block, hardware, system, recompute == "full")
+    context = _context(block, _without_latency(hardware, hardware.achievable.context_block))
+    experts = _dispatch(block, hardware)
+    weight_passes = _accumulation(block, hardware, system)
+    hidden_by_core = system.overlap_context
+    forward = Seconds(
+        matrix=linear,
+        attention=core[0],
+        memory=memory[0],
+        tensor=_exposed(tensor, linear / 2, system.overlap_tensor),
+        context=positive(context - core[0] * (1 - 1 / block.cp.ranks)) if hidden_by_core else context,
+        experts=experts,
+    )
+    forward = forward._replace(host=_host(block, hardware, _HOST_FORWARD, forward.total))
+    weight = Seconds(matrix=linear, memory=weight_passes)
+    backward_tensor = _exposed(tensor, linear / 2, system.overlap_tensor)
+    if system.overlap_tensor_backward and not system.overlap_tensor:
+        # Of the two sums of a half, that of the input's gradient runs beside the product for the weight.
+        backward_tensor = (
+            tensor / 2 + positive(tensor / 2 - linear) if block.sequence_parallel else positive(tensor - linear)
+        )
+    backward = Seconds(
+        matrix=linear,
+        attention=core[1],
+        memory=memory[1],
+        tensor=backward_tensor,
+        context=positive(2 * context - core[1] * (1 - 1 / block.cp.ranks)) if hidden_by_core else 2 * context,
+        experts=experts,
+    )
+    backward = backward.plus(_replayed(forward, recompute, system))
+    host = _host(block, hardware, 1 - _HOST_FORWARD, backward.total - backward.host + weight.total)
+    return Passes(forward, backward._replace(host=backward.host + host), weight)
+
+
+block_seconds = lru_cache(1 << 14)(block_passes)
+"""The same of a block whose sizes are numbers, kept."""
+
+
+def _without_latency(hardware: Hardware, in_block: float) -> Hardware:
+    """The same, where what collectives of a block take whatever their size is part of what the block takes longer."""
+    return replace(hardware, inside=replace(hardware.inside, latency=0.0)) if in_block else hardware
+
+
+def _host(block: BlockShape, hardware: Hardware, share: float, kernels: float) -> float:
+    """Of the host's work for a block, what lengthens a pass: all of it where the same cores compute, else what takes
+    longer than the kernels that it starts."""
+    reached = hardware.achievable
+    work = reached.block * share
+    if block.tp.ranks > 1:
+        work += reached.tensor_block * share
+    if block.cp.ranks > 1:
+        work += reached.context_block * share
+    return work if hardware.device == "cpu" else positive(work - kernels)
+
+
+def _replayed(forward: Seconds, recompute: str, system: System) -> Seconds:
+    if recompute == "full":
+        return forward
+    if recompute == "selective" and system.replays_operations:
+        return forward._replace(matrix=forward.matrix / 2, attention=0.0)
+    if recompute == "selective":
+        return Seconds(attention=forward.attention, context=forward.context)
+    return Seconds()
+
+
+def _linear(block: BlockShape, hardware: Hardware) -> float:
+    """The products of a block's weights with its activations; as many operations each way."""
+    rows, hidden, ranks = block.tokens, block.hidden, block.tp.ranks
+    query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
+    found = _product(block, hardware, rows, query + keys, hidden) + _product(block, hardware, rows, hidden, query)
+    if block.experts is None:
+        return found + _feed_forward(block, hardware, rows, block.ffn // ranks)
+    experts = block.experts
+    count = max(1, experts.count // block.ep.ranks)
+    each = larger(1, BUSIEST * rows * experts.per_token * block.ep.ranks // experts.count)
+    found += _feed_forward(block, hardware, each, experts.inner // ranks, count)
+    found += _product(block, hardware, block.own_tokens, experts.count, hidden)
+    return found + (_feed_forward(block, hardware, rows, experts.shared // ranks) if experts.shared else 0.0)
+
+
+def _feed_forward(block: BlockShape, hardware: Hardware, rows: float, inner: int, count: int = 1) -> float:
+    up = inner * (2 if block.gated else 1)
+    return _product(block, hardware, rows, up, block.hidden, count) + _product(
+        block, hardware, rows, block.hidden, inner, count
+    )
+
+
+def _product(block: BlockShape, hardware: Hardware, rows: float, columns: int, depth: int, count: int = 1) -> float:
+    return matrix_seconds(hardware, block.dtype, rows, columns, depth, count, block.itemsize)
+
+
+def _core(block: BlockShape, hardware: Hardware, system: System) -> tuple[float, float]:
+    """The attention core, forward and backward."""
+    queries = block.tokens * block.own_heads
+    if system.flash and (system.drops_in_flash or not block.attention_dropout):
+        flops = 4 * queries * block.seen * block.head_dim
+        if not system.tuned_attention:
+            flops /= hardware.achievable.general_attention
+        length = min(block.window or block.length, block.length)
+        return (
+            attention_seconds(hardware, block.dtype, flops, length, block.head_dim),
+            attention_seconds(hardware, block.dtype, 2.5 * flops, length, block.head_dim, backward=True),
+        )
+    length, rows = block.length, block.length // block.cp.ranks
+    products = matrix_seconds(
+        hardware, block.dtype, rows, length, block.head_dim, block.samples * block.own_heads, block.itemsize
+    )
+    products += matrix_seconds(
+        hardware, block.dtype, rows, block.head_dim, length, block.samples * block.own_heads, block.itemsize
+    )
+    weights = queries * length
+    item = block.itemsize
+    softmax = (2 if system.fused else 6) * item
+    dropped = (2 * item + 1) if block.attention_dropout else 0
+    forward = products + memory_seconds(hardware, weights * (softmax + dropped), 2)
+    backward = 2 * products + memory_seconds(hardware, weights * ((3 if system.fused else 6) * item + dropped), 2)
+    return forward, backward
+
+
+def _memory(block: BlockShape, hardware: Hardware, system: System, recomputed: bool) -> tuple[float, float]:
+    """Passes over memory, forward and backward, in bytes that are read and written."""
+    item = block.itemsize
+    outer = block.own_tokens * block.hidden
+    fused_norm = system.fused_norm and (system.fused_norm_recomputed or not recomputed)
+    norm_forward, norm_backward = (
+        (2 * item, 3 * item) if fused_norm or not block.rms else (6 * item + 24, 15 * item + 60)
+    )
+    mask = 1 if block.hidden_dropout else 0
+    forward = 2 * outer * (norm_forward + 3 * item + mask)
+    backward = 2 * outer * (norm_backward + 3 * item + (2 * item + mask) * mask)
+    kernels = 4.0
+    if not system.fused and block.hidden_dropout:
+        forward += 2 * outer * 2 * item
+        kernels += 2
+    inner = _inner(block)
+    if block.gated:
+        forward += inner * (3 if system.fused else 5) * item
+        backward += inner * (5 if system.fused else 8) * item
+    else:
+        forward += inner * 2 * item
+        backward += inner * 3 * item
+    kernels += 1 if system.fused else 2
+    if not system.fused:  # queries, keys, values and the output change their order of dims
+        copied = 2 * block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
+        forward += copied * 2 * item
+        backward += copied * 2 * item
+        kernels += 4
+    if not system.fused and block.cp.ranks > 1 and not block.ring:
+        # Keys and values are stacked, gathered and put in order; those before the end of a chunk of queries are a part
+        # of them, whose gradient is zeros elsewhere; these of both chunks are added, put in order, and shared out.
+        keys = 2 * block.samples * block.length * block.own_key_heads * block.head_dim
+        queries = block.tokens * block.own_heads * block.head_dim
+        forward += (2 * keys // block.cp.ranks + 2 * keys + 2 * queries) * item
+        backward += (12 * keys + 4 * queries) * item
+    if block.rotary:
+        turned = block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
+        passes = 2 if system.fused else 8
+        forward += turned * passes * item
+        backward += turned * passes * item
+        kernels += 1 if system.fused else 6
+    if block.biased and hardware.device == "cpu":  # where no product has an epilogue
+        columns = (block.own_heads + 2 * block.own_key_heads) * block.head_dim + block.ffn // block.tp.ranks
+        added = block.tokens * columns + 2 * outer
+        forward += added * 2 * item
+        backward += added * item
+    if block.experts is not None:  # sorted by rank, and by expert among all tokens that arrived, and back
+        rows = (block.own_tokens + block.tokens) * block.experts.per_token * block.hidden
+        forward += 2 * 2 * rows * item
+        backward += 2 * 2 * rows * item
+        kernels += 8
+    return memory_seconds(hardware, forward, kernels), memory_seconds(hardware, backward, kernels)
+
+
+def _inner(block: BlockShape) -> int:
+    """Elements inside the feed-forward network, after its activation function."""
+    if block.experts is None:
+        return block.tokens * block.ffn // block.tp.ranks
+    experts = block.experts
+    return block.tokens * (experts.per_token * experts.inner + experts.shared) // block.tp.ranks
+
+
+def _accumulation(block: BlockShape, hardware: Hardware, system: System) -> float:
+    """Adding the gradients of weights to those of earlier micro-batches: read and written in fp32."""
+    query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
+    inner = block.ffn // block.tp.ranks
+    if block.experts is not None:
+        inner = block.experts.inner * max(1, block.experts.count // block.ep.ranks) // block.tp.ranks
+        inner += block.experts.shared // block.tp.ranks
+    elements = block.hidden * (2 * query + keys + inner * (3 if block.gated else 2))
+    return memory_seconds(hardware, elements * (8 if system.fused_gradients else 8 + 2 * block.itemsize), 0)
+
+
+def _tensor(block: BlockShape, hardware: Hardware) -> float:
+    """The tensor-parallel collectives of one pass: a sum after each half, or a gather before and a scatter after it.
+
+    Experts get each token as often as it is sent to one.
+    """
+    nbytes = block.tokens * block.hidden * block.itemsize
+    if block.sequence_parallel:
+        each = ring_seconds(hardware, block.tp, "all_gather", nbytes) + ring_seconds(
+            hardware, block.tp, "reduce_scatter", nbytes
+        )
+    else:
+        each = ring_seconds(hardware, block.tp, "all_reduce", nbytes)
+    return each * (2 if block.experts is None else 1 + block.experts.per_token)
+
+
+def _exposed(collective: float, beside: float, overlapped: bool) -> float:
+    """Of a collective that runs in pieces beside a product, the first piece, and what is longer than the product."""
+    if not overlapped:
+        return collective
+    return collective / _PIECES + positive(collective * (1 - 1 / _PIECES) - beside)
+
+
+def _context(block: BlockShape, hardware: Hardware) -> float:
+    """Keys and values of the other ranks."""
+    own = 2 * block.tokens * block.own_key_heads * block.head_dim * block.itemsize
+    if block.ring:
+        return (block.cp.ranks - 1) * send_seconds(hardware, block.cp, own)
+    return ring_seconds(hardware, block.cp, "all_gather", own * block.cp.ranks)
+
+
+def _dispatch(block: BlockShape, hardware: Hardware) -> float:
+    """Tokens to their experts and back, one way through the block."""
+    if block.experts is None:
+        return 0.0
+    nbytes = block.own_tokens * block.experts.per_token * block.hidden * block.itemsize
+    return 2 * all_to_all_seconds(hardware, block.ep, nbytes)
+
+
+def embedding_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
+    """Of the look-up and its gradient."""
+    block = ends.block
+    outer = block.own_tokens * block.hidden * block.itemsize
+    tensor = ring_seconds(
+        hardware,
+        block.tp,
+        "reduce_scatter" if block.sequence_parallel else "all_reduce",
+        block.tokens * block.hidden * block.itemsize,
+    )
+    gathered = ring_seconds(hardware, block.tp, "all_gather", block.tokens * block.hidden * block.itemsize)
+    looked_up = memory_seconds(
+        hardware, 2 * block.tokens * block.hidden * block.itemsize + (3 * outer if block.hidden_dropout else 0), 3
+    )
+    return Passes(
+        Seconds(memory=looked_up, tensor=tensor),
+        Seconds(tensor=gathered if block.sequence_parallel else 0.0),
+        Seconds(memory=2 * looked_up),
+    )
+
+
+embedding_seconds = lru_cache(1 << 14)(embedding_passes)
+"""The same of sizes that are numbers, kept."""
+
+
+def head_passes(ends: EndShapes, hardware: Hardware, system: System) -> Passes:
+    """Of the last norm, the logits and their loss."""
+    block = ends.block
+    rows, columns = block.tokens, -(-ends.vocab // block.tp.ranks)
+    product = matrix_seconds(hardware, block.dtype, rows, columns, block.hidden, 1, block.itemsize)
+    logits = rows * columns
+    # Read in the narrow dtype and written wide; maximum, difference, exponential, sum, quotient; and the gradient.
+    forward = logits * (block.itemsize + 4 if system.fused_loss else block.itemsize + 4 + 28)
+    backward = logits * (block.itemsize + 4 if system.fused_loss else block.itemsize + 4 + 8)
+    outer = block.own_tokens * block.hidden * block.itemsize
+    activations = block.tokens * block.hidden * block.itemsize
+    if block.sequence_parallel:
+        sums = (
+            ring_seconds(hardware, block.tp, "all_gather", activations),
+            ring_seconds(hardware, block.tp, "reduce_scatter", activations),
+        )
+    else:
+        sums = (0.0, ring_seconds(hardware, block.tp, "all_reduce", activations))
+    loss = 2 * ring_seconds(hardware, block.tp, "all_reduce", 4 * rows)
+    replayed = product if ends.chunk_size and system.chunked_loss else 0.0
+    table = block.hidden * columns
+    return Passes(
+        Seconds(matrix=product, memory=memory_seconds(hardware, forward + 2 * outer, 4), tensor=sums[0] + loss),
+        Seconds(matrix=product + replayed, memory=memory_seconds(hardware, backward + 3 * outer, 3), tensor=sums[1]),
+        Seconds(matrix=product, memory=memory_seconds(hardware, 8 * table, 0)),
+    )
+
+
+head_seconds = lru_cache(1 << 14)(head_passes)
+"""The same of sizes that are numbers, kept."""

@@ -1,0 +1,372 @@
+"""What Python and autograd take for a block: training steps of the least sizes, whose kernels take next to no time."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import count
+from statistics import mean
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from threefold.comm.axis import Axis
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.config import Config, resolve
+from threefold.data.loader import Batch
+from threefold.dtypes import DTYPES
+from threefold.host import keep_freed_memory
+from threefold.models.family import make_model, model_plan
+from threefold.ops.kernels import linear
+from threefold.parallel.pipeline.mailbox import Mailbox
+from threefold.train.step import Engine
+
+_LAYERS, _HIDDEN, _HEADS, _VOCAB, _LENGTH = 4, 32, 8, 32, 16
+_FEW, _MANY = 1, 4
+"""Micro-batches of the two steps whose difference counts, so that what a step does once does not."""
+
+
+@cache
+def tiny_config(
+    micro_batches: int = _FEW, dp: int = 1, tp: int = 1, cp: int = 1, zero: int = 0, device: str = "cpu"
+) -> Config:
+    """A GPT of the least sizes, resolved, with so many micro-batches on each data-parallel rank of a layout."""
+    given: dict[str, Any] = {
+        "model": {
+            "num_layers": _LAYERS,
+            "hidden_size": _HIDDEN,
+            "num_attention_heads": _HEADS,
+            "vocab_size": _VOCAB,
+        },
+        "data": {"path": "none", "sequence_length": _LENGTH},
+        "parallel": {"dp": dp, "tp": tp, "cp": cp, "zero": zero},
+        "train": {"global_batch_size": dp * micro_batches, "micro_batch_size": 1, "device": device},
+    }
+    return resolve(Config.model_validate(given), _VOCAB)
+
+
+def measure_block(
+    seconds_of: Callable[[Callable[[], object]], float],
+    ranks: int,
+    device: torch.device,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    zero: int = 0,
+) -> float:
+    """Seconds of one tiny block's forward and backward pass of a micro-batch. Collective over the world.
+
+    Args:
+        seconds_of: times an operation on all ranks at once.
+        ranks: of the world.
+        device: of this rank.
+        tp, cp, zero: as in `parallel`; tp and cp divide `ranks`.
+    """
+    dp = ranks // (tp * cp)
+    mesh = Mesh(Layout(dp=dp, tp=tp, cp=cp), device)
+    configs = (tiny_config(micro_batches, dp, tp, cp, zero, device.type) for micro_batches in (_FEW, _MANY))
+    few, many = (seconds_of(_step(config, mesh)) for config in configs)
+    return max(0.0, many - few) / ((_MANY - _FEW) * _LAYERS)
+
+
+def _step(config: Config, mesh: Mesh) -> Callable[[], object]:
+    engine = Engine(lambda: make_model(config.model), model_plan(config.model, _LENGTH), mesh, config)
+    rows = torch.arange(config.train.global_batch_size).chunk(mesh.dp.size)[mesh.dp.index]
+    tokens = torch.zeros(len(rows), _LENGTH, dtype=torch.int64)  # the engine takes them to the device
+    numbers = count()
+
+    def step() -> object:
+        return engine.train_step(Batch(tokens, tokens, rows), next(numbers))
+
+    return step
+
+
+_COPIED: Final = 64 << 20
+"""Bytes of a tensor that is copied: more than caches hold."""
+_SMALL: Final = 256
+"""Bytes of a message whose time is latency alone."""
+_TINY: Final = 64
+"""Elements of a tensor whose kernel takes no time."""
+_LEAST_REPEATS: Final = 2
+_LONGEST_PRODUCT: Final = 0.5
+"""Seconds of one."""
+_ATTENTION_WIDTH: Final = 256
+"""Features of all heads."""
+NCCL: Final = "NCCL"
+_SHARDED_WEIGHTS: Final = 3  # value of parallel.zero
+_LEAST_SECONDS: Final = 1e-7
+_BETWEEN: Final = 512
+"""Size of the square product between collectives."""
+
+
+class MeasuringEffort(NamedTuple):
+    """How much is measured.
+
+    Attributes:
+        seconds: of each measurement.
+        sizes: of square matrices.
+        nbytes: of large messages.
+        attention: positions, and the width of a head; the first two differ in width, the last two in positions.
+        copied: bytes of a tensor that is copied.
+    """
+
+    seconds: float = 0.35
+    sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    nbytes: int = 4 << 20
+    attention: tuple[tuple[int, int], ...] = ((128, 32), (128, 128), (1024, 128))
+    copied: int = _COPIED
+
+
+QUICK: Final = MeasuringEffort(
+    seconds=0.03, sizes=(64, 256), nbytes=1 << 20, attention=((64, 32), (64, 64), (256, 64)), copied=8 << 20
+)
+
+
+class AttentionRate(NamedTuple):
+    """What the fused kernel reaches with causal attention.
+
+    Attributes:
+        positions: of a sequence.
+        head_dim: width of a head.
+        forward, backward: FLOP/s of a pass, without the masked part.
+    """
+
+    positions: int
+    head_dim: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective.
+
+    Attributes:
+        latency: seconds of a small one.
+        seconds: of a large one.
+        nbytes: of the whole tensor of the large one.
+        transport: over which it goes.
+    """
+
+    latency: float
+    seconds: float
+    nbytes: int
+    transport: str
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes of the tensor per second."""
+        return self.nbytes / max(self.seconds - self.latency, 1e-9)
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """What one of several ranks reaches while all do the same, the mean over them.
+
+    Attributes:
+        ranks: how many.
+        threads: of each.
+        matrix: FLOP/s of products of square matrices, by dtype and size.
+        attention: of the fused kernel, by dtype.
+        memory_bandwidth: bytes read and written per second by a copy.
+        kernel: seconds of a kernel on a few elements, with what autograd does about it.
+        block: seconds of the forward and backward pass of a block of the least sizes.
+        sharded_block: the same with weights sharded over the ranks.
+        tensor_block: the same with tensor parallelism, the mean of pairs and of all ranks.
+        context_block: the same in pairs of context-parallel ranks.
+        collectives: by name: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; of groups of two ranks at
+            the same time `pairs`, an all-reduce, `send`, of the ring of context parallelism, and `stages`, of a
+            pipeline's stages where these do not send like the ring; none with one rank.
+    """
+
+    ranks: int
+    threads: int
+    matrix: dict[str, dict[int, float]]
+    attention: dict[str, list[AttentionRate]]
+    memory_bandwidth: float
+    kernel: float
+    block: float = 0.0
+    sharded_block: float = 0.0
+    tensor_block: float = 0.0
+    context_block: float = 0.0
+    collectives: dict[str, Collective] = field(default_factory=dict)
+
+
+def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, device: str = "cpu") -> RankRates:
+    """Measure this rank while the others do the same. Collective over the world.
+
+    Args:
+        info: of the rank.
+        dtypes: whose products are measured.
+        budget: how much.
+        device: `cpu` or `cuda`.
+    """
+    if device == "cpu":
+        keep_freed_memory()  # as a rank that trains
+    world = dist.get_world_size()
+    on = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    mesh = Mesh(Layout(dp=world // 2, tp=2) if world > 1 else Layout(), on)
+    timer = _Timer(mesh, budget.seconds)
+    matrix = {dtype: _products(timer, DTYPES[dtype], budget.sizes) for dtype in dtypes}
+    return RankRates(
+        ranks=world,
+        threads=torch.get_num_threads(),
+        matrix=matrix,
+        attention={dtype: [_attention(timer, DTYPES[dtype], *shape) for shape in budget.attention] for dtype in dtypes},
+        memory_bandwidth=_copy(timer, budget.copied),
+        kernel=_kernel(timer),
+        block=measure_block(timer.of, world, on),
+        sharded_block=measure_block(timer.of, world, on, zero=_SHARDED_WEIGHTS) if world > 1 else 0.0,
+        tensor_block=mean(measure_block(timer.of, world, on, tp=tp) for tp in (2, world)) if world > 1 else 0.0,
+        context_block=measure_block(timer.of, world, on, cp=2) if world > 1 else 0.0,
+        collectives=_collectives(timer, mesh, budget.nbytes) if world > 1 else {},
+    )
+
+
+class _Timer:
+    """Times an operation on all ranks at once.
+
+    Args:
+        mesh: of this rank.
+        seconds: of a measurement.
+    """
+
+    def __init__(self, mesh: Mesh, seconds: float) -> None:
+        self.mesh, self.device, self._seconds = mesh, mesh.device, seconds
+
+    def of(self, operation: Callable[[], object]) -> float:
+        """Seconds of one of many, the same number on every rank and the mean over them."""
+        operation()
+        self._wait()
+        started = time.perf_counter()
+        operation()
+        self._wait()
+        once = self._mean(time.perf_counter() - started)
+        repeats = max(_LEAST_REPEATS, int(self._seconds / max(once, 1e-7) / 2))
+        found = []
+        for _ in range(2):  # the faster half, as other programs disturb one
+            self.mesh.world.barrier()
+            started = time.perf_counter()
+            for _ in range(repeats):
+                operation()
+            self._wait()
+            found.append(self._mean((time.perf_counter() - started) / repeats))
+        return min(found)
+
+    def _mean(self, seconds: float) -> float:
+        total = self.mesh.world.all_reduce_values(torch.tensor([seconds], dtype=torch.float64, device=self.device))
+        return float(total[0]) / self.mesh.world.size
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _products(timer: _Timer, dtype: torch.dtype, sizes: Sequence[int]) -> dict[int, float]:
+    """FLOP/s of linear layers by size, as the models compute them; without sizes that would take long."""
+    found: dict[int, float] = {}
+    before, seconds = 0, 0.0
+    for size in sizes:
+        if before and seconds * (size / before) ** 3 > _LONGEST_PRODUCT:
+            break
+        x, weight = (torch.randn(size, size, device=timer.device).to(dtype) for _ in range(2))
+        with torch.no_grad():
+            before, seconds = size, timer.of(partial(linear, x, weight))
+        found[size] = 2 * size**3 / seconds
+    return found
+
+
+def _attention(timer: _Timer, dtype: torch.dtype, positions: int, head_dim: int) -> AttentionRate:
+    shape = (2, _ATTENTION_WIDTH // head_dim, positions, head_dim)
+    query, key, value = (torch.randn(shape, device=timer.device).to(dtype).requires_grad_() for _ in range(3))
+    flops = 2 * 2 * 2 * _ATTENTION_WIDTH * positions**2 / 2  # two products; half of them is masked
+    grad = torch.randn(shape, device=timer.device).to(dtype)
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), (query, key, value), grad)
+
+    seconds = timer.of(forward)
+    return AttentionRate(positions, head_dim, flops / seconds, 2.5 * flops / max(timer.of(both) - seconds, 1e-9))
+
+
+def _copy(timer: _Timer, nbytes: int) -> float:
+    source = torch.zeros(nbytes // 4, device=timer.device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / timer.of(lambda: target.copy_(source))
+
+
+def _kernel(timer: _Timer) -> float:
+    x = torch.ones(_TINY, device=timer.device, requires_grad=True)
+    steps = 16
+
+    def chain() -> None:
+        out = x
+        for _ in range(steps):
+            out = out + x
+        torch.autograd.grad(out.sum(), x)
+
+    return timer.of(chain) / (2 * steps)
+
+
+def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective]:
+    """Those of all ranks, and `pairs`, `send` and `stages` of groups of two that all work at the same time.
+
+    Each comes after a product, as in training: ranks that take turns on cores reach it one after the other, and one
+    that waits leaves its core to another, so that what it adds to the product is what it takes.
+    """
+    world, pair = mesh.world, mesh.tp
+    by_name: dict[str, tuple[Axis, Callable[[Tensor], Tensor], int]] = {  # with the ranks whose parts make the whole
+        "all_reduce": (world, world.all_reduce_, 1),
+        "all_gather": (world, lambda tensor: world.all_gather_equal(tensor, 0), world.size),
+        "reduce_scatter": (world, lambda tensor: world.reduce_scatter(tensor, 0), 1),
+        "pairs": (pair, pair.all_reduce_, 1),
+        "send": (pair, lambda tensor: pair.start_shift(tensor)(), 1),
+    }
+    stages = _send_of_stages(pair, nbytes)
+    if stages is not None:
+        by_name["stages"] = (pair, stages, 1)
+    x = torch.randn(_BETWEEN, _BETWEEN, device=mesh.device)
+    between = partial(linear, x, x)
+    with torch.no_grad():
+        alone = timer.of(between)
+    sockets = NCCL if mesh.device.type == "cuda" else "gloo"
+    found = {}
+    for name, (axis, operation, parts) in by_name.items():
+        times = []
+        for whole in (_SMALL, nbytes):
+            tensor = torch.zeros(max(1, whole // 4 // parts // world.size) * world.size, device=mesh.device)
+            with torch.no_grad():
+                times.append(max(timer.of(partial(_both, between, partial(operation, tensor))) - alone, _LEAST_SECONDS))
+        transport = sockets if name == "send" or axis.shared is None else "shared memory"
+        found[name] = Collective(times[0], times[1], nbytes, transport)
+    return found
+
+
+def _send_of_stages(pair: Axis, nbytes: int) -> Callable[[Tensor], Tensor] | None:
+    """What both of a pair call to send the other a tensor as stages of a pipeline do; None where that is `send`."""
+    if pair.group is None or pair.shared is None:
+        return None
+    mailbox, peer = Mailbox.try_create(pair.group, nbytes, 1), 1 - pair.index
+    if mailbox is None:
+        return None
+
+    def exchange(tensor: Tensor) -> Tensor:
+        mailbox.begin()
+        mailbox.send(tensor, peer)
+        found = mailbox.receive(peer, mailbox.expect(peer), tensor.shape, tensor.dtype)
+        mailbox.finish()
+        return found
+
+    return exchange
+
+
+def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
+    first()
+    second()

@@ -1,0 +1,462 @@
+"""What a dry run finds out about a rank."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry
+
+from threefold.comm.mesh import Event
+from threefold.config import Config
+from threefold.data.loader import Batch
+from threefold.ops.attention import TILED_ATTENTION, TILED_ATTENTION_BACKWARD
+from threefold.ops.tiles import Sight, tiles
+from threefold.random.dropout import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
+from threefold.torch_private.distributed import unreduced_gradients
+from threefold.torch_private.fake import (
+    ALL_GATHER,
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    ONEDNN_LINEAR,
+    RECEIVE,
+    SPLIT,
+    TOP_K,
+    FakeTensor,
+    OperationMode,
+    leaves,
+    storage_resizes,
+    with_memory,
+)
+from threefold.torch_private.tensors import number_of
+from threefold.train.step import Engine
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
+
+
+@dataclass(frozen=True)
+class CollectiveTotal:
+    """The collectives of one kind in a step.
+
+    Attributes:
+        axis, operation: as of `threefold.comm.mesh.Event`.
+        count: how many.
+        nbytes: of all together, each as `Event` counts it.
+    """
+
+    axis: str
+    operation: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DryRunReport:
+    """One rank's memory, collectives and floating-point operations in one training step.
+
+    Attributes:
+        rank: its number.
+        coordinates: its place on the axes `dp`, `pp`, `cp` and `tp`.
+        world_size: ranks of the layout.
+        layers: names of those that it has.
+        micro_batches: of the step.
+        parameters: elements that it updates.
+        parameter_bytes: of these, and of the copies that it computes with.
+        gradient_bytes: of the gradients that it updates with.
+        optimizer_bytes: of the optimizer state.
+        activation_bytes: the most that it needs beside these at any time: what is kept for the backward pass,
+            temporary tensors, and buffers of collectives.
+        peak_bytes: the most that is alive at once.
+        at_peak: bytes at that time, by `weights`, `gradients`, `optimizer` and `activations`, which are all else.
+        causes: the same with what ZeRO gathers for a while among `weights`, and whole gradients among `gradients`: as
+            `threefold.planner.stage_memory` counts them.
+        collectives: that it takes part in.
+        flops: floating-point operations of its matrix products and attention, recomputation included; a multiplication
+            and an addition are two.
+    """
+
+    rank: int
+    coordinates: Mapping[str, int]
+    world_size: int
+    layers: tuple[str, ...]
+    micro_batches: int
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    at_peak: Mapping[str, int]
+    causes: Mapping[str, int]
+    collectives: Sequence[CollectiveTotal]
+    flops: int
+
+
+class FakeNumbers(OperationMode):
+    """Within fake tensors, has operations on integers computed.
+
+    An operation with a fake tensor among its arguments gives fake ones; new floating-point tensors are fake. All else
+    is computed: tokens, labels, positions, and how many of each there are. A router's choice, which has no values, is
+    taken to be even; and other ranks to have the integers that this one has.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_fake(func, args, kwargs):
+            if func is SPLIT:
+                args = _coarser(*args)
+            return even_choice(func(*args, **kwargs), *args) if func is TOP_K else func(*args, **kwargs)
+        with with_memory():
+            done = func(*args, **kwargs)
+            if func is RECEIVE:  # the others' answer to what torch asks: 1 for yes
+                for tensor in args[0]:
+                    tensor.fill_(1)
+            elif func is ALL_GATHER:
+                gathered, own = args[:2]
+                gathered.view(-1, own.numel()).copy_(own.flatten())
+            return done
+
+
+_MOST_PARTS = 256
+
+
+def even_choice(found: tuple[Tensor, Tensor], scores: Tensor, count: int, *_rest: Any) -> tuple[Tensor, Tensor]:
+    """The result of `topk` with indices that choose each about equally often, the next ones in turn.
+
+    Args:
+        found: values and indices.
+        scores: [..., n], of which `count` are chosen.
+    """
+    values, indices = found
+    with with_memory():
+        return values, (torch.arange(indices.numel()) % scores.shape[-1]).view(indices.shape)
+
+
+def _coarser(tensor: Tensor, size: int, dim: int = 0) -> tuple[Tensor, int, int]:
+    """Arguments of a split into no more than so many parts: a norm of billions of elements is taken in many thousands
+    of pieces, each of which is soon a single number."""
+    return tensor, max(size, -(-tensor.shape[dim] // _MOST_PARTS)), dim
+
+
+def _is_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if any(isinstance(each, FakeTensor) for each in given):
+        return True
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    if given and (device is None or not given[0].is_meta):
+        return False
+    # A new tensor, perhaps with the shape of one on the meta device.
+    if device is not None and torch.device(device).type == "meta":
+        return False
+    if dtype is not None:
+        return bool(dtype.is_floating_point)
+    if given:
+        return given[0].is_floating_point()
+    return func.overloadpacket is not torch.ops.aten.arange or any(isinstance(each, float) for each in args)
+
+
+_Formula = Callable[..., int]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_options: Any) -> int:
+    """q k and the product with v, of all pairs of positions: kernels that skip masked ones do about half of it."""
+    batch, heads, queries, width = q.shape
+    return 2 * batch * heads * queries * k.shape[2] * (width + v.shape[3])
+
+
+def _attention_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_options: Any) -> int:
+    """The scores once more, and two products for each of those of the forward pass."""
+    batch, heads, queries, width = q.shape
+    return 2 * batch * heads * queries * k.shape[2] * (3 * width + 2 * v.shape[3])
+
+
+def _tiled(q: Tensor, k: Tensor, v: Tensor, _documents: Any, window: int, *_rest: Any) -> int:
+    """The same of the tiles of a window; documents count as one, as their bounds are in no tensor without memory."""
+    return _of_tiles(q, k, window, q.shape[3] + v.shape[3])
+
+
+def _tiled_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
+    window = next(each for each in rest if isinstance(each, int))
+    return _of_tiles(q, k, window, 3 * q.shape[3] + 2 * v.shape[3])
+
+
+def _of_tiles(q: Tensor, k: Tensor, window: int, widths: int) -> int:
+    queries = range(k.shape[1] - q.shape[1], k.shape[1])
+    parts = tiles(1, queries, range(k.shape[1]), Sight(window))
+    return 2 * len(q) * q.shape[2] * widths * sum(len(tile.queries) * len(tile.keys) for tile in parts)
+
+
+def _linear(x: Tensor, weight: Tensor, *_rest: Any, **_options: Any) -> int:
+    return 2 * x.numel() * weight.shape[0]
+
+
+_OWN: dict[Any, _Formula] = {
+    CPU_ATTENTION: _attention,
+    CPU_ATTENTION_BACKWARD: _attention_backward,
+    ONEDNN_LINEAR: _linear,
+    TILED_ATTENTION.overloadpacket: _tiled,
+    TILED_ATTENTION_BACKWARD.overloadpacket: _tiled_backward,
+    DROPPED_ATTENTION.overloadpacket: _tiled,
+    DROPPED_ATTENTION_BACKWARD.overloadpacket: _tiled_backward,
+}
+"""Of operations that torch's registry has no formula for."""
+
+
+class FlopCount:
+    """Adds up those of the operations that it is told.
+
+    Attributes:
+        total: so far.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """An operation ran with these arguments and result."""
+        packet = func.overloadpacket
+        own = _OWN.get(packet)
+        if own is not None:
+            self.total += own(*args, **kwargs)
+        elif (formula := flop_registry.get(packet)) is not None:
+            self.total += int(formula(*args, **kwargs, out_val=out))
+
+
+OTHER = "other"
+"""What tensors are that nobody has claimed."""
+
+Observer = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
+"""Called with each operation, its arguments and its result."""
+
+
+class StorageTracker(OperationMode):
+    """Counts the storages of tensors that operations return within the block, from when they are made until they are
+    freed; each once, however many tensors share it.
+
+    Not counted are tensors that were made before (but for claimed ones), tensors on the meta device, and what an
+    operation allocates and frees inside.
+
+    Args:
+        observer: of all operations.
+
+    Attributes:
+        peak: the most bytes that were alive at once, by kind, since the start or the last `begin`.
+    """
+
+    def __init__(self, observer: Observer | None = None) -> None:
+        super().__init__()
+        self._observer = observer
+        self._alive: dict[int, tuple[Any, int, str]] = {}  # by the storage's number: reference, bytes, kind
+        self._bytes: Counter[str] = Counter()
+        self._total = self._most = 0
+        self.peak: dict[str, int] = {}
+        self._resizes = ExitStack()
+
+    @property
+    def alive(self) -> dict[str, int]:
+        """Bytes that are alive now, by kind."""
+        return {kind: nbytes for kind, nbytes in self._bytes.items() if nbytes}
+
+    @property
+    def total(self) -> int:
+        """Bytes that are alive now."""
+        return self._total
+
+    @property
+    def most(self) -> int:
+        """Bytes of `peak`."""
+        return self._most
+
+    def begin(self) -> None:
+        """Look for the peak from now on."""
+        self._most, self.peak = self._total, self.alive
+
+    def claim(self, kind: str, tensors: Iterable[Tensor]) -> int:
+        """Count the storages of these tensors as `kind` from now on; returns the bytes of those that were not."""
+        before = self._bytes[kind]
+        for tensor in tensors:
+            self._note(tensor, kind)
+        return self._bytes[kind] - before
+
+    def __enter__(self) -> Self:
+        self._resizes.enter_context(storage_resizes(self._resized))
+        entered: Self = super().__enter__()
+        return entered
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._resizes.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self._note(out)
+        elif out is not None:
+            for each in leaves(out):
+                if isinstance(each, Tensor):
+                    self._note(each)
+        if self._observer is not None:
+            self._observer(func, args, kwargs, out)
+        return out
+
+    def _note(self, tensor: Tensor, kind: str | None = None) -> None:
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():
+                tensor = tensor.to_local()
+        if tensor.device.type == "meta" and not isinstance(tensor, FakeTensor):
+            return
+        storage = tensor.untyped_storage()
+        key = number_of(storage)
+        known = self._alive.get(key)
+        if known is None:
+            self._alive[key] = (weakref.ref(storage, partial(self._freed, key)), storage.nbytes(), kind or OTHER)
+            self._add(storage.nbytes(), kind or OTHER)
+        elif kind is not None and kind != known[2]:
+            self._alive[key] = (known[0], known[1], kind)
+            self._bytes[known[2]] -= known[1]
+            self._bytes[kind] += known[1]
+
+    def _add(self, nbytes: int, kind: str) -> None:
+        self._bytes[kind] += nbytes
+        self._total += nbytes
+        if self._total > self._most:
+            self._most, self.peak = self._total, dict(self._bytes)
+
+    def _freed(self, key: int, _reference: object) -> None:
+        _, nbytes, kind = self._alive.pop(key)
+        self._add(-nbytes, kind)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = number_of(storage)
+        known = self._alive.get(key)
+        if known is not None:
+            reference, before, kind = known
+            self._alive[key] = (reference, storage.nbytes(), kind)
+            self._add(storage.nbytes() - before, kind)
+
+
+_GATHERED, _WHOLE = "gathered weights", "whole gradients"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step needed.
+
+    Attributes:
+        held: bytes of weights, gradients and optimizer state.
+        peak: bytes when most were alive, by kind; all but the above are activations.
+        causes: the same, with gathered weights among the weights and whole gradients among the gradients.
+        events: the collectives, in order.
+    """
+
+    held: dict[str, int]
+    peak: dict[str, int]
+    causes: dict[str, int]
+    events: list[Event]
+
+
+def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None) -> Measured:
+    """Run the first training step of an engine. Collective over the world.
+
+    Args:
+        engine: new.
+        batch: its replica's rows of a global batch.
+        observer: of all operations.
+    """
+    weights, trained = engine.model.weights, engine.model.trained
+    with StorageTracker(observer) as tracker, engine.mesh.recorder.recording() as events:
+        held = {
+            WEIGHTS: tracker.claim(WEIGHTS, (each for weight in weights for each in (weight.leaf, weight.master))),
+            OPTIMIZER: tracker.claim(OPTIMIZER, (state for _, _, state in engine.optimizer.states())),
+        }
+        if engine.parallelism.zero is None:  # else they are made in the step
+            held[GRADIENTS] = tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
+        if engine.parallelism.zero is not None:
+            _claim_whole_tensors(engine, tracker)
+        tracker.begin()
+        loss, counted = engine.compute_gradients(batch, 0)
+        held.setdefault(GRADIENTS, 0)
+        held[GRADIENTS] += tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
+        engine.update(loss, counted, 0)
+    of_zero = {_GATHERED: WEIGHTS, _WHOLE: GRADIENTS}
+    alike = _named(tracker.peak, dict.fromkeys(of_zero, ACTIVATIONS))
+    return Measured(held, alike, _named(tracker.peak, of_zero), events)
+
+
+def _claim_whole_tensors(engine: Engine, tracker: StorageTracker) -> None:
+    """Have the weights that ZeRO gathers, and the gradients that it has not shared out yet, counted by themselves."""
+    watched: set[torch.Tensor] = set()
+    for stage in engine.stages:
+        sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            assert isinstance(module, nn.Module)
+            module.register_forward_pre_hook(partial(_gathered, tracker, watched))
+            module.register_forward_hook(partial(_computed, tracker, sharded))
+
+
+def _gathered(tracker: StorageTracker, watched: set[torch.Tensor], module: nn.Module, _arguments: Any) -> None:
+    whole = [each for each in module.parameters() if not isinstance(each, DTensor)]
+    tracker.claim(_GATHERED, whole)
+    for each in whole:  # torch keeps one object for each
+        if each.requires_grad and each not in watched:
+            watched.add(each)
+            each.register_post_accumulate_grad_hook(partial(_arrived, tracker))
+
+
+def _arrived(tracker: StorageTracker, parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        tracker.claim(_WHOLE, [parameter.grad])
+
+
+def _computed(
+    tracker: StorageTracker, sharded: Sequence[FSDPModule], _module: nn.Module, _arguments: Any, outputs: Any
+) -> None:
+    """When the backward pass reaches the outputs of a module, what comes after it has its gradients."""
+
+    def claim(_gradient: torch.Tensor) -> None:
+        for module in sharded:
+            tracker.claim(_WHOLE, unreduced_gradients(module))
+
+    for tensor in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(claim)
+            return
+
+
+def _named(peak: dict[str, int], names: Mapping[str, str]) -> dict[str, int]:
+    found = Counter(dict.fromkeys((WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS), 0))
+    for kind, nbytes in peak.items():
+        found[ACTIVATIONS if kind == OTHER else names.get(kind, kind)] += nbytes
+    return dict(found)
+
+
+def batch_of(config: Config, replica: int) -> Batch:
+    """A replica's rows of a global batch of made-up tokens, none of them padding.
+
+    Args:
+        config: resolved.
+        replica: its coordinate on the dp axis.
+    """
+    rows, length = config.train.global_batch_size // config.parallel.dp, config.data.sequence_length
+    places = torch.arange(rows * (length + 1)).view(rows, length + 1)
+    tokens = (places * 7919 + replica) % config.model.vocab_size
+    documents = torch.zeros(rows, length, dtype=torch.int64) if config.data.separate_documents else None
+    numbers = torch.arange(replica * rows, (replica + 1) * rows)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), numbers, documents)
+
+
+def totals(events: Sequence[Event]) -> dict[tuple[str, str], tuple[int, int]]:
+    """How many collectives of each axis and operation, and their bytes together."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for event in events:
+        count, nbytes = found.get((event.axis, event.operation), (0, 0))
+        found[event.axis, event.operation] = count + 1, nbytes + event.nbytes
+    return found

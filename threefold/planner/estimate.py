@@ -1,0 +1,488 @@
+"""Elements of the weights of each layer that a rank computes with, from sizes alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import log, sqrt
+from typing import Any, Final
+
+from threefold.config import Config
+from threefold.config.model import OWN
+from threefold.config.schedules import is_schedule_file
+from threefold.config.section import nearest_multiple
+from threefold.errors import UserError
+from threefold.models.family import model_flops_per_token, model_plan
+from threefold.parallel.pipeline.partition import stage_map
+from threefold.planner.block_cost import (
+    ITEMSIZES,
+    NOTHING,
+    EndShapes,
+    Passes,
+    Seconds,
+    axis_group,
+    block_of,
+    block_seconds,
+    embedding_seconds,
+    head_seconds,
+)
+from threefold.planner.collective_cost import (
+    Group,
+    Pipeline,
+    gradient_seconds,
+    pipeline_seconds,
+    send_seconds,
+    update_seconds,
+)
+from threefold.planner.hardware import Hardware
+from threefold.planner.stage_memory import stage_memory, usable_bytes
+from threefold.planner.systems import SYSTEMS, System, find_system
+
+
+def layer_elements(config: Config) -> list[float]:
+    """Of the embedding, the blocks and the head, on a rank of the tensor and expert axes; norms and biases aside, which
+    are a thousandth of them."""
+    model, parallel = config.model, config.parallel
+    hidden = model.hidden_size
+    attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
+    matrices = 3 if model.architecture == "llama" else 2
+    table = model.vocab_size * hidden / parallel.tp
+    found = [table]
+    for layer in range(model.num_layers):
+        inner: float = model.ffn_hidden_size
+        if model.has_experts(layer):
+            inner = model.num_experts / parallel.ep * model.expert_ffn_hidden_size + model.shared_expert_ffn_hidden_size
+        found.append((attention + matrices * hidden * inner) / parallel.tp)
+    shared = model.tie_embeddings and parallel.pp == 1
+    return [*found, 0.0 if shared else table]
+
+
+VARIATION: Final = 0.004
+"""Standard deviation of the speed of devices of one type; a step waits for the slowest of them."""
+_STATES: Final = {"adamw": 2, "adam": 2, "muon": 2, "lion": 1, "sgd": 1}
+"""Optimizer → tensors of its state for each weight, at most."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by cause; together they are `seconds`.
+
+    Attributes:
+        compute: of the slowest pipeline rank's micro-batches, by cause.
+        bubble: in which the pipeline fills and drains.
+        sends: between pipeline ranks.
+        gradients: sums over replicas and gathers of weights that nothing hides, and what they slow down.
+        optimizer: the update.
+        fixed: of a step, whatever it computes.
+        slowest_device: of waiting for the slowest of all devices.
+    """
+
+    compute: Seconds
+    bubble: float
+    sends: float
+    gradients: float
+    optimizer: float
+    fixed: float
+    slowest_device: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.causes.values())
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Name of a cause → its seconds."""
+        return {
+            "matrix products": self.compute.matrix,
+            "attention": self.compute.attention,
+            "memory-bound work": self.compute.memory,
+            "tensor parallelism": self.compute.tensor,
+            "context parallelism": self.compute.context,
+            "expert parallelism": self.compute.experts,
+            "Python and autograd": self.compute.host,
+            "pipeline bubble": self.bubble,
+            "pipeline sends": self.sends,
+            "gradients and weights": self.gradients,
+            "optimizer": self.optimizer,
+            "fixed": self.fixed,
+            "slowest device": self.slowest_device,
+        }
+
+
+def waiting_share(world: int) -> float:
+    """By which share of a step the slowest of so many devices is later than their mean: √(2 ln n) deviations."""
+    return VARIATION * sqrt(2 * log(world)) if world > 1 else 0.0
+
+
+def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
+    """The time of a step.
+
+    Args:
+        config: resolved.
+        hardware: that it runs on; of a CPU, as its ranks share it.
+        system: whose kernels and overlap it has.
+
+    Raises:
+        UserError: the model is of one's own, of whose layers no costs are known; or the hardware has no matrix rate for
+            the dtype.
+    """
+    if config.model.architecture == OWN:
+        raise UserError(f"model.architecture is {OWN}, whose layers tell no costs to estimate by; use gpt or llama.")
+    model, parallel, train = config.model, config.parallel, config.train
+    passes, elements = layer_passes(config, hardware, system), layer_elements(config)
+    ranks, held = [NOTHING] * parallel.pp, [0.0] * parallel.pp
+    stages = stage_map(model_plan(model, config.data.sequence_length), config)
+    of_stages = []
+    for stage, place in enumerate(stages.ranks):
+        own = range(*stages.layers(stage))
+        of_stages.append(NOTHING.plus(*(passes[layer] for layer in own)))
+        ranks[place] = ranks[place].plus(of_stages[-1])
+        held[place] += sum(elements[layer] for layer in own)
+    itemsize = ITEMSIZES[config.precision.dtype]
+    summed = max(4, itemsize) if config.precision.master_weights else itemsize
+    line = _pipeline(config, hardware, system, ranks, of_stages)
+    slowest = max(ranks, key=lambda each: each.total)
+    group = axis_group(config, "dp·cp", hardware.gpus_per_node, system)
+    layers = max(1, model.num_layers // parallel.pp)
+    exposed = max(
+        gradient_seconds(
+            hardware,
+            system,
+            group,
+            elements=weights,
+            forward=rank.forward.total,
+            backward=rank.backward.total + rank.weight.total,
+            micro_batches=train.gradient_accumulation_steps,
+            zero=parallel.zero,
+            itemsize=itemsize,
+            gradient_bytes=summed,
+            layers=layers,
+        ).exposed
+        for rank, weights in zip(ranks, held, strict=True)
+    )
+    share = group.ranks if parallel.zero or system.sharded_optimizer else 1
+    states = optimizer_tensors(config)
+    found = StepTime(
+        compute=slowest.forward.plus(slowest.backward, slowest.weight).times(train.gradient_accumulation_steps),
+        bubble=exposed_bubble(line.busy, line.bubble, hardware),
+        sends=line.sends,
+        gradients=exposed,
+        optimizer=update_seconds(hardware, max(held) / share, states, itemsize, config.precision.master_weights),
+        fixed=hardware.achievable.step,
+    )
+    world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
+    return replace(found, slowest_device=found.seconds * waiting_share(world))
+
+
+def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
+    """The bubble as far as it lengthens a step: ranks that take turns on fewer cores leave them to others while they
+    wait, up to the step that ranks with a core each would have.
+
+    Args:
+        busy: seconds of a rank's work, at the rate of its share of the cores.
+        bubble: seconds that it waits beside that.
+        hardware: of the ranks.
+    """
+    share = hardware.cores / hardware.gpus_per_node if hardware.cores else 1.0
+    return max(0.0, (busy + bubble) * share - busy) if share < 1 else bubble
+
+
+def optimizer_tensors(config: Config) -> int:
+    """Tensors of the optimizer's state for each weight, at most."""
+    return _STATES.get(config.optimizer.name, 2)
+
+
+def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
+    """The passes of each layer for one micro-batch: the embedding, the blocks, the head."""
+    model, train, per_node = config.model, config.train, hardware.gpus_per_node
+    blocks = {}
+    found = []
+    for layer in range(model.num_layers):
+        kind = model.has_experts(layer), model.window(layer)
+        if kind not in blocks:
+            blocks[kind] = block_of(config, layer, per_node, system)
+        treated = train.recompute if layer % train.recompute_every == 0 else "none"
+        found.append(block_seconds(blocks[kind], hardware, system, treated))
+    ends = EndShapes(model.vocab_size, next(iter(blocks.values())), train.loss_chunk_size)
+    return [embedding_seconds(ends, hardware, system), *found, head_seconds(ends, hardware, system)]
+
+
+def sent_bytes(config: Config, system: System) -> int:
+    """Bytes that a stage sends to the next for a micro-batch. Some systems send a tensor rank's part of
+    them and gather it there (Narayanan et al., arXiv 2104.04473, section 4.1)."""
+    parallel, train = config.parallel, config.train
+    tokens = train.micro_batch_size * config.data.sequence_length // parallel.cp
+    parts = parallel.tp if parallel.sequence_parallel or system.scatters_sends else 1
+    return tokens * config.model.hidden_size * ITEMSIZES[config.precision.dtype] // parts
+
+
+def _pipeline(
+    config: Config, hardware: Hardware, system: System, ranks: list[Passes], stages: list[Passes]
+) -> Pipeline:
+    parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
+    group: Group = axis_group(config, "pp", hardware.gpus_per_node, system)
+    send = send_seconds(hardware, group, sent_bytes(config, system))
+    if parallel.pp > 1 and is_schedule_file(parallel.schedule):
+        return _simulated(config, ranks, stages, send)
+    return pipeline_seconds(
+        [each.forward.total for each in ranks],
+        [each.backward.total for each in ranks],
+        [each.weight.total for each in ranks],
+        parallel.schedule,
+        parallel.stage_chunks,
+        micro_batches,
+        send,
+        system.overlap_sends,
+    )
+
+
+def _simulated(config: Config, ranks: list[Passes], stages: list[Passes], send: float) -> Pipeline:
+    """Of a schedule from a file, action by action."""
+    from threefold.planner.schedule import StageTimes, program_of, simulate
+
+    parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
+    program = program_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, micro_batches)
+    times = StageTimes(
+        tuple(each.forward.total for each in stages),
+        tuple(each.backward.total for each in stages),
+        tuple(each.weight.total for each in stages),
+    )
+    busy = micro_batches * max(each.total for each in ranks)
+    alone = simulate(program, times, 0.0).length
+    return Pipeline(busy, alone - busy, simulate(program, times, send).length - alone)
+
+
+_IN_PASSING = ("working", "logits", "buffers")
+_SHARDED_GRADIENTS = 2  # values of parallel.zero
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of a pipeline rank at the peak of a step.
+
+    Attributes:
+        causes: by cause.
+        given_back: of them, what an allocator gives back where memory runs out.
+    """
+
+    causes: Mapping[str, int]
+    given_back: int = 0
+
+    @property
+    def peak(self) -> int:
+        return sum(self.causes.values())
+
+    @property
+    def by_dry_run(self) -> dict[str, int]:
+        """By the causes that a dry run tells apart: activations with all that comes and goes."""
+        found = dict(self.causes)
+        found["activations"] += sum(found.pop(name, 0) for name in _IN_PASSING)
+        return found
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A training step as it is expected.
+
+    Attributes:
+        config: resolved.
+        hardware: that it runs on.
+        system: whose kernels and overlap it has.
+        time: of a step, by cause.
+        stages: memory of each pipeline rank.
+        usable_bytes: that a rank may use.
+    """
+
+    config: Config
+    hardware: Hardware
+    system: System
+    time: StepTime
+    stages: tuple[StageBytes, ...]
+    usable_bytes: int
+
+    @property
+    def step_seconds(self) -> float:
+        return self.time.seconds
+
+    @property
+    def ranks(self) -> int:
+        parallel = self.config.parallel
+        return parallel.dp * parallel.tp * parallel.pp * parallel.cp
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.global_batch_size * self.config.data.sequence_length
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.tokens_per_step / self.step_seconds
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Operations of a step, over all ranks, that the model needs however it is computed."""
+        per_token = model_flops_per_token(self.config.model, self.config.data.sequence_length)
+        return (per_token or 0.0) * self.tokens_per_step
+
+    @cached_property
+    def hardware_flops(self) -> float:
+        """Operations of a step that are computed: those of the model, and those that recompute repeats."""
+        return self.model_flops + recomputed_flops_per_token(self.config) * self.tokens_per_step
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the share of the peak matrix rate that the model's operations take."""
+        return self._share(self.model_flops)
+
+    @property
+    def hfu(self) -> float:
+        """The same of the operations that are computed."""
+        return self._share(self.hardware_flops)
+
+    def _share(self, flops: float) -> float:
+        rate = self.hardware.matrix_rate(self.config.precision.dtype)
+        return flops / (self.step_seconds * self.ranks * rate)
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """Of each pipeline rank."""
+        return [stage.peak for stage in self.stages]
+
+    @property
+    def needed_bytes(self) -> list[int]:
+        """Of each pipeline rank, without what an allocator gives back where memory runs out."""
+        return [stage.peak - stage.given_back for stage in self.stages]
+
+    @property
+    def fits(self) -> bool:
+        return max(self.needed_bytes) <= self.usable_bytes
+
+    @property
+    def error_band(self) -> tuple[float, float]:
+        """Seconds between which a step is expected in nine cases of ten."""
+        share = self.hardware.uncertainty
+        return self.step_seconds / (1 + share), self.step_seconds * (1 + share)
+
+    @property
+    def limit(self) -> str:
+        """The cause that takes longest."""
+        causes = self.time.causes
+        return max(causes, key=causes.__getitem__)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: seconds, bytes, operations."""
+        return {
+            "step_seconds": self.step_seconds,
+            "error_band": list(self.error_band),
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "model_flops": self.model_flops,
+            "hardware_flops": self.hardware_flops,
+            "peak_bytes": self.peak_bytes,
+            "needed_bytes": self.needed_bytes,
+            "usable_bytes": self.usable_bytes,
+            "fits": self.fits,
+            "hardware": self.hardware.name,
+            "system": self.system.name,
+            "ranks": self.ranks,
+            "limited_by": self.limit,
+            "seconds": {name: seconds for name, seconds in self.time.causes.items() if seconds},
+            "memory": [stage.causes for stage in self.stages],
+            "causes": [stage.by_dry_run for stage in self.stages],
+        }
+
+
+def usual_system(config: Config, hardware: Hardware) -> System:
+    """The training system that is usual for such a run on such hardware, as published steps have it."""
+    if hardware.device == "cpu":
+        return own_system(config, hardware)
+    sharded = hardware.sharded_system if config.parallel.zero >= _SHARDED_GRADIENTS else ""
+    gpt = hardware.gpt_system if config.model.architecture == "gpt" else ""
+    try:
+        found = find_system(sharded or gpt or hardware.system)
+    except UserError as error:
+        raise UserError(f"The hardware entry {hardware.name} has an unknown system: {error}") from None
+    return own_system(config, hardware) if found.name == "own" else found
+
+
+def own_system(config: Config, hardware: Hardware) -> System:
+    """This package as a training system: what `threefold train` takes and needs itself."""
+    if hardware.device == "cpu":
+        return SYSTEMS["own-cpu"]
+    return SYSTEMS["own-compiled" if config.train.compile else "own"]
+
+
+def estimate(config: Config, hardware: Hardware, system: System | str | None = None) -> Estimate:
+    """What a step of a config takes.
+
+    Args:
+        config: resolved.
+        hardware: an entry of the catalogue, or of one's own.
+        system: a training system, or its name; None for this package.
+
+    Raises:
+        UserError: the ranks do not fill nodes; the hardware has no matrix rate for the dtype; the model is of one's
+            own; the system is unknown.
+    """
+    parallel = config.parallel
+    world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
+    _require_whole_nodes(config, hardware, world)
+    hardware = hardware.shared_by(world)
+    if system is None:
+        system = own_system(config, hardware)
+    elif isinstance(system, str):
+        system = find_system(system)
+    time = step_time(config, hardware, system)
+    stages, usable = _memory(config, hardware, system)
+    return Estimate(config, hardware, system, time, stages, usable)
+
+
+def usable_memory(hardware: Hardware) -> int:
+    """Bytes of a device that a rank may use.
+
+    Raises:
+        UserError: it has no more than the libraries take.
+    """
+    if hardware.device != "cuda":
+        return hardware.memory_bytes
+    usable = usable_bytes(hardware.memory_bytes)
+    if usable <= 0:
+        raise UserError(
+            f"The hardware {hardware.name} has memory_bytes {hardware.memory_bytes} but a GPU needs more than the "
+            f"{hardware.memory_bytes - usable} that CUDA and NCCL take; give it at least 8e9."
+        )
+    return usable
+
+
+def recomputed_flops_per_token(config: Config) -> float:
+    """Operations of a token's share of a step that recompute repeats, counted as `model_flops_per_token` counts."""
+    train, model = config.train, config.model
+    if train.recompute == "none":
+        return 0.0
+    whole = model_flops_per_token(model, config.data.sequence_length) or 0.0
+    treated = -(-model.num_layers // train.recompute_every) / model.num_layers
+    length = config.data.sequence_length
+    windows = [min(model.window(layer) or length, length) for layer in range(model.num_layers)]
+    core = 2 * 2 * model.num_attention_heads * model.head_dim * sum(windows)
+    if train.recompute == "selective":
+        return core * treated
+    head = 2 * model.hidden_size * model.vocab_size
+    return (whole / 3 - head) * treated
+
+
+def _require_whole_nodes(config: Config, hardware: Hardware, world: int) -> None:
+    per_node = hardware.gpus_per_node
+    if hardware.fills_nodes(world):
+        return
+    rest = world // config.parallel.dp
+    dp = next(dp for dp in range(config.parallel.dp, 0, -1) if dp == 1 or dp * rest % per_node == 0)
+    better = f"use {dp}" if dp * rest % per_node == 0 else f"use {nearest_multiple(config.parallel.dp, per_node)}"
+    raise UserError(
+        f"parallel.dp is {config.parallel.dp}, which with the other axes makes {world:,} ranks, but nodes of "
+        f"{hardware.name} have {per_node} and are rented whole; {better}."
+    )
+
+
+def _memory(config: Config, hardware: Hardware, system: System) -> tuple[tuple[StageBytes, ...], int]:
+    found = stage_memory(config, hardware.device, system.name)
+    return tuple(StageBytes(stage.causes, stage.given_back) for stage in found), usable_memory(hardware)

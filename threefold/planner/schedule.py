@@ -1,0 +1,458 @@
+"""Pipeline schedules in time: the actions of each rank as data, when each runs, and how many micro-batches are held."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Final
+
+from threefold.config.schedules import (
+    SCHEDULES,
+    Action,
+    FileSchedule,
+    Orders,
+    Schedule,
+    TorchSchedule,
+    find_schedule,
+    in_order,
+    is_schedule_file,
+    stage_count,
+)
+from threefold.errors import UserError
+from threefold.plugins import one_of
+
+_KINDS: Final = "FBIW"
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """How long the passes of one micro-batch take on each stage, in any unit of time.
+
+    Attributes:
+        forward: forward pass, per stage of the pipeline.
+        backward_input: the part of the backward pass that computes the gradient for the stage before.
+        backward_weight: the part that computes the gradients of weights; a full backward pass takes both.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+
+    def by_kind(self) -> tuple[tuple[float, ...], ...]:
+        """Per stage the times of F, B, I and W."""
+        parts = zip(self.forward, self.backward_input, self.backward_weight, strict=True)
+        return tuple((forward, inputs + weights, inputs, weights) for forward, inputs, weights in parts)
+
+
+def share_of_ranks(
+    ranks: Sequence[int], forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float]
+) -> StageTimes:
+    """The times of each stage where those of all layers of each rank are given, in equal parts for its stages.
+
+    Args:
+        ranks: the pipeline rank of each stage.
+        forward, backward_input, backward_weight: per rank.
+    """
+    held = [ranks.count(rank) for rank in range(1 + max(ranks))]
+    parts = [tuple(times[rank] / held[rank] for rank in ranks) for times in (forward, backward_input, backward_weight)]
+    return StageTimes(*parts)
+
+
+class Program:
+    """The actions of all ranks, resolved: what a simulation with any times goes through once.
+
+    Args:
+        orders: each rank's actions.
+
+    Attributes:
+        orders: as given.
+        actions: all of them, each after those that it waits for.
+        ranks: the rank of each action.
+        codes: of each action, 4 · its stage + the place of its kind in `FBIW`.
+        sources: of each action, the number of the action of another rank whose result it waits for; -1 for none.
+        stages: of the pipeline.
+
+    Raises:
+        ValueError: ranks wait for one another forever, or for an action that no rank has; or two ranks have one stage.
+    """
+
+    def __init__(self, orders: Sequence[Sequence[Action]]) -> None:
+        self.orders, self.stages = orders, stage_count(orders)
+        rank_of: dict[int, int] = {}
+        for rank, order in enumerate(orders):
+            for stage in {action[0] for action in order}:
+                if rank_of.setdefault(stage, rank) != rank:
+                    raise ValueError(f"ranks {rank_of[stage]} and {rank} both have actions of stage {stage}")
+        place = {kind: number for number, kind in enumerate(_KINDS)}
+        self.actions: list[Action] = []
+        self.ranks: list[int] = []
+        self.codes: list[int] = []
+        self.sources: list[int] = []
+        for rank, action, source in in_order(orders):
+            self.actions.append(action)
+            self.ranks.append(rank)
+            self.codes.append(4 * action[0] + place[action[1]])
+            self.sources.append(source if source >= 0 and self.ranks[source] != rank else -1)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action of a step runs if it starts as early as it may; the step begins at 0.
+
+    Attributes:
+        program: its actions.
+        starts, ends: of each action of the program, in the unit of the times.
+    """
+
+    program: Program
+    starts: list[float]
+    ends: list[float]
+
+    @cached_property
+    def spans(self) -> tuple[tuple[tuple[Action, float, float], ...], ...]:
+        """Per rank its actions in order, with start and end."""
+        of_rank: list[list[tuple[Action, float, float]]] = [[] for _ in self.program.orders]
+        each = zip(self.program.ranks, self.program.actions, self.starts, self.ends, strict=True)
+        for rank, action, start, end in each:
+            of_rank[rank].append((action, start, end))
+        return tuple(map(tuple, of_rank))
+
+    @property
+    def length(self) -> float:
+        """From the start of the step to the end of its last action."""
+        return max(self.ends, default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank computes."""
+        found = [0.0] * len(self.program.orders)
+        for rank, start, end in zip(self.program.ranks, self.starts, self.ends, strict=True):
+            found[rank] += end - start
+        return tuple(found)
+
+    @property
+    def idle(self) -> float:
+        """Share of the ranks' time in which they wait, from 0 to 1, over the whole step."""
+        return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
+
+    @cached_property
+    def longest(self) -> float:
+        """The longest time of a rank from the start of its first action to the end of its last.
+
+        Steps that follow one another without a barrier take so long each: a rank that ends early begins the next.
+        """
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        for rank, start, end in zip(self.program.ranks, self.starts, self.ends, strict=True):
+            first.setdefault(rank, start)
+            last[rank] = end
+        return max((last[rank] - first[rank] for rank in first), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Share of `longest` in which a rank waits, the mean over the ranks: the bubble rate of Qi et al. (arXiv
+        2401.10241, section 5), (longest − m(F + B + W)) / longest with equal stages and m micro-batches."""
+        return 1 - sum(self.busy) / (self.longest * len(self.busy)) if self.longest else 0.0
+
+
+def simulate(
+    orders: Sequence[Sequence[Action]] | Program,
+    cost: StageTimes | Callable[[Action], float],
+    transfer: float | Sequence[float] = 0.0,
+) -> Timeline:
+    """Run the actions of each rank in their order, each as soon as the results that it waits for are there.
+
+    What is sent to another rank arrives a transfer time later; sending and receiving occupy neither of the two.
+
+    Args:
+        orders: each rank's actions, or their program where several simulations share it.
+        cost: how long the passes take on each stage, or a function of the action.
+        transfer: time from a stage to the next, and back; one for all, or one for each pair of neighbouring stages.
+
+    Raises:
+        ValueError: ranks wait for one another forever, or for an action that no rank has; or numbers of stages differ.
+    """
+    program = orders if isinstance(orders, Program) else Program(orders)
+    delays = _delays(program.stages, transfer)
+    if isinstance(cost, StageTimes):
+        by_code = [time for times in cost.by_kind() for time in times]
+        if len(by_code) != 4 * program.stages:
+            raise ValueError(f"times are given for {len(cost.forward)} stages, and the schedule has {program.stages}")
+        times = [by_code[code] for code in program.codes]
+    else:
+        times = [cost(action) for action in program.actions]
+    free = [0.0] * len(program.orders)
+    starts: list[float] = []
+    ends: list[float] = []
+    for rank, code, source, time in zip(program.ranks, program.codes, program.sources, times, strict=True):
+        start = free[rank]
+        if source >= 0:
+            arrival = ends[source] + delays[code]
+            if arrival > start:
+                start = arrival
+        starts.append(start)
+        free[rank] = end = start + time
+        ends.append(end)
+    return Timeline(program, starts, ends)
+
+
+def _delays(stages: int, transfer: float | Sequence[float]) -> list[float]:
+    """For each code of an action, how long what it waits for is on its way."""
+    between = [transfer] * (stages - 1) if isinstance(transfer, int | float) else list(transfer)
+    if len(between) != stages - 1:
+        raise ValueError(f"{len(between)} transfer times are given between {stages} stages")
+    before, after = [0.0, *between], [*between, 0.0]
+    return [delay for stage in range(stages) for delay in (before[stage], after[stage], after[stage], 0.0)]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A schedule of this family.
+
+    Attributes:
+        hop: forward passes that a rank is ahead of the rank after it, before its first backward pass; None for all.
+        wait: on rank r, weight gradients are those of wait · r backward passes before; None where a backward pass
+            computes them at once.
+    """
+
+    hop: int | None
+    wait: int | None = None
+
+    def order(self, pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
+        """The actions of a rank.
+
+        Args:
+            pp: pipeline ranks.
+            rank: its coordinate.
+            chunks: stages of each rank; stage n is on rank n modulo pp.
+            micro_batches: of a step, in equal rounds of at least pp where there are several chunks.
+        """
+        passes, in_round = chunks * micro_batches, micro_batches // max(1, micro_batches // pp)
+        ahead = passes if self.hop is None else min(passes, (chunks - 1) * in_round + self.hop * (pp - 1 - rank))
+        # Pass n of a kind is of chunk (n / in_round) modulo chunks, of the micro-batch that is next there.
+        nth = []
+        for number in range(passes):
+            turn, place = divmod(number, in_round)
+            nth.append((turn % chunks, turn // chunks * in_round + place))
+        forwards = [Action(chunk * pp + rank, "F", number) for chunk, number in nth]
+        kind = "B" if self.wait is None else "I"
+        backwards = [Action((chunks - 1 - chunk) * pp + rank, kind, number) for chunk, number in nth]
+        order = forwards[:ahead]
+        if self.wait is None:
+            for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+                order += forward, backward
+            return (*order, *backwards[passes - ahead :])
+        behind = self.wait * rank
+        weights = [action._replace(kind="W") for action in backwards]
+        for number, backward in enumerate(backwards):
+            order += forwards[ahead + number : ahead + number + 1]
+            order.append(backward)
+            order += weights[number - behind : number - behind + 1] if number >= behind else ()
+        return (*order, *weights[max(0, passes - behind) :])
+
+
+def looped_bfs_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
+    """Breadth-first pipeline parallelism (Lamy-Poirier, arXiv 2211.05953): all micro-batches through one of a rank's
+    stages before the next, and back in the opposite order."""
+    forwards = [Action(chunk * pp + rank, "F", number) for chunk in range(chunks) for number in range(micro_batches)]
+    return (*forwards, *(action._replace(kind="B") for action in reversed(forwards)))
+
+
+def zbv_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
+    """ZB-V of Qi et al. (arXiv 2401.10241, section 6), as torch runs it; `chunks` is 2.
+
+    It is that of at least 2 · pp − 1 micro-batches, of which those that there are not are left out.
+    """
+    count, after = max(2 * pp - 1, micro_batches), pp - rank
+    first_forwards = 2 * pp - 1 - rank  # of the first stage, before both stages take turns
+    turns = count - pp
+    both = "fiwFIW" * (count - first_forwards) + "iwFIW" * (turns - (count - first_forwards))
+    at_end = rank + after
+    letters = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after + both + "iI" * rank + "iw" * after
+    letters += "W" * rank + "w" * (at_end - after)
+    return tuple(action for action in _spelled(letters, pp, rank) if action.micro_batch < micro_batches)
+
+
+def dualpipev_order(pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
+    """DualPipeV (DeepSeek-AI, arXiv 2412.19437, and Qi et al., 2024), as torch runs it; `chunks` is 2.
+
+    A forward and a backward pass that a GPU runs side by side are two actions here, the forward pass first.
+    """
+    after, last = pp - rank - 1, rank + 1
+    letters = "f" * (2 * after) + "fF" * last + "IqF" * after + "fBFb" * (micro_batches - 2 * pp + last) + "BFb" * after
+    # Both stages in turn: full backward passes in the first half of them, backward passes for the input in the second.
+    full = 2 * (last // 2) + 1 - rank % 2
+    letters += "".join("BbIi"[2 * (place >= full) + place % 2] for place in range(2 * last))
+    letters += ("qi" if full < 2 * last else "qb") * after + "q" * last
+    return tuple(_spelled(letters, pp, rank))
+
+
+def _spelled(letters: str, pp: int, rank: int) -> list[Action]:
+    """The actions of a rank."""
+    stages = {True: rank, False: 2 * pp - 1 - rank}
+    done: Counter[str] = Counter()
+    waiting: deque[Action] = deque()
+    order = []
+    for letter in letters:
+        if letter == "q":
+            if waiting:
+                order.append(waiting.popleft())
+            continue
+        stage, kind = stages[letter.islower()], letter.upper()
+        turn = "I" if kind == "B" else kind  # backward passes are counted together, whatever they leave
+        action = Action(stage, kind, done[f"{turn}{stage}"])
+        done[f"{turn}{stage}"] += 1
+        order.append(action)
+        if kind == "I":
+            waiting.append(action._replace(kind="W"))
+    return order
+
+
+RankOrder = Callable[[int, int, int, int], tuple[Action, ...]]
+"""From pipeline ranks, a rank, stages of each rank and micro-batches to the actions of the rank."""
+
+_WRITTEN: Final[Mapping[str, RankOrder]] = {
+    "1f1b": Rounds(hop=1).order,
+    "gpipe": Rounds(hop=None).order,
+    "interleaved": Rounds(hop=2).order,
+    "looped-bfs": looped_bfs_order,
+    "zero-bubble": Rounds(hop=1, wait=1).order,
+    "zbv": zbv_order,
+    "dualpipev": dualpipev_order,
+}
+"""Schedules of the config whose actions are written down here, without torch; any other is asked of torch's class."""
+
+
+@dataclass(frozen=True)
+class OneStageZeroBubble(Schedule):
+    """ZB-H1 or ZB-H2 of Qi et al. (arXiv 2401.10241, section 2.2), written by hand as there: one stage a rank.
+
+    A run has them as CSV files. ZB-H1 holds as many micro-batches as 1F1B's first rank, on every rank; ZB-H2 almost
+    twice as many, with which no rank waits between its first action and its last where F, B and W take the same time.
+
+    Attributes:
+        name: `zb-h1` or `zb-h2`.
+        hop: as `Rounds` has it; weight gradients wait for so many micro-batches more on each rank.
+    """
+
+    name: str
+    hop: int
+    stages_per_rank = 1
+    defers_weight_gradients = True
+
+    @property
+    def rounds(self) -> Rounds:
+        return Rounds(self.hop, self.hop)
+
+    def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
+        return tuple(range(pp))
+
+    def accepts(self, pp: int, micro_batches: int) -> bool:
+        return True
+
+    def micro_batch_rule(self, pp: int, micro_batches: int) -> str:
+        return "takes any number of them"
+
+    def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float:
+        return self.hop * (pp - 1) + 1
+
+
+ONLY_PLANNED: Final = {row.name: row for row in (OneStageZeroBubble("zb-h1", 1), OneStageZeroBubble("zb-h2", 2))}
+"""Schedules that are no rows of the config's table: a run has them as CSV files."""
+
+
+def find_planned(name: str) -> Schedule:
+    """A schedule by its name in `parallel.schedule`, torch's class, the path of a CSV file, or `zb-h1` or `zb-h2`.
+
+    Raises:
+        UserError: there is no such schedule, or a file cannot be read or breaks a rule.
+    """
+    if row := ONLY_PLANNED.get(name.lower()):
+        return row
+    if is_schedule_file(name):
+        return find_schedule(name)
+    try:
+        return find_schedule(name)
+    except ValueError:
+        rule = one_of(name, [*SCHEDULES, *ONLY_PLANNED])
+        raise UserError(f"The schedule {name!r} must be the path of a .csv file of actions, or {rule}.") from None
+
+
+def orders_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Orders:
+    """For each pipeline rank the actions of a step, exactly those that a run has.
+
+    Args:
+        schedule: or its name, as `find_planned` takes it.
+        pp: pipeline ranks.
+        chunks: stages of each rank.
+        micro_batches: of a step.
+
+    Raises:
+        UserError: there is no such schedule, or it is not for such numbers; says which are.
+    """
+    return _orders_of(_checked(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
+
+
+def program_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Program:
+    """The same, ready for `simulate`.
+
+    Raises:
+        UserError: as `orders_of`.
+    """
+    return _program_of(_checked(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
+
+
+def _checked(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Schedule:
+    row = find_planned(schedule) if isinstance(schedule, str) else schedule
+    check_numbers(row, pp, chunks, micro_batches)
+    return row
+
+
+@lru_cache(maxsize=64)
+def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Orders:
+    if isinstance(row, FileSchedule):
+        return row.orders
+    order = row.rounds.order if isinstance(row, OneStageZeroBubble) else _WRITTEN.get(row.name)
+    if order is not None:
+        return tuple(order(pp, rank, chunks, micro_batches) for rank in range(pp))
+    from threefold.parallel.pipeline.scheduled_stage import orders_of_all_ranks  # imports torch
+
+    assert isinstance(row, TorchSchedule)
+    return orders_of_all_ranks(row, pp, chunks, micro_batches)
+
+
+@lru_cache(maxsize=64)
+def _program_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Program:
+    return Program(_orders_of(row, pp, chunks, micro_batches))
+
+
+def check_numbers(row: Schedule, pp: int, chunks: int, micro_batches: int) -> None:
+    """Refuse numbers that a schedule is not for.
+
+    Raises:
+        UserError: names the number, the rule and the nearest that works.
+    """
+    for number, called in ((pp, "pipeline ranks"), (chunks, "stages on each rank"), (micro_batches, "micro-batches")):
+        if number < 1:
+            raise UserError(f"The schedule {row.name} has {number} {called} but needs at least 1; use 1.")
+    if row.ranks not in (None, pp):
+        raise UserError(f"The schedule {row.name} has a line for each of {row.ranks} ranks, not {pp}; use {row.ranks}.")
+    needed = row.stages_per_rank
+    if needed not in (None, chunks):
+        stages = f"{needed} stage{'s' * (needed != 1)}"
+        raise UserError(f"The schedule {row.name} has {stages} on each rank, not {chunks}; use {needed}.")
+    if not row.accepts(pp, micro_batches):
+        rule, use = row.micro_batch_rule(pp, micro_batches), _accepted(row, pp, micro_batches)
+        raise UserError(f"The schedule {row.name} cannot have {micro_batches} micro-batches, as it {rule}; use {use}.")
+
+
+def _accepted(row: Schedule, pp: int, micro_batches: int) -> int:
+    """The number of micro-batches nearest to the given one that a schedule is for, the smaller of two."""
+    if row.micro_batches is not None:
+        return row.micro_batches
+    away = (
+        near
+        for distance in range(micro_batches + 2 * pp)
+        for near in (micro_batches - distance, micro_batches + distance)
+    )
+    return next(count for count in away if count > 0 and row.accepts(pp, count))

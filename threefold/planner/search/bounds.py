@@ -1,0 +1,410 @@
+"""The cost model of the search: exact for one layout, and as bounds for all options of a mesh at once."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.comm.layout import Coordinates
+from threefold.config.resolve import is_derived
+from threefold.config.schedules import Schedule, find_schedule
+from threefold.config.schema import Config, ParallelConfig
+from threefold.errors import UserError
+from threefold.models.sharding import ModelPlan
+from threefold.parallel.pipeline.partition import StageMap, partitioned
+from threefold.parallel.shard_shapes import Place, place_of
+from threefold.planner.layer_memory import LayerMemory
+from threefold.planner.model_size import RankSize, model_weights, optimizer_states
+from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
+from threefold.planner.stage_memory import standing_states
+from threefold.planner.systems import Keeps
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A layout, its time and its memory.
+
+    Attributes:
+        choice: the layout.
+        seconds: of a step.
+        tokens_per_second: of all ranks together.
+        mfu: model FLOPs of a step over what the devices could do in its time.
+        peak_bytes: of each pipeline rank, of those the one with the most.
+        limits: the causes that take the most of a step, the largest first, each with its share of it.
+        details: further figures, for `--json`.
+    """
+
+    choice: LayoutChoice
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    peak_bytes: tuple[int, ...]
+    limits: tuple[tuple[str, float], ...]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank with the most."""
+        return max(self.peak_bytes)
+
+
+class Costs(Protocol):
+    """A cost model of one config on one type of hardware."""
+
+    def usable_bytes(self, gpus: int) -> int:
+        """Memory that a rank may use where there are so many."""
+
+    def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
+        """Bytes that the rank with the most needs at least, for all options of a mesh at once, those among them that
+        are not sound; in the dims of `space.DIMS`, or 1 where all of a dim are alike."""
+
+    def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
+        """Seconds that a step takes at least, likewise.
+
+        Args:
+            mesh: of the ranks.
+            options: of the mesh.
+            wanted: which of them are asked for, in all dims; of the others it may say anything.
+        """
+
+    def evaluate(self, choice: LayoutChoice) -> Evaluated:
+        """Exactly."""
+
+    def largest_part(self, choice: LayoutChoice) -> str:
+        """What takes the most memory on the rank with the most, in words with its size."""
+
+
+Counts = NDArray[np.float64]
+
+
+class LayerKinds:
+    """The layers of a model by kind: layers of a kind cost the same.
+
+    Args:
+        config: resolved.
+        plan: of its model.
+
+    Attributes:
+        of_layer: the kind of each layer, from 0.
+        first: of each kind, its first layer.
+    """
+
+    def __init__(self, config: Config, plan: ModelPlan) -> None:
+        model, numbers = config.model, dict[object, int]()
+        last = len(plan.layers) - 1
+        self.of_layer: list[int] = []
+        self.first: list[int] = []
+        for layer in range(len(plan.layers)):
+            ends = layer in (0, last)
+            key = layer if ends else (model.has_experts(layer - 1), model.window(layer - 1))
+            kind = numbers.setdefault(key, len(numbers))
+            if kind == len(self.first):
+                self.first.append(layer)
+            self.of_layer.append(kind)
+
+    @property
+    def count(self) -> int:
+        return len(self.first)
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """The kinds of blocks, each with the number of its first block."""
+        return [(kind, layer - 1) for kind, layer in enumerate(self.first) if 0 < layer < len(self.of_layer) - 1]
+
+    @property
+    def head(self) -> int:
+        """The kind of the last layer; that of the first is 0."""
+        return self.of_layer[-1]
+
+
+@dataclass(frozen=True)
+class RankLayers:
+    """The different ranks under each schedule of a mesh, a row for each.
+
+    Attributes:
+        starts: for each schedule, its first row.
+        schedule: of each row, the index of its schedule.
+        counts: layers of each kind that the rank holds, [rows, kinds].
+        smallest: layers of each kind of its n smallest stages, [rows, n from 0 on, kinds].
+        passes: passes through a stage that the rank holds at once at its peak, at least; infinite for all of a step.
+        deferred: how many of these at most wait for their weight gradients alone.
+        folded: whether the rank has two stages one after the other.
+        chunks: for each schedule, stages of a rank.
+    """
+
+    starts: NDArray[np.int64]
+    schedule: NDArray[np.int64]
+    counts: Counts
+    smallest: Counts
+    passes: NDArray[np.float64]
+    deferred: NDArray[np.float64]
+    folded: NDArray[np.bool_]
+    chunks: NDArray[np.float64]
+
+    def of_row(self, of_schedule: NDArray[Any]) -> NDArray[Any]:
+        """What is known of each schedule, for each row."""
+        return of_schedule[self.schedule]
+
+
+def rank_layers(
+    plan: ModelPlan, kinds: LayerKinds, pp: int, schedules: Sequence[Settings], partition: str | Sequence[int]
+) -> RankLayers:
+    """Those of all schedules of a mesh.
+
+    Args:
+        plan: of the model.
+        kinds: of its layers.
+        pp: ranks of the pipeline.
+        schedules: each as settings.
+        partition: as `parallel.partition`.
+    """
+    starts: list[int] = []
+    owners: list[int] = []
+    rows: list[Counts] = []
+    stacks: list[Counts] = []
+    passes: list[float] = []
+    deferred: list[float] = []
+    folded: list[bool] = []
+    chunks: list[int] = []
+    blocks = [kind for kind, _ in kinds.blocks]
+    before = np.zeros((len(kinds.of_layer) + 1, kinds.count))
+    before[1:] = np.cumsum(np.eye(kinds.count)[kinds.of_layer], axis=0)
+    for number, settings in enumerate(schedules):
+        schedule, count = find_schedule(settings["parallel.schedule"]), settings["parallel.stage_chunks"]
+        stages = StageMap((0, len(plan.layers)), (0,))
+        if pp > 1:
+            with suppress(UserError):  # of a layout that is not sound
+                stages = partitioned(plan, pp, schedule, count, partition, 0)
+        bounds = np.array(stages.bounds)
+        each = before[bounds[1:]] - before[bounds[:-1]]
+        found: dict[bytes, tuple[Counts, Counts, list[tuple[float, float]]]] = {}
+        for rank in range(max(stages.ranks) + 1):
+            held = each[[stage for stage, holder in enumerate(stages.ranks) if holder == rank]]
+            held = held[np.argsort(held[:, blocks].sum(axis=1), kind="stable")]
+            total, stack = held.sum(axis=0), np.concatenate([np.zeros((1, kinds.count)), np.cumsum(held, axis=0)])
+            most = _passes(schedule, pp, rank, count)
+            row = found.setdefault(stack.tobytes(), (total, stack, []))
+            row[2].append(most)
+        starts.append(len(owners))
+        for total, stack, flights in found.values():
+            owners.append(number)
+            rows.append(total)
+            stacks.append(stack)
+            passes.append(max(held for held, _ in flights))
+            deferred.append(max(waiting for _, waiting in flights))
+            folded.append(count > 1 and any(one == other for one, other in pairwise(stages.ranks)))
+        chunks.append(count)
+    return RankLayers(
+        np.array(starts),
+        np.array(owners),
+        np.array(rows),
+        _padded(stacks),
+        np.array(passes),
+        np.array(deferred),
+        np.array(folded),
+        np.array(chunks, dtype=float),
+    )
+
+
+def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float, float]:
+    """Passes that a rank holds at once, and how many of them at most wait for their weight gradients alone."""
+    if pp == 1:
+        return 1.0, 0.0
+    # Where weight gradients are deferred the table has an upper bound; all ranks hold as many as the first.
+    flight = schedule.in_flight(pp, 0 if schedule.defers_weight_gradients else rank, chunks)
+    if flight is None:
+        return float("inf"), 0.0
+    if not schedule.defers_weight_gradients:
+        return flight * chunks, 0.0
+    return max(1.0, flight * chunks - 1), float(rank)
+
+
+def _padded(stacks: Sequence[Counts]) -> Counts:
+    """Stacks of several lengths in one array; the shorter ones stay as they end."""
+    most = max(len(stack) for stack in stacks)
+    return np.stack([np.concatenate([stack, np.repeat(stack[-1:], most - len(stack), axis=0)]) for stack in stacks])
+
+
+_STATE_ALONE, _WEIGHTS_TOO = 1, 3  # values of parallel.zero
+_KEPT, _BACKWARD, _DEFERRED = range(3)
+
+
+class _Held(NamedTuple):
+    """What ranks hold of all passes at their peak, at least.
+
+    Attributes:
+        layers: of each kind, once for each pass, [rows, micro, kinds].
+        outputs: of stages that hand them on, once for each pass, [rows, micro].
+    """
+
+    layers: Array
+    outputs: Array
+
+    @classmethod
+    def of(cls, mesh: MeshSizes, ranks: RankLayers, micro_batches: Array) -> "_Held":
+        """Those of as many passes as a rank has in flight, most of them through its smallest stages."""
+        chunks = ranks.of_row(ranks.chunks)[:, None]
+        rounds = micro_batches // np.maximum(1, micro_batches // mesh.pp)
+        # The table counts rounds of pp micro-batches, where there may be fewer.
+        passes = ranks.passes[:, None] - (chunks - 1) * np.maximum(0, mesh.pp - rounds)
+        passes = np.clip(passes, 1, micro_batches * chunks)
+        # A stage holds two rounds of its micro-batches and the beginning of a third, or all where that is fewer.
+        room = np.maximum(np.minimum(micro_batches, 2 * rounds + mesh.pp), passes / chunks)
+        full = np.minimum(passes // room, chunks).astype(int)
+        rows, most = np.arange(len(ranks.counts))[:, None], ranks.smallest.shape[1] - 1
+        before, after = (ranks.smallest[rows, np.minimum(full + more, most)] for more in (0, 1))
+        layers = room[..., None] * before + (passes - room * full)[..., None] * (after - before)
+        has_last = (ranks.counts[:, -1] > 0)[:, None]
+        # The last stage goes back at once, so that few of its passes are held where others make up the number.
+        several = (chunks > 1) & np.isfinite(ranks.passes[:, None])
+        layers[..., -1] = np.where(several, np.minimum(layers[..., -1], 1), layers[..., -1])
+        handed = np.where(ranks.folded[:, None], 0, passes)  # from one stage to the next of the same rank: there once
+        return cls(layers, np.where(has_last, np.maximum(0, handed - room), handed))
+
+
+class LeastBytes:
+    """The memory of one config on one type of device.
+
+    Args:
+        config: on one rank, resolved.
+        device: `cpu` or `cuda`.
+        keeps: of the training system.
+        kinds: of the layers of its model.
+    """
+
+    def __init__(self, config: Config, device: str, keeps: Keeps, kinds: LayerKinds) -> None:
+        self._config, self._device, self._keeps, self._kinds = config, device, keeps, kinds
+        self._weights = model_weights(config.model, config.data.sequence_length)
+        self._names = [self._weights.plan.layers[layer] for layer in kinds.first]
+        self._states = [optimizer_states(config.optimizer, hidden) for hidden in (True, False)]
+        self._largest = config.train.global_batch_size
+        self._held: dict[Place, Array] = {}
+        self._layers: dict[object, Array] = {}
+
+    def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers) -> Array:
+        """Bytes that the rank with the most needs at least, in all dims."""
+        sizes = np.array([each["train.micro_batch_size"] for each in options.micro_batch])
+        modes = [each["train.recompute"] for each in options.recompute]
+        shards = [each["parallel.sequence_parallel"] for each in options.sequence_parallel]
+        counts = mesh.share // sizes
+        states = self._states_of(mesh, options, ranks, False)[:, None, :]  # [rows, micro, zero]
+        if self._device == "cpu":
+            growing = self._states_of(mesh, options, ranks, True)[:, None, :]
+            states = np.where((counts == 1)[:, None], growing, states)
+        held = _Held.of(mesh, ranks, counts)
+        buffers = self._buffers(mesh, options, ranks, counts)  # [rows, micro, zero]
+        found = np.empty(options.shape)
+        for sequence, sharded in enumerate(shards):
+            for place, mode in enumerate(modes):
+                activations = self._moving(mesh, ranks, sizes, held, sharded, mode)  # [rows, micro]
+                moving = (activations[:, :, None] + buffers) * (1 + self._keeps.fragmentation)
+                most = np.maximum.reduceat(moving + states, ranks.starts, axis=0)  # [schedule, micro, zero]
+                found[:, sequence, place] = most.transpose(1, 0, 2)
+        return found
+
+    def _moving(
+        self, mesh: MeshSizes, ranks: RankLayers, sizes: Array, held: "_Held", sharded: bool, mode: str
+    ) -> Array:
+        """Activations, and the largest set of one layer's backward pass, [rows, micro]."""
+        one, two, last = (self._of_kinds(mesh, size, sharded, mode) for size in (1, 2, self._largest))
+        # What grows faster than the batch is above the line through the first two, what grows slower above the chord.
+        growth = np.minimum(two - one, (last - one) / max(1, self._largest - 1))
+        each = one[..., None] + growth[..., None] * (sizes - 1)  # [kept, backward, deferred; kinds, output; micro]
+        layers, output = each[:, :-1], each[_KEPT, -1]
+        kept = np.einsum("rmk,km->rm", held.layers, layers[_KEPT]) + held.outputs * output
+        waiting = np.einsum("rmk,km->rm", held.layers, np.minimum(layers[_KEPT], layers[_DEFERRED]))
+        backward = np.where((ranks.counts > 0)[..., None], layers[_BACKWARD], np.inf).min(axis=1)
+        return np.where(ranks.deferred[:, None] > 0, waiting, kept) + backward
+
+    def _buffers(self, mesh: MeshSizes, options: Options, ranks: RankLayers, micro_batches: Array) -> Array:
+        """Of ZeRO: the weights of a layer, gathered, and the gradients of one before they are scattered, [rows, micro,
+        zero]."""
+        narrow, wide = self._config.precision.itemsize, self._config.precision.master_itemsize
+        layers = self._table(self._place(mesh, 0))[:-1].sum(axis=1)
+        least = np.where(ranks.counts > 0, layers, np.inf).min(axis=1)[:, None]
+        repeated = np.where(micro_batches > 1, least * wide, 0)
+        columns = []
+        for settings in options.zero:
+            zero = settings["parallel.zero"]
+            gathered = least * narrow if zero == _WEIGHTS_TOO else 0
+            columns.append(gathered + (repeated if zero > _STATE_ALONE else np.zeros_like(repeated)))
+        return np.stack(columns, axis=-1)
+
+    def _of_kinds(self, mesh: MeshSizes, size: int, sharded: bool, mode: str) -> Array:
+        """Bytes of a layer of each kind, and of the output of a block, [kept, backward and deferred; kinds and 1]."""
+        key = mesh.tp, mesh.cp, mesh.ep, size, sharded, mode
+        if key not in self._layers:
+            choice = LayoutChoice(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, 0, "1f1b", 1, size, 1, mode, sharded)
+            self._layers[key] = self._of_layers(in_layout(self._config, choice), mode)
+        return self._layers[key]
+
+    def _of_layers(self, config: Config, mode: str) -> Array:
+        chunks = [config.train.loss_chunk_size]
+        if is_derived(self._config, "train.loss_chunk_size"):
+            chunks = [0, 1]  # between whose bytes are those of every other one
+        memories = []
+        for chunk in chunks:
+            changed = config.model_copy(update={"train": config.train.model_copy(update={"loss_chunk_size": chunk})})
+            replayed = self._weights.recomputed(mode, 1)
+            memories.append(LayerMemory(changed, self._device, self._keeps, self._weights.plan.layers, replayed))
+        found = [memories[0].of(name) for name in self._names[:-1]]
+        rows = [[each.kept, each.backward, each.deferred] for each in found]
+        heads = [memory.of(self._names[-1]) for memory in memories]
+        head = np.min([[each.kept, each.backward, each.deferred] for each in heads], axis=0)
+        return np.array([*rows, head, [memories[0].output, 0, 0]], dtype=float).T
+
+    def _states_of(self, mesh: MeshSizes, options: Options, ranks: RankLayers, grow: bool) -> Array:
+        """Weights, gradients and optimizer state, [rows, zero].
+
+        Args:
+            mesh, options, ranks: as of `__call__`.
+            grow: whether there are no gradients before the backward pass.
+        """
+        precision = self._config.precision
+        narrow, wide = precision.itemsize, precision.master_itemsize
+        columns = []
+        for settings in options.zero:
+            zero = settings["parallel.zero"]
+            place = self._place(mesh, zero)
+            own, whole = (self._elements(ranks, each) for each in (place, place.unshared))
+            held: Any = own.sum(axis=1)
+            copies = held * narrow if narrow < wide else 0
+            size = RankSize(held, held * wide + copies, held * wide, own @ np.array(self._states) * wide)
+            parallel = _parallel(mesh, zero)
+            size = standing_states(size, cast(int, whole.sum(axis=1)), parallel, precision, self._keeps, grow)
+            columns.append(size.weights + size.gradients + size.optimizer)
+        return np.stack(columns, axis=-1)
+
+    def _place(self, mesh: MeshSizes, zero: int) -> Place:
+        return place_of(_parallel(mesh, zero), Coordinates(0, 0, 0, 0))
+
+    def _elements(self, ranks: RankLayers, place: Place) -> Array:
+        """Of the weights that a rank holds, hidden matrices and others, [rows, 2]."""
+        table = self._table(place)
+        has_both = (ranks.counts[:, 0] > 0) & (ranks.counts[:, self._kinds.head] > 0)
+        return ranks.counts @ table[:-1] - has_both[:, None] * table[-1]
+
+    def _table(self, place: Place) -> Array:
+        """Elements of a layer of each kind, and of those that the first and the last share, hidden and others,
+        [kinds and 1, 2]."""
+        if place not in self._held:
+            alone = [self._weights.held([name], place) for name in self._names]
+            first, last = alone[0], alone[self._kinds.head]
+            both = self._weights.held([self._names[0], self._names[self._kinds.head]], place)
+            tied = [first.hidden + last.hidden - both.hidden, first.others + last.others - both.others]
+            self._held[place] = np.array([*([each.hidden, each.others] for each in alone), tied], dtype=float)
+        return self._held[place]
+
+
+def _parallel(mesh: MeshSizes, zero: int) -> ParallelConfig:
+    """The sizes of a mesh under their names in a config, without the time that a config takes."""
+    axes = {axis: getattr(mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
+    return cast(ParallelConfig, SimpleNamespace(**axes, zero_shards=mesh.dp, zero=zero))

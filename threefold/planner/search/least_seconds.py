@@ -1,0 +1,299 @@
+"""The cost model of the search: `plan.cost` and `plan.memory`, exactly for one layout and as bounds for many."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.byte_sizes import format_bytes
+from threefold.config.resolve import is_derived, logits_chunk
+from threefold.config.schema import Config
+from threefold.config.section import divisors
+from threefold.models.family import model_plan
+from threefold.planner.block_cost import (
+    ITEMSIZES,
+    EndShapes,
+    Passes,
+    axis_group,
+    block_of,
+    block_passes,
+    embedding_passes,
+    head_passes,
+)
+from threefold.planner.collective_cost import bubble_seconds, gradient_seconds, send_seconds, send_waits, update_seconds
+from threefold.planner.estimate import (
+    estimate,
+    layer_elements,
+    optimizer_tensors,
+    sent_bytes,
+    usable_memory,
+    waiting_share,
+)
+from threefold.planner.hardware import Hardware
+from threefold.planner.search.bounds import Array, Evaluated, LayerKinds, LeastBytes, Mask, RankLayers, rank_layers
+from threefold.planner.search.request import Request
+from threefold.planner.search.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
+from threefold.planner.systems import System, keeps_of
+
+_TOLD: Final = 2
+"""Causes that are named as what limits a layout."""
+
+
+class ModelCosts:
+    """The costs of a request.
+
+    Args:
+        request: what is searched.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._config, self._hardware = request.config, request.hardware
+        self._system = request.system
+        self._plan = model_plan(self._config.model, self._config.data.sequence_length)
+        self._kinds = LayerKinds(self._config, self._plan)
+        self._ranks: dict[tuple[int, int], RankLayers] = {}
+        keeps = keeps_of(self._system.name, self._hardware.device)
+        self._seconds = LeastSeconds(self._config, self._hardware, self._system, self._kinds)
+        self._bytes = LeastBytes(self._config, self._hardware.device, keeps, self._kinds)
+
+    def usable_bytes(self, gpus: int) -> int:
+        """As of `Costs`."""
+        return usable_memory(self._hardware.shared_by(gpus))
+
+    def least_bytes(self, mesh: MeshSizes, options: Options) -> Array:
+        """As of `Costs`."""
+        return self._bytes(mesh, options, self._rank_layers(mesh.pp, options.schedule))
+
+    def least_seconds(self, mesh: MeshSizes, options: Options, wanted: Mask) -> Array:
+        """As of `Costs`."""
+        ranks = self._rank_layers(mesh.pp, options.schedule)
+        first = options.choice(mesh, [0] * len(options.shape))
+        elements = np.array(layer_elements(in_layout(self._config, first)))[self._kinds.first]
+        return self._seconds(mesh, options, ranks, ranks.counts @ elements, wanted)
+
+    def evaluate(self, choice: LayoutChoice) -> Evaluated:
+        """As of `Costs`."""
+        found = estimate(in_layout(self._config, choice), self._hardware, self._system)
+        causes = found.time.causes
+        largest = sorted(causes, key=causes.__getitem__, reverse=True)[:_TOLD]
+        return Evaluated(
+            choice,
+            found.step_seconds,
+            found.tokens_per_second,
+            found.mfu,
+            tuple(found.needed_bytes),
+            tuple((name, causes[name] / found.step_seconds) for name in largest),
+            {
+                "peak_bytes": found.peak_bytes,
+                "needed_bytes": found.needed_bytes,
+                "seconds": {name: seconds for name, seconds in causes.items() if seconds},
+            },
+        )
+
+    def largest_part(self, choice: LayoutChoice) -> str:
+        """As of `Costs`."""
+        found = estimate(in_layout(self._config, choice), self._hardware, self._system)
+        stage = max(found.stages, key=lambda each: each.peak)
+        name = max(stage.causes, key=stage.causes.__getitem__)
+        return f"{name} {format_bytes(stage.causes[name])}"
+
+    def _rank_layers(self, pp: int, schedules: Sequence[Settings]) -> RankLayers:
+        key = pp, id(schedules)
+        if key not in self._ranks:
+            partition = self._config.parallel.partition
+            self._ranks[key] = rank_layers(self._plan, self._kinds, pp, schedules, partition)
+        return self._ranks[key]
+
+
+Sizes = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """What of a mesh's options a micro-batch on a rank depends on: those that are wanted, one after another.
+
+    Attributes:
+        places: indices of micro-batch, sequence parallelism and recompute.
+        parts: of these, the same sequence parallelism and recompute together, and the sizes of their micro-batches.
+        micro_batches: of a step.
+    """
+
+    places: tuple[Sizes, Sizes, Sizes]
+    parts: list[tuple[bool, str, Sizes]]
+    micro_batches: Sizes
+
+
+class LeastSeconds:
+    """Steps of one config on one type of hardware.
+
+    Args:
+        config: on one rank, resolved.
+        hardware, system: that compute it.
+        kinds: of the layers of its model.
+    """
+
+    def __init__(self, config: Config, hardware: Hardware, system: System, kinds: LayerKinds) -> None:
+        self._config, self._hardware, self._system, self._kinds = config, hardware, system, kinds
+        self._passes: dict[object, Array] = {}
+        self._sizes = np.array(divisors(config.train.global_batch_size))
+        self._configs: dict[object, Config] = {}
+        self._itemsize = ITEMSIZES[config.precision.dtype]
+        self._master = config.precision.master_weights
+        self._layers = np.bincount(kinds.of_layer, minlength=kinds.count)
+
+    def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers, elements: Array, wanted: Mask) -> Array:
+        """Seconds of a step; infinite where it is not wanted.
+
+        Args:
+            mesh: of the ranks.
+            options: of the mesh.
+            ranks: what they hold under each schedule.
+            elements: of the weights of each row of `ranks`.
+            wanted: options that are asked for, in all dims.
+        """
+        inner = self._inner(mesh, options, wanted)
+        found = np.full(options.shape, np.inf)
+        hardware = self._hardware.shared_by(mesh.gpus)
+        system = self._system
+        line, forward, backward = self._pipeline(mesh, options, ranks, inner, hardware)
+        group = axis_group(self._in_layout(mesh), "dp·cp", hardware.gpus_per_node, system)
+        for number, settings in enumerate(options.zero):
+            if not wanted[..., number].any():
+                continue
+            zero = settings["parallel.zero"]
+            sums = gradient_seconds(
+                hardware,
+                system,
+                group,
+                elements=elements[:, None],  # type: ignore[arg-type]
+                forward=forward,  # type: ignore[arg-type]
+                backward=backward,  # type: ignore[arg-type]
+                micro_batches=inner.micro_batches,  # type: ignore[arg-type]
+                zero=zero,
+                itemsize=self._itemsize,
+                gradient_bytes=max(4, self._itemsize) if self._master else self._itemsize,
+                layers=max(1, self._config.model.num_layers // mesh.pp),
+            )
+            exposed = np.maximum.reduceat(np.broadcast_to(sums.exposed, forward.shape), ranks.starts, axis=0)
+            share = group.ranks if zero or system.sharded_optimizer else 1
+            most = np.maximum.reduceat(elements, ranks.starts) / share
+            states = optimizer_tensors(self._config)
+            update = update_seconds(hardware, most, states, self._itemsize, self._master)  # type: ignore[arg-type]
+            seconds = line + exposed + np.asarray(update)[:, None] + hardware.achievable.step
+            found[(*inner.places, slice(None), number)] = (seconds * (1 + waiting_share(mesh.gpus))).T
+        return np.where(wanted, found, np.inf)
+
+    def _inner(self, mesh: MeshSizes, options: Options, wanted: Mask) -> _Inner:
+        asked: Mask = np.any(wanted, axis=(3, 4))
+        sizes = np.array([each["train.micro_batch_size"] for each in options.micro_batch])
+        places: list[tuple[Sizes, Sizes, Sizes]] = []
+        parts = []
+        for sequence, recompute in np.argwhere(asked.any(axis=0)):
+            micro = np.flatnonzero(asked[:, sequence, recompute])
+            places.append((micro, np.full_like(micro, sequence), np.full_like(micro, recompute)))
+            sharded = options.sequence_parallel[sequence]["parallel.sequence_parallel"]
+            mode = options.recompute[recompute]["train.recompute"]
+            parts.append((sharded, mode, sizes[micro]))
+        micro, sequences, recomputes = (np.concatenate(each) for each in zip(*places, strict=True))
+        return _Inner((micro, sequences, recomputes), parts, mesh.share // sizes[micro])
+
+    def _in_layout(self, mesh: MeshSizes, sharded: bool = False, mode: str = "none") -> Config:
+        """The config in a mesh, with micro-batches of one sample."""
+        key = mesh, sharded, mode
+        if key not in self._configs:
+            axes = mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep
+            schedule = self._config.parallel.schedule
+            choice = LayoutChoice(*axes, 0, schedule, 1, 1, mesh.share, mode, sharded)
+            self._configs[key] = in_layout(self._config, choice)
+        return self._configs[key]
+
+    def _pipeline(
+        self, mesh: MeshSizes, options: Options, ranks: RankLayers, inner: _Inner, hardware: Hardware
+    ) -> tuple[Array, Array, Array]:
+        """Seconds of all micro-batches by schedule; and of one through each row of `ranks`, forward and backward."""
+        passes = np.concatenate([self._of_kinds(mesh, *part, hardware) for part in inner.parts], axis=-1)
+        forward, backward, weight = (ranks.counts @ part for part in passes)  # [rows, inner]
+        total = forward + backward + weight
+        slowest = np.maximum.reduceat(total, ranks.starts, axis=0)
+        line = np.asarray(inner.micro_batches * slowest, dtype=float)
+        if mesh.pp > 1:
+            everything, weights = self._layers @ passes.sum(axis=0), self._layers @ passes[2]
+            is_slowest = total == slowest[ranks.schedule]
+            of_slowest = np.minimum.reduceat(np.where(is_slowest, weight, np.inf), ranks.starts, axis=0)
+            of_one = {
+                sharded: sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, _ in inner.parts
+            }
+            sent = np.concatenate([sizes * of_one[sharded] for sharded, _, sizes in inner.parts])
+            group = axis_group(self._in_layout(mesh), "pp", hardware.gpus_per_node, self._system)
+            send = send_seconds(hardware, group, sent)  # type: ignore[arg-type]
+            for rows, name, chunks in _alike(options):
+                line[rows] += bubble_seconds(
+                    everything,
+                    slowest[rows],  # type: ignore[arg-type]
+                    weights,
+                    of_slowest[rows],  # type: ignore[arg-type]
+                    name,
+                    chunks[:, None],  # type: ignore[arg-type]
+                    inner.micro_batches,  # type: ignore[arg-type]
+                )
+                for row, count in zip(rows, chunks, strict=True):
+                    line[row] += send_waits(mesh.pp, int(count), inner.micro_batches, send, self._system.overlap_sends)  # type: ignore[arg-type]
+        return line, forward, backward + weight
+
+    def _of_kinds(self, mesh: MeshSizes, sharded: bool, mode: str, sizes: Sizes, hardware: Hardware) -> Array:
+        """Seconds of the passes of a layer of each kind, [forward, backward and weight; kinds; sizes]."""
+        stride = mesh.pp if mesh.ep > 1 else 1
+        key = mesh.tp, mesh.cp, mesh.ep, stride, sharded, mode, hardware.gpus_per_node
+        if key not in self._passes:
+            self._passes[key] = self._computed(self._in_layout(mesh, sharded, mode), hardware)
+        return self._passes[key][:, :, np.searchsorted(self._sizes, sizes)]
+
+    def _computed(self, config: Config, hardware: Hardware) -> Array:
+        """The same for all sizes that there are.
+
+        Args:
+            config: in a layout, with micro-batches of one sample.
+            hardware: that computes them.
+        """
+        sizes, per_node, system = self._sizes, hardware.gpus_per_node, self._system
+        blocks = {
+            kind: replace(block_of(config, layer, per_node, system), samples=sizes)  # type: ignore[arg-type]
+            for kind, layer in self._kinds.blocks
+        }
+        first = next(iter(blocks.values()))
+        chunks = [self._chunk(config, size) for size in sizes.tolist()]
+        ends = EndShapes(config.model.vocab_size, first)
+        found = np.empty((3, self._kinds.count, len(sizes)))
+        found[:, 0] = _totals(embedding_passes(ends, hardware, system), sizes)
+        for kind, block in blocks.items():
+            found[:, kind] = _totals(block_passes(block, hardware, system, config.train.recompute), sizes)
+        for chunked in (True, False):  # which a head asks before anything else
+            some = np.array([(chunk > 0) == chunked for chunk in chunks], dtype=bool)
+            if some.any():
+                block = replace(first, samples=sizes[some])
+                ends = EndShapes(config.model.vocab_size, block, int(chunked))
+                found[:, self._kinds.head, some] = _totals(head_passes(ends, hardware, system), sizes[some])
+        return found
+
+    def _chunk(self, config: Config, size: int) -> int:
+        if not is_derived(self._config, "train.loss_chunk_size"):
+            return config.train.loss_chunk_size
+        tokens = size * -(-config.data.sequence_length // config.parallel.cp)
+        return logits_chunk(tokens, -(-config.model.vocab_size // config.parallel.tp))
+
+
+def _totals(passes: Passes, sizes: Sizes) -> Array:
+    return np.array([np.broadcast_to(part.total, sizes.shape) for part in passes])
+
+
+def _alike(options: Options) -> list[tuple[list[int], str, Array]]:
+    """The schedules of a name together: their indices, the name, and the stages of a rank of each."""
+    rows: dict[str, list[int]] = {}
+    for number, settings in enumerate(options.schedule):
+        rows.setdefault(settings["parallel.schedule"], []).append(number)
+    return [
+        (numbers, name, np.array([float(options.schedule[number]["parallel.stage_chunks"]) for number in numbers]))
+        for name, numbers in rows.items()
+    ]

@@ -1,0 +1,247 @@
+"""What a number of tokens takes: steps, days, GPU-hours and dollars."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from threefold.config.document import parse_value
+from threefold.config.loading import config_of
+from threefold.config.model import OWN
+from threefold.config.schedules import SCHEDULES, is_schedule_file
+from threefold.config.schema import Config
+from threefold.config.section import MOST_STEPS, divisors, nearest_multiple
+from threefold.data.dataset import resolve_without_data
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.models.family import model_plan
+from threefold.planner.estimate import own_system
+from threefold.planner.hardware import Hardware
+from threefold.planner.search.space import KEYS, Space, alone
+from threefold.planner.systems import System, find_system
+from threefold.plugins import one_of
+
+_SCALES: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_TOKENS: Final = re.compile(r"(\d+(?:\.\d+)?(?:E\d{1,2})?)([KMBT]?)")
+_HOUR, _DAY = 3600, 86400
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Training on so many tokens.
+
+    Attributes:
+        tokens: of them.
+        steps: of the config's global batch, rounded up.
+        seconds: of these steps.
+        gpus: that compute them.
+        dollars_per_hour: of a GPU; None where it is not known.
+    """
+
+    tokens: int
+    steps: int
+    seconds: float
+    gpus: int
+    dollars_per_hour: float | None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / _DAY
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.seconds * self.gpus / _HOUR
+
+    @property
+    def dollars(self) -> float | None:
+        return None if self.dollars_per_hour is None else self.gpu_hours * self.dollars_per_hour
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens such as `300B`, `1.4T`, `20e9` or `5000000`.
+
+    Raises:
+        UserError: it is none.
+    """
+    match = _TOKENS.fullmatch(text.strip().upper().replace("_", "").replace(",", ""))
+    count = round(float(match[1]) * _SCALES[match[2]]) if match else 0
+    if not match or not 0 < count <= 10**18:
+        raise UserError(f"--tokens is {shown(text)} but must be a number of tokens above 0; write it as 300B or 1.4T.")
+    return count
+
+
+def budget_of(tokens: int, tokens_per_step: int, step_seconds: float, gpus: int, dollars: float | None) -> Budget:
+    """The budget of whole steps.
+
+    Args:
+        tokens: to train on.
+        tokens_per_step: of the global batch.
+        step_seconds: of a step.
+        gpus: that compute it.
+        dollars: per hour and GPU.
+    """
+    steps = -(-tokens // tokens_per_step)
+    return Budget(tokens, steps, steps * step_seconds, gpus, dollars)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How layouts are ranked.
+
+    Attributes:
+        name: as given.
+        title: what the best one has.
+        counts: GPUs there are → the numbers of them that a layout may use.
+        weight: GPUs used → what the seconds of a step are multiplied by; the layout with the least comes first.
+    """
+
+    name: str
+    title: str
+    counts: Callable[[int], list[int]]
+    weight: Callable[[int], float]
+
+
+_ROWS: Final = (
+    # The batch is given, so that the shortest step has the most tokens per second.
+    Objective("throughput", "most tokens per second on all GPUs", lambda gpus: [gpus], lambda used: 1.0),
+    Objective("cost", "fewest GPU-hours per token, on as many GPUs or a part of them", divisors, float),
+    Objective("latency", "shortest step, on as many GPUs or a part of them", divisors, lambda used: 1.0),
+)
+OBJECTIVES: Final = {row.name: row for row in _ROWS}
+"""Name → objective. The first is the default."""
+
+
+def find_objective(name: str) -> Objective:
+    """The objective of a name.
+
+    Raises:
+        UserError: there is no such objective.
+    """
+    if name not in OBJECTIVES:
+        raise UserError(f"--objective is {shown(name)} but must be {one_of(name, list(OBJECTIVES))}.")
+    return OBJECTIVES[name]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan.
+
+    Attributes:
+        given: the config as loaded.
+        config: the same on one rank, resolved.
+        gpus: devices that there are.
+        hardware: of which type.
+        objective: what the best layout has.
+        fixed: settings that the layouts must have, `section.key` → value.
+        tokens: to train on; None where neither the request nor the config says.
+        system: training system whose kernels and memory are assumed.
+    """
+
+    given: Config
+    config: Config
+    gpus: int
+    hardware: Hardware
+    objective: Objective
+    fixed: Mapping[str, Any]
+    tokens: int | None
+    system: System
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.global_batch_size * self.config.data.sequence_length
+
+    def space(self, fixed: Mapping[str, Any]) -> Space:
+        """What there is to choose from, with these settings fixed."""
+        own = self.given.parallel.schedule
+        schedules = [*SCHEDULES, *([own] if is_schedule_file(own) else [])]
+        layers = model_plan(self.config.model, self.config.data.sequence_length).layers
+        return Space(self.config, len(layers), fixed, schedules)
+
+
+def read_request(
+    given: Config,
+    gpus: int,
+    hardware: Hardware,
+    objective: str,
+    fix: Sequence[str],
+    tokens: str | None = None,
+    system: str | None = None,
+) -> Request:
+    """Read what was given for each option.
+
+    Args:
+        given: the config as loaded.
+        gpus: devices that there are.
+        hardware: of which type.
+        objective, fix, tokens, system: as on the command line; None where an option was not given. The system is then
+            this package, which the config is for.
+
+    Raises:
+        UserError: one of them is impossible, or the config in any layout.
+    """
+    row, fixed = find_objective(objective), parse_fixed(fix)
+    wanted = None if tokens is None else parse_tokens(tokens)
+    _require_nodes(gpus, hardware)
+    if given.model.architecture == OWN:
+        raise UserError(
+            "model.architecture is own, whose operations no formula knows; plan with gpt or llama of the same sizes."
+        )
+    config = resolve_without_data(alone(given))
+    hardware.matrix_rate(config.precision.dtype)
+    most = MOST_STEPS * config.train.global_batch_size * config.data.sequence_length
+    if tokens is not None and wanted is not None and wanted > most:
+        raise UserError(f"--tokens is {shown(tokens)} but train.max_steps can read {most:,} at most; use {most}.")
+    kernels = own_system(config, hardware) if system is None else find_system(system)
+    if wanted is None and config.train.max_steps < MOST_STEPS:
+        wanted = config.train.max_steps * config.train.global_batch_size * config.data.sequence_length
+    return Request(given, config, gpus, hardware, row, fixed, wanted, kernels)
+
+
+def _require_nodes(gpus: int, hardware: Hardware) -> None:
+    """Check that so many devices fill nodes."""
+    if not hardware.fills_nodes(gpus):
+        per_node = hardware.gpus_per_node
+        raise UserError(
+            f"--gpus is {gpus} but nodes of {hardware.name} have {per_node} and are rented whole; use "
+            f"{nearest_multiple(gpus, per_node)}."
+        )
+
+
+def require_no_layout(overrides: Sequence[str]) -> None:
+    """Check that no override is of a setting that the search chooses, which would have no effect.
+
+    Args:
+        overrides: `section.key=value` each.
+
+    Raises:
+        UserError: one is.
+    """
+    for override in overrides:
+        if override.partition("=")[0].strip() in KEYS.values():
+            raise UserError(
+                f"--set {shown(override)}: threefold plan chooses this setting itself; use --fix {shown(override)} "
+                "for layouts that have it."
+            )
+
+
+def parse_fixed(texts: Sequence[str]) -> dict[str, Any]:
+    """The settings that layouts must have, from `section.key=value` each.
+
+    Raises:
+        UserError: one is no setting of a layout, or its value is not YAML or no value of the setting.
+    """
+    fixed: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key, where = key.strip(), f"--fix {shown(text)}"
+        if not equals:
+            raise UserError(f"{where}: write it as section.key=value, such as parallel.tp=8.")
+        if key not in KEYS.values():
+            raise UserError(f"{where}: the setting must be {one_of(key, list(KEYS.values()))}.")
+        fixed[key] = parse_value(value, where)
+        section, name = key.split(".")
+        try:
+            config_of({"data": {"path": "any"}, section: {name: fixed[key]}})
+        except UserError as error:
+            raise UserError(f"{where}: {str(error).removeprefix('config: ')}") from None
+    return fixed

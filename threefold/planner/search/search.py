@@ -1,0 +1,375 @@
+"""The sound options of a mesh as an array, and why the others are not."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from threefold.planner.search.bounds import Array, Costs, Evaluated, Mask
+from threefold.planner.search.request import Objective
+from threefold.planner.search.space import Check, LayoutChoice, MeshSizes, Options, RuleAnswers, Settings, Space
+
+
+class Soundness:
+    """Finds the sound layouts of a space.
+
+    Args:
+        space: to look at.
+        checks: rules of a config, in order.
+
+    Attributes:
+        refused: how many layouts each rule refused, by the setting that its sentence is about.
+        examples: one layout of each of these, and the sentence.
+    """
+
+    def __init__(self, space: Space, checks: tuple[Check, ...]) -> None:
+        self._rules = [RuleAnswers(check, space.config) for check in checks]
+        self._masks: dict[object, tuple[Mask, str]] = {}
+        self.refused: Counter[str] = Counter()
+        self.examples: dict[str, tuple[str, str]] = {}
+
+    def mask(self, mesh: MeshSizes, options: Options) -> Mask | None:
+        """Which options of a mesh are sound, in the dims of `DIMS` (or 1 where all of a dim are alike); None for none
+        at all."""
+        sound: Mask = np.ones((1,) * len(options.shape), dtype=bool)
+        for number, rule in enumerate(self._rules):
+            before = sound
+            allowed, sentence = self._allowed(number, rule, mesh, options)
+            if not sentence:
+                continue
+            sound = before & allowed
+            self._count(rule, mesh, options, before, sound)
+            if not sound.any():
+                return None
+        return sound
+
+    def _count(self, rule: RuleAnswers, mesh: MeshSizes, options: Options, before: Mask, after: Mask) -> None:
+        lost = _size(before, options) - _size(after, options)
+        if not lost:
+            return
+        place = tuple(int(index[0]) for index in np.nonzero(before & ~after))
+        choice = options.choice(mesh, place)
+        sentence = rule.sentence({**choice.settings(), "parallel.zero_shards": choice.dp})
+        key = sentence.split(" ", 1)[0]
+        self.refused[key] += lost
+        self.examples.setdefault(key, (str(choice), sentence))
+
+    def _allowed(self, number: int, rule: RuleAnswers, mesh: MeshSizes, options: Options) -> tuple[Mask, str]:
+        """Where a rule holds, and a sentence of it where it does not hold everywhere."""
+        while True:
+            read = frozenset(rule.read)
+            own = mesh.settings
+            varied = [not read.isdisjoint(values[0]) for values in options.dims]
+            dims = tuple(values if one else values[:1] for values, one in zip(options.dims, varied, strict=True))
+            several = tuple(id(values) for values, one in zip(options.dims, varied, strict=True) if one)
+            key = (number, tuple(own[name] for name in own if name in read), several, read)
+            if key in self._masks:
+                return self._masks[key]
+            kinds = [_kinds(values, read) for values in dims]
+            found = list(_sentences(rule, own, tuple(values for values, _ in kinds)))
+            if rule.read <= read:
+                break
+        mask = np.array([not sentence for sentence in found]).reshape([len(values) for values, _ in kinds])
+        mask = mask[np.ix_(*(places for _, places in kinds))]
+        self._masks[key] = mask, next((sentence for sentence in found if sentence), "")
+        return self._masks[key]
+
+
+def _kinds(values: tuple[Settings, ...], read: frozenset[str]) -> tuple[tuple[Settings, ...], list[int]]:
+    """Values of a dim that differ in what is read, and for each value which of these it is like."""
+    first: dict[tuple[object, ...], int] = {}
+    names = [name for name in values[0] if name in read]
+    alike = [first.setdefault(tuple(value[name] for name in names), len(first)) for value in values]
+    kinds = tuple(values[alike.index(number)] for number in range(len(first)))
+    return kinds, alike
+
+
+def _sentences(rule: RuleAnswers, own: Settings, dims: tuple[tuple[Settings, ...], ...]) -> Iterator[str]:
+    for chosen in product(*dims):
+        settings = dict(own)
+        for values in chosen:
+            settings.update(values)
+        yield rule.sentence(settings)
+
+
+def _size(mask: Mask, options: Options) -> int:
+    """How many layouts a mask has, its dims of length 1 standing for all of them."""
+    count = int(np.count_nonzero(mask))
+    for length, whole in zip(mask.shape, options.shape, strict=True):
+        if length == 1:
+            count *= whole
+    return count
+
+
+BEST = 10
+"""Layouts that are ranked."""
+_AT_ONCE = 256
+"""Layouts that are looked for at once among all, in the order of their bounds."""
+_ROUNDING = 1 - 1e-9
+"""A bound that is computed with other roundings may be above the exact time by as much."""
+
+
+@dataclass(frozen=True)
+class UnfitLayouts:
+    """Sound layouts that need more memory than there is.
+
+    Attributes:
+        count: of them.
+        nearest: the one that needs the least.
+        peak: bytes that it needs.
+        part: what takes the most of these, in words.
+    """
+
+    count: int
+    nearest: LayoutChoice
+    peak: int
+    part: str
+
+
+@dataclass(frozen=True)
+class RefusedLayouts:
+    """Layouts that a rule of the settings refuses.
+
+    Attributes:
+        key: the setting that the rule is about.
+        count: of layouts.
+        example: one of them.
+        sentence: why.
+    """
+
+    key: str
+    count: int
+    example: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The layouts of a mesh that fit, as far as their bounds say.
+
+    Attributes:
+        mesh, options: of them.
+        places: their indices in each dim of the options.
+        seconds: that a step takes at least.
+        peak: bytes that the rank with the most needs at least.
+    """
+
+    mesh: MeshSizes
+    options: Options
+    places: tuple[np.ndarray, ...]
+    seconds: Array
+    peak: Array
+
+    def choice(self, number: int) -> LayoutChoice:
+        """One of the layouts."""
+        return self.options.choice(self.mesh, [int(indices[number]) for indices in self.places])
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        considered: layouts looked at.
+        sound: of them, those that the rules of the settings allow.
+        fitting: of these, those that fit into memory, as far as the least that they need says.
+        evaluated: of these, those evaluated exactly.
+        ranked: the best, the best first.
+        refusals: why the others are not sound, the most frequent first.
+        misfit: those that do not fit; None where all do.
+        nearest: the layout that needs the least memory; None where none is sound.
+        meshes: with layouts that fit, for a picture.
+        unfit: of the layouts of `meshes` one after the other, those that were evaluated and do not fit: all whose
+            bounds are below the best.
+    """
+
+    considered: int
+    sound: int
+    fitting: int
+    evaluated: int
+    ranked: list[Evaluated]
+    refusals: list[RefusedLayouts]
+    misfit: UnfitLayouts | None
+    nearest: LayoutChoice | None
+    meshes: list[Fitting]
+    unfit: list[int]
+
+
+@dataclass
+class _Seen:
+    """What was looked at."""
+
+    considered: int = 0
+    sound: int = 0
+    least: float = float("inf")
+    nearest: LayoutChoice | None = None
+    least_of_all: float = float("inf")
+    smallest: LayoutChoice | None = None
+    looked: list[Fitting] = field(default_factory=list)
+
+
+def search(space: Space, checks: tuple[Check, ...], costs: Costs, counts: Sequence[int], objective: Objective) -> Found:
+    """Look at every layout, and rank the best.
+
+    Args:
+        space: what there is to choose from.
+        checks: the rules of a config.
+        costs: the cost model.
+        counts: of devices that a layout may use.
+        objective: what the best has.
+    """
+    soundness, seen = Soundness(space, checks), _Seen()
+    for count in counts:
+        for mesh in space.meshes(count):
+            _look(mesh, space.options(mesh), soundness, costs, seen)
+    fitting = sum(len(each.seconds) for each in seen.looked)
+    ranked, unfit, evaluated = _best(seen.looked, costs, objective)
+    misfit = None
+    if seen.sound > fitting and seen.nearest is not None:
+        part = costs.largest_part(seen.nearest)
+        misfit = UnfitLayouts(seen.sound - fitting, seen.nearest, int(seen.least), part)
+    return Found(
+        considered=seen.considered,
+        sound=seen.sound,
+        fitting=fitting,
+        evaluated=evaluated,
+        ranked=ranked,
+        refusals=_refusals(soundness.refused, soundness.examples),
+        misfit=misfit,
+        nearest=seen.smallest,
+        meshes=seen.looked,
+        unfit=unfit,
+    )
+
+
+def _look(mesh: MeshSizes, options: Options, soundness: Soundness, costs: Costs, seen: _Seen) -> None:
+    """Add the layouts of a mesh that are sound and fit."""
+    if not all(options.shape):
+        return
+    seen.considered += int(np.prod(options.shape))
+    sound = soundness.mask(mesh, options)
+    if sound is None:
+        return
+    sound = np.broadcast_to(sound, options.shape)
+    seen.sound += int(np.count_nonzero(sound))
+    needed = np.broadcast_to(costs.least_bytes(mesh, options), options.shape)
+    fits = sound & (needed <= costs.usable_bytes(mesh.gpus))
+    least, place = _least(needed, sound & ~fits)
+    if least < seen.least:
+        seen.least, seen.nearest = least, options.choice(mesh, place)
+    least, place = _least(needed, sound)
+    if least < seen.least_of_all:
+        seen.least_of_all, seen.smallest = least, options.choice(mesh, place)
+    places = np.nonzero(fits)
+    if len(places[0]):
+        seconds = np.broadcast_to(costs.least_seconds(mesh, options, fits), options.shape)
+        seen.looked.append(Fitting(mesh, options, places, seconds[places], needed[places]))
+
+
+def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
+    """The least of some of the values, and its indices; infinite for none."""
+    those = np.where(where, values, np.inf)
+    place = int(those.argmin())
+    return float(those.flat[place]), tuple(int(index) for index in np.unravel_index(place, those.shape))
+
+
+def _best(looked: list[Fitting], costs: Costs, objective: Objective) -> tuple[list[Evaluated], list[int], int]:
+    """The best layouts, those that were evaluated and do not fit, and how many were evaluated."""
+    best: list[tuple[float, int, LayoutChoice, Evaluated]] = []
+    unfit: list[int] = []
+    evaluated = 0
+    for bound, place, choice in _ascending(looked, objective):
+        if len(best) == BEST and bound * _ROUNDING > best[-1][0]:
+            break
+        found = costs.evaluate(choice)
+        evaluated += 1
+        if found.peak > costs.usable_bytes(choice.gpus):
+            unfit.append(place)
+            continue
+        best.append((found.seconds * objective.weight(choice.gpus), found.peak, choice, found))
+        best = sorted(best, key=lambda each: each[:3])[:BEST]
+    return [each[-1] for each in best], unfit, evaluated
+
+
+def _ascending(looked: list[Fitting], objective: Objective) -> Iterator[tuple[float, int, LayoutChoice]]:
+    """All layouts in the order of the bounds of their scores: these, their places among all, and the layouts."""
+    if not looked:
+        return
+    scores = np.concatenate([each.seconds * objective.weight(each.mesh.gpus) for each in looked])
+    starts = np.cumsum([0, *(len(each.seconds) for each in looked)])
+    below, count = -np.inf, _AT_ONCE
+    while below < scores.max():
+        limit = np.partition(scores, count - 1)[count - 1] if count < len(scores) else scores.max()
+        chosen = np.flatnonzero((scores > below) & (scores <= limit))
+        for place in chosen[np.argsort(scores[chosen], kind="stable")]:
+            owner = int(np.searchsorted(starts, place, side="right")) - 1
+            yield float(scores[place]), int(place), looked[owner].choice(int(place - starts[owner]))
+        below, count = limit, count * 4
+
+
+def _refusals(counts: Counter[str], examples: dict[str, tuple[str, str]]) -> list[RefusedLayouts]:
+    return [RefusedLayouts(key, count, *examples[key]) for key, count in counts.most_common()]
+
+
+_POINTS: Final = 4000
+_STEP: Final = 0.9
+"""The next layout of the front has at most this share of the memory of the one before."""
+_EVALUATED: Final = 120
+"""Layouts that are evaluated for the front, at most."""
+
+
+class Points(NamedTuple):
+    """Layouts that fit.
+
+    Attributes:
+        seconds: of a step.
+        peak: bytes of the rank with the most, at least.
+        front: the fastest layouts for their memory, exactly, the one with the least memory first.
+    """
+
+    seconds: Array
+    peak: Array
+    front: list[Evaluated]
+
+
+def points_of(found: Found, costs: Costs, step: float = _STEP, most: int = _EVALUATED) -> Points:
+    """The points of a search. None of them is a layout that is known not to fit.
+
+    Args:
+        found: by the search; some layouts fit.
+        costs: the cost model.
+        step: the next layout of the front has at most this share of the memory of the one before.
+        most: layouts that are evaluated for the front.
+    """
+    seconds = np.concatenate([each.seconds for each in found.meshes])
+    peak = np.concatenate([each.peak for each in found.meshes])
+    starts = np.cumsum([0, *(len(each.seconds) for each in found.meshes)])
+    fits = np.ones(len(seconds), dtype=bool)
+    fits[found.unfit] = False
+    front = [min(found.ranked, key=lambda each: (each.seconds, each.peak))]
+    evaluated: dict[int, Evaluated] = {}
+    while len(evaluated) < most:
+        limit = front[-1].peak * step
+        left = np.where(fits & (peak <= limit), seconds, np.inf)
+        fastest: Evaluated | None = None
+        while len(evaluated) < most:
+            place = int(left.argmin())
+            if left[place] >= (np.inf if fastest is None else fastest.seconds):
+                break
+            left[place] = np.inf
+            if place not in evaluated:
+                owner = int(np.searchsorted(starts, place, side="right")) - 1
+                evaluated[place] = costs.evaluate(found.meshes[owner].choice(place - int(starts[owner])))
+            layout = evaluated[place]
+            peak[place] = layout.peak
+            if layout.peak <= limit and (fastest is None or layout.seconds < fastest.seconds):
+                fastest = layout
+        if fastest is None:
+            break
+        front.append(fastest)
+    shown = np.flatnonzero(fits)
+    some = np.random.default_rng(0).choice(shown, min(_POINTS, len(shown)), replace=False)
+    return Points(seconds[some], peak[some], front[::-1])

@@ -1,0 +1,410 @@
+"""A layout that the search considers: the values of every setting that it may choose."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple, cast, get_args
+
+from threefold.comm.layout import Layout, LayoutSpec
+from threefold.config.loading import config_of
+from threefold.config.resolve import is_derived, logits_chunk
+from threefold.config.rules import DEFAULT_GLOBAL_BATCH_SIZE, rules
+from threefold.config.schedules import SCHEDULES, find_schedule
+from threefold.config.schema import Config, ParallelConfig, TrainConfig
+from threefold.config.section import divisors
+from threefold.errors import UserError
+from threefold.models.sharding import ModelPlan
+from threefold.parallel.pipeline.partition import stage_map
+
+KEYS: Final = {
+    "dp": "parallel.dp",
+    "tp": "parallel.tp",
+    "pp": "parallel.pp",
+    "cp": "parallel.cp",
+    "ep": "parallel.ep",
+    "zero": "parallel.zero",
+    "schedule": "parallel.schedule",
+    "stage_chunks": "parallel.stage_chunks",
+    "micro_batch_size": "train.micro_batch_size",
+    "accumulation": "train.gradient_accumulation_steps",
+    "recompute": "train.recompute",
+    "sequence_parallel": "parallel.sequence_parallel",
+}
+"""Part of a `LayoutChoice` → its setting."""
+FOLLOWING: Final = ("parallel.zero_shards", "parallel.fallbacks", "train.recompute_every")
+"""Settings that a config gives for its own layout; in another one they have their defaults."""
+_DEFAULTS: Final = {
+    "parallel.schedule": next(iter(SCHEDULES)),
+    "parallel.zero": 0,
+    "parallel.sequence_parallel": False,
+    "train.recompute": "none",
+}
+
+
+class LayoutChoice(NamedTuple):
+    """One layout.
+
+    Attributes:
+        dp, tp, pp, cp: ranks along each axis; their product is the number of GPUs.
+        ep: of the dp replicas, how many share the experts.
+        zero, schedule, stage_chunks, micro_batch_size, recompute, sequence_parallel: as the settings of these names.
+        accumulation: micro-batches of a replica in a step.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    zero: int
+    schedule: str
+    stage_chunks: int
+    micro_batch_size: int
+    accumulation: int
+    recompute: str
+    sequence_parallel: bool
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    def settings(self) -> dict[str, Any]:
+        """`section.key` → value of every setting that makes it."""
+        return {KEYS[name]: value for name, value in self._asdict().items()}
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "LayoutChoice":
+        """That of a mapping from `section.key` to values."""
+        return cls(**{name: settings[key] for name, key in KEYS.items()})
+
+    @property
+    def spec(self) -> LayoutSpec:
+        """The same as other commands write and read it, without the micro-batch."""
+        given = {key: value for key, value in self.settings().items() if value != _DEFAULTS.get(key, value)}
+        if self.schedule in SCHEDULES and SCHEDULES[self.schedule].stages_per_rank is None:
+            given["parallel.stage_chunks"] = self.stage_chunks
+        return LayoutSpec(Layout(self.dp, self.tp, self.pp, self.cp, self.ep), tuple(given.items()))
+
+    def __str__(self) -> str:
+        return f"{self.spec} micro-batch {self.micro_batch_size}"
+
+
+_GLOBAL_BATCH: Final = "train.global_batch_size"
+
+
+def without_layout(config: Config) -> dict[str, dict[str, Any]]:
+    """What a config gives beside its layout, by section, with its global batch.
+
+    Args:
+        config: as loaded.
+    """
+    given = config.given()
+    for key in (*KEYS.values(), *FOLLOWING):
+        section, name = key.split(".")
+        given[section].pop(name, None)
+    given["train"][_GLOBAL_BATCH.split(".")[1]] = _global_batch(config)
+    return given
+
+
+def alone(config: Config) -> Config:
+    """A config on one rank, not resolved.
+
+    Args:
+        config: as loaded.
+    """
+    changed = config_of(without_layout(config))
+    chosen = (*KEYS.values(), *FOLLOWING)  # a sentence about another layout is not about the config's line
+    changed._origins = {key: origin for key, origin in config._origins.items() if key not in chosen}
+    return changed
+
+
+def in_layout(config: Config, choice: LayoutChoice) -> Config:
+    """A resolved config in another layout; as `resolve` makes it, in a fraction of its time.
+
+    Args:
+        config: on one rank, resolved.
+        choice: the layout, which must be sound.
+    """
+    parallel: dict[str, Any] = {"zero_shards": choice.dp}
+    train: dict[str, Any] = {}
+    for key, value in choice.settings().items():
+        section, name = key.split(".")
+        (parallel if section == "parallel" else train)[name] = value
+    if is_derived(config, "train.loss_chunk_size"):
+        tokens = choice.micro_batch_size * -(-config.data.sequence_length // choice.cp)
+        train["loss_chunk_size"] = logits_chunk(tokens, -(-config.model.vocab_size // choice.tp))
+    return config.model_copy(
+        update={"parallel": _copied(config.parallel, parallel), "train": config.train.model_copy(update=train)}
+    )
+
+
+def _copied(parallel: Any, update: dict[str, Any]) -> Any:
+    """A copy without what was computed from other settings."""
+    copy = parallel.model_copy(update=update)
+    copy.__dict__.pop("pipeline_schedule", None)
+    return copy
+
+
+def _global_batch(config: Config) -> int:
+    train = config.train
+    if train.global_batch_size:
+        return train.global_batch_size
+    if train.micro_batch_size and train.gradient_accumulation_steps:
+        return train.micro_batch_size * train.gradient_accumulation_steps * config.parallel.dp
+    return DEFAULT_GLOBAL_BATCH_SIZE
+
+
+Settings = Mapping[str, Any]
+"""`section.key` → value."""
+Check = Callable[[Config], object]
+_SECTIONS: Final = frozenset(key.split(".")[0] for key in KEYS.values())
+"""Those with settings of a layout."""
+
+
+def layout_rules(plan: ModelPlan) -> tuple[Check, ...]:
+    """All that a resolved config must obey before its ranks start, in order; each raises a `UserError`."""
+
+    def check_stages(config: Config) -> None:
+        stage_map(plan, config)
+
+    return (*rules(), check_stages)
+
+
+class RuleAnswers:
+    """What one rule says of the layouts of a config.
+
+    Args:
+        rule: raises a `UserError` where it is broken.
+        config: resolved; has the settings that are not a layout's.
+
+    Attributes:
+        read: the settings of layouts that it has read so far.
+    """
+
+    def __init__(self, rule: Check, config: Config) -> None:
+        self._rule, self._config = rule, config
+        self._tree: _Branch | str | None = None
+        self._asked = False
+        self.read: set[str] = set()
+
+    def sentence(self, settings: Settings) -> str:
+        """Why a layout breaks the rule; empty where it does not.
+
+        Args:
+            settings: of the layout, in place of the config's own.
+        """
+        node = self._tree
+        while isinstance(node, _Branch):
+            value = settings[node.key]
+            if value not in node.answers:
+                return self._ask(settings)
+            node = node.answers[value]
+        return node if node is not None else self._ask(settings)
+
+    def _ask(self, settings: Settings) -> str:
+        view = _ConfigView(self._config, settings)
+        try:
+            self._rule(cast(Config, view))
+            answer = ""
+        except UserError as error:
+            answer = str(error)
+        self.read |= view.read.keys()
+        path = list(view.read.items())
+        if not path:
+            self._tree = answer
+            return answer
+        if self._tree is None:
+            self._tree = _Branch(path[0][0])
+        node = self._tree
+        for (key, value), following in zip(path, [*path[1:], None], strict=True):
+            assert isinstance(node, _Branch)
+            assert node.key == key, "what a rule reads next follows from what it has read"
+            if following is None:
+                node.answers[value] = answer
+            else:
+                node = node.answers.setdefault(value, _Branch(following[0]))
+        return answer
+
+
+class _Branch:
+    """A setting that a rule reads next, and what follows for each of its values."""
+
+    __slots__ = ("answers", "key")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.answers: dict[Any, _Branch | str] = {}
+
+
+class _ConfigView:
+    """A config in another layout, as rules see it; remembers which of the layout's settings they read, in order."""
+
+    def __init__(self, config: Config, settings: Settings) -> None:
+        self._config, self._settings = config, settings
+        self.read: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._config, name)
+        return _SectionView(self, name, value) if name in _SECTIONS else value
+
+    def value(self, key: str) -> Any:
+        found = self.read[key] = self._settings[key]
+        return found
+
+    def has(self, key: str) -> bool:
+        return key in self._settings
+
+
+class _SectionView:
+    """A section of a `_ConfigView`."""
+
+    def __init__(self, config: _ConfigView, name: str, section: Any) -> None:
+        self._view, self._name, self._section = config, name, section
+
+    def __getattr__(self, name: str) -> Any:
+        key = f"{self._name}.{name}"
+        if self._view.has(key):
+            return self._view.value(key)
+        derived = getattr(type(self._section), name, None)
+        if isinstance(derived, cached_property):
+            return derived.func(self)
+        return getattr(self._section, name)
+
+
+DIMS: Final = ("micro_batch", "sequence_parallel", "recompute", "schedule", "zero")
+_RECOMPUTE: Final[tuple[str, ...]] = get_args(TrainConfig.model_fields["recompute"].annotation)
+_MOST_ZERO: Final = next(each.le for each in ParallelConfig.model_fields["zero"].metadata if hasattr(each, "le"))
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Sizes of the axes.
+
+    Attributes:
+        dp, tp, pp, cp, ep: as in `parallel`.
+        share: sequences of a replica in a step.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    share: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "parallel.dp": self.dp,
+            "parallel.tp": self.tp,
+            "parallel.pp": self.pp,
+            "parallel.cp": self.cp,
+            "parallel.ep": self.ep,
+            "parallel.zero_shards": self.dp,
+        }
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+
+class Space:
+    """What there is to choose from.
+
+    Args:
+        config: resolved, in any layout; has the global batch and the model.
+        layers: of the model's plan.
+        fixed: settings that have one value only, `section.key` → value.
+        schedules: the names and files that `parallel.schedule` may have.
+    """
+
+    def __init__(
+        self, config: Config, layers: int, fixed: Mapping[str, Any], schedules: Sequence[str] = tuple(SCHEDULES)
+    ) -> None:
+        self.config, self.layers, self.fixed, self.schedules = config, layers, fixed, schedules
+        self.global_batch_size = config.train.global_batch_size
+        self._made: dict[object, tuple[Settings, ...]] = {}
+
+    def meshes(self, gpus: int) -> Iterator[MeshSizes]:
+        """The meshes of so many ranks, but for those whose replicas cannot divide the global batch."""
+        experts = divisors(self.config.model.num_experts) if self.config.model.num_experts else [1]
+        for tp in self._allowed("parallel.tp", divisors(gpus)):
+            for pp in self._allowed("parallel.pp", divisors(gpus // tp)):
+                for cp in self._allowed("parallel.cp", divisors(gpus // tp // pp)):
+                    dp = gpus // (tp * pp * cp)
+                    if self.global_batch_size % dp or not self._allowed("parallel.dp", [dp]):
+                        continue
+                    for ep in self._allowed("parallel.ep", [each for each in experts if dp % each == 0]):
+                        yield MeshSizes(dp, tp, pp, cp, ep, self.global_batch_size // dp)
+
+    def options(self, mesh: MeshSizes) -> "Options":
+        """What the ranks of a mesh may do; meshes with the same values of a dim have the same tuple of them."""
+        sharded, zero = mesh.tp > 1, mesh.dp * mesh.cp > 1
+        shares = [False, True] if sharded else [False]
+        return Options(
+            self._once(("micro-batch", mesh.share), lambda: self._micro_batches(mesh.share)),
+            self._once(("sp", sharded), lambda: self._single("parallel.sequence_parallel", shares)),
+            self._once("recompute", lambda: self._single("train.recompute", _RECOMPUTE)),
+            self._once(("schedule", mesh.pp), lambda: self._schedules(mesh.pp)),
+            self._once(("zero", zero), lambda: self._single("parallel.zero", range(_MOST_ZERO + 1) if zero else [0])),
+        )
+
+    def _once(self, key: object, make: Callable[[], tuple[Settings, ...]]) -> tuple[Settings, ...]:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _micro_batches(self, share: int) -> tuple[Settings, ...]:
+        sizes = self._allowed("train.micro_batch_size", divisors(share))
+        both = [{"train.micro_batch_size": size, "train.gradient_accumulation_steps": share // size} for size in sizes]
+        return tuple(
+            each
+            for each in both
+            if self._allowed("train.gradient_accumulation_steps", [each["train.gradient_accumulation_steps"]])
+        )
+
+    def _schedules(self, pp: int) -> tuple[Settings, ...]:
+        """Each schedule with each number of stages that a rank may have, so far as there are layers."""
+        names = self.schedules if pp > 1 else self.schedules[:1]
+        found = []
+        for name in self._allowed("parallel.schedule", names):
+            stages = find_schedule(name).stages_per_rank
+            most = max(1, self.layers // pp)
+            for chunks in self._allowed("parallel.stage_chunks", range(1, most + 1) if stages is None else [stages]):
+                found.append({"parallel.schedule": name, "parallel.stage_chunks": chunks})
+        return tuple(found)
+
+    def _single(self, key: str, values: Sequence[Any]) -> tuple[Settings, ...]:
+        return tuple({key: value} for value in self._allowed(key, values))
+
+    def _allowed(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
+        if key not in self.fixed:
+            return values
+        return [value for value in values if value == self.fixed[key]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a mesh, dim by dim, each as settings."""
+
+    micro_batch: tuple[Settings, ...]
+    sequence_parallel: tuple[Settings, ...]
+    recompute: tuple[Settings, ...]
+    schedule: tuple[Settings, ...]
+    zero: tuple[Settings, ...]
+
+    @property
+    def dims(self) -> tuple[tuple[Settings, ...], ...]:
+        """Those of each dim of `DIMS`."""
+        return self.micro_batch, self.sequence_parallel, self.recompute, self.schedule, self.zero
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(len(values) for values in self.dims)
+
+    def choice(self, mesh: MeshSizes, place: Sequence[int]) -> LayoutChoice:
+        """The layout of a mesh at indices of each dim."""
+        settings = dict(mesh.settings)
+        for values, index in zip(self.dims, place, strict=True):
+            settings |= values[index]
+        return LayoutChoice.of(settings)

@@ -1,0 +1,346 @@
+"""Pictures of plans and runs as PNG or SVG, in one style: timelines of schedules, memory, results of a search."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.planner.schedule import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+SUFFIXES: Final = (".png", ".svg")
+DPI: Final = 150
+
+# Told apart by people who see fewer colours too, and in print by lightness.
+BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#3d6fb4", "#e8893c", "#55a868", "#8d6cb5", "#c44e52", "#937860"
+YELLOW, CYAN = "#f2c14e", "#64b5cd"
+COLORS: Final = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, YELLOW, CYAN)
+"""In the order in which causes or series take them."""
+INK, FAINT, LINE = "#262626", "#e9e9e9", "#b5b5b5"
+"""Of text; of what is empty, such as waiting; of axes and grids."""
+
+TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 9.5, 7.0
+_LETTER: Final = 0.1
+"""Inches that a letter of a title takes, about."""
+_MARGIN: Final = 1.0
+"""Inches of a figure's width without a title."""
+
+
+def lighter(color: str, share: float) -> tuple[float, float, float]:
+    """A colour mixed with white.
+
+    Args:
+        color: as `#rrggbb`.
+        share: of white, from 0 to 1.
+    """
+    parts = (int(color[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    red, green, blue = (part + (1 - part) * share for part in parts)
+    return red, green, blue
+
+
+def new_figure(width: float, height: float, title: str) -> "tuple[Figure, Axes]":
+    """A figure of so many inches with one plot in the common style.
+
+    Args:
+        width, height: inches.
+        title: one or two lines; the first says what is shown, with the number that matters most. Lines that are
+            longer than the figure is wide are broken.
+    """
+    from textwrap import fill
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white", dpi=DPI)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    letters = int((width - _MARGIN) / _LETTER)
+    title = "\n".join(fill(line, letters) for line in title.split("\n"))
+    axes.set_title(title, fontsize=TITLE_SIZE, color=INK, loc="left", pad=8)
+    axes.tick_params(labelsize=TEXT_SIZE, colors=INK, length=3)
+    axes.xaxis.label.set(fontsize=TEXT_SIZE, color=INK)
+    axes.yaxis.label.set(fontsize=TEXT_SIZE, color=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        axes.spines[side].set_color(LINE)
+    return figure, axes
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a path that no picture can be written to, before the work for it.
+
+    Raises:
+        UserError: the ending is not one of `SUFFIXES`, or there is no such folder.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"The picture {shown(path)} must end in .png or .svg; use {shown(path.with_suffix('.png'))}.")
+    if not path.parent.is_dir():
+        raise UserError(f"The picture {shown(path)} cannot be written: there is no folder {shown(path.parent)}.")
+    if path.is_dir():
+        raise UserError(f"The picture {shown(path)} cannot be written: that is a folder.")
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure as PNG or SVG, by the ending of its path.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
+    check_picture(path)
+    try:
+        figure.savefig(path, dpi=DPI)
+    except OSError as error:
+        raise UserError(f"The picture {shown(path)} cannot be written: {error.strerror or error}.") from None
+
+
+KINDS: Final = {
+    "forward": BLUE,
+    "backward": ORANGE,
+    "backward input": YELLOW,
+    "backward weight": GREEN,
+    "communication": PURPLE,
+    "optimizer": RED,
+    "other": BROWN,
+}
+"""What ranks do → its colour. Time without a span is waiting."""
+OF_ACTION: Final = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
+"""Kind of an action → what ranks do."""
+_LIGHT: Final = ("backward", "backward input", "backward weight")
+_WIDTH, _MOST_DRAWN, _MOST_LABELS, _SMALLEST_LABEL = 16.0, 4000, 5000, 4.5
+
+
+class TimeSpan(NamedTuple):
+    """Something that a rank does without a pause.
+
+    Attributes:
+        rank: its number, from 0; drawn from the top.
+        kind: of `KINDS`; another one is drawn as `other`.
+        label: written where it fits, such as the number of a micro-batch.
+        start, end: in the unit of the picture.
+        chunk: of the rank's stages, from 0; later ones are drawn lighter.
+    """
+
+    rank: int
+    kind: str
+    label: str
+    start: float
+    end: float
+    chunk: int = 0
+
+
+def spans_of(timeline: Timeline) -> list[TimeSpan]:
+    """The spans of a simulation, labelled with their micro-batches."""
+    found = []
+    for rank, order in enumerate(timeline.spans):
+        chunk = {stage: number for number, stage in enumerate(sorted({action.stage for action, _, _ in order}))}
+        for (stage, kind, micro_batch), start, end in order:
+            found.append(TimeSpan(rank, OF_ACTION[kind], str(micro_batch), start, end, chunk[stage]))
+    return found
+
+
+def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, unit: str = "ms", called: str = "stage") -> None:
+    """Draw what each rank does when.
+
+    Args:
+        path: of the picture, .png or .svg.
+        spans: of all ranks, in any order; those of a rank do not overlap, or later ones hide earlier ones.
+        title: with the bubble, as the picture does not say it otherwise.
+        unit: of the spans' times; thousands of ms are shown as s.
+        called: what a row is: a stage or a rank.
+
+    Raises:
+        UserError: the picture cannot be written there.
+    """
+    check_picture(path)
+    ranks = 1 + max((span.rank for span in spans), default=0)
+    begin = min((span.start for span in spans), default=0.0)
+    length = max((span.end for span in spans), default=1.0) - begin
+    scale, unit = (1e-3, "s") if unit == "ms" and length >= 20_000 else (1.0, unit)
+    moved = [span._replace(start=scale * (span.start - begin), end=scale * (span.end - begin)) for span in spans]
+    length = length * scale or 1.0
+
+    row = min(0.42, max(0.11, 9.0 / ranks))
+    figure, axes = new_figure(_WIDTH, 1.35 + row * ranks, title)
+    axes.set(xlim=(0, length), ylim=(ranks - 0.5, -0.5), xlabel=f"time ({unit})", ylabel=called)
+    axes.barh(range(ranks), length, height=0.86, color=FAINT, linewidth=0)
+    groups = _grouped(moved)
+    chunks = 1 + max((chunk for _, chunk in groups), default=0)
+    pixels = (_WIDTH - 1.3) * DPI / length  # of a unit of time
+    for (kind, chunk), group in sorted(groups.items()):
+        _draw(axes, group, lighter(KINDS[kind], 0.5 * chunk / chunks), pixels, len(spans) > _MOST_DRAWN)
+    _label(axes, moved, pixels, row)
+    _mark_ranks(axes, moved, ranks, length)
+    _legend(axes, [kind for kind in KINDS if any(kind == found for found, _ in groups)], chunks)
+    save(figure, path)
+
+
+def _draw(
+    axes: "Axes", group: Iterable[TimeSpan], color: tuple[float, float, float], pixels: float, rastered: bool
+) -> None:
+    """One collection for all spans of a colour: a picture may have a hundred thousand."""
+    from matplotlib.collections import PolyCollection
+
+    boxes = list(group)
+    corners = [
+        [
+            (span.start, span.rank - 0.43),
+            (span.start, span.rank + 0.43),
+            (span.end, span.rank + 0.43),
+            (span.end, span.rank - 0.43),
+        ]
+        for span in boxes
+    ]
+    narrowest = min(span.end - span.start for span in boxes) * pixels
+    edge = 0.6 if narrowest > 12 else 0.3 if narrowest > 5 else 0.0
+    axes.add_collection(
+        PolyCollection(corners, facecolors=[color], edgecolors="white", linewidths=edge, rasterized=rastered),
+        autolim=False,
+    )
+
+
+def _label(axes: "Axes", spans: Sequence[TimeSpan], pixels: float, row: float) -> None:
+    """Write the labels of a kind where nearly all of them fit, in the largest size of type in which they do."""
+    for group in _grouped(spans).values():
+        named = sorted(((span.end - span.start) * pixels / len(span.label), span) for span in group if span.label)
+        if not named or len(spans) > _MOST_LABELS:
+            continue
+        room = named[len(named) // 50][0] - 2  # pixels of a character; some spans of a real run are shorter than others
+        size = min(SMALL_SIZE, 0.6 * 72 * row, room * 72 / DPI / 0.62)
+        if size < _SMALLEST_LABEL:
+            continue
+        dark = group[0].kind not in _LIGHT and not group[0].chunk
+        for space, span in named:
+            if space > room:
+                middle, color = (span.start + span.end) / 2, "white" if dark else INK
+                axes.text(middle, span.rank, span.label, fontsize=size, color=color, ha="center", va="center_baseline")
+
+
+def _grouped(spans: Sequence[TimeSpan]) -> dict[tuple[str, int], list[TimeSpan]]:
+    """Spans of one colour each."""
+    groups: dict[tuple[str, int], list[TimeSpan]] = {}
+    for span in spans:
+        groups.setdefault((span.kind if span.kind in KINDS else "other", span.chunk), []).append(span)
+    return groups
+
+
+def _mark_ranks(axes: "Axes", spans: Sequence[TimeSpan], ranks: int, length: float) -> None:
+    """Numbers of ranks on the left, and on the right for which share of the time each works."""
+    every = max(1, -(-ranks // 24))
+    places = list(range(0, ranks, every))
+    axes.set_yticks(places)
+    busy = [0.0] * ranks
+    for span in spans:
+        busy[span.rank] += span.end - span.start
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(places, [f"{busy[rank] / length:.0%}" for rank in places])
+    right.tick_params(labelsize=TEXT_SIZE, colors=INK, length=0)
+    right.spines["right"].set_visible(False)
+    right.set_ylabel("works", fontsize=TEXT_SIZE, color=INK)
+
+
+def _legend(axes: "Axes", kinds: Sequence[str], chunks: int) -> None:
+    from matplotlib.patches import Patch
+
+    boxes = [Patch(facecolor=KINDS[kind], label=kind) for kind in kinds]
+    boxes.append(Patch(facecolor=FAINT, label="wait"))
+    if chunks > 1:
+        boxes.append(Patch(facecolor="none", label=f"lighter: the later of a rank's {chunks} stages"))
+    axes.legend(
+        handles=boxes,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(boxes),
+        frameon=False,
+        fontsize=TEXT_SIZE,
+        handlelength=1.2,
+        columnspacing=1.4,
+        borderaxespad=0.2,
+    )
+
+
+_OTHERS: Final = {"gradient sum": "communication", "update": "optimizer", "data": "other"}
+"""Names of spans that are no action of the pipeline → their kinds in the picture; others are not drawn."""
+NAME: Final = "timeline"
+
+
+class MeasuredStep(NamedTuple):
+    """A step of a run.
+
+    Attributes:
+        number: 1 for the first.
+        seconds: from the beginning of its first span to the end of its last, over all stages.
+        bubble: as of a simulated schedule: of the longest time from a stage's first action to its last, the part in
+            which a stage waits, the mean over the stages.
+        spans: times in ms.
+    """
+
+    number: int
+    seconds: float
+    bubble: float
+    spans: list[TimeSpan]
+
+
+def draw_run_timeline(path: Path) -> list[Path]:
+    """Draw the step of median length beside the file of spans.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        the PNG and the SVG; nothing where no step is whole.
+
+    Raises:
+        UserError: a picture cannot be written.
+        OSError: the file cannot be read.
+    """
+    found = json.loads(path.read_text(encoding="utf-8"))
+    steps = measured_steps(found["ranks"])
+    if not steps:
+        return []
+    chosen = next(step for step in steps if step.seconds == median_low(each.seconds for each in steps))
+    title = (  # the legend is beside the second line
+        f"Step {chosen.number} of a run, {found['layout']}: {1000 * chosen.seconds:,.0f} ms\n"
+        f"measured bubble {chosen.bubble:.1%}"
+    )
+    pictures = [path.with_name(f"{NAME}{suffix}") for suffix in (".png", ".svg")]
+    for picture in pictures:
+        draw_timeline(picture, chosen.spans, title, called="pp rank")
+    return pictures
+
+
+def measured_steps(ranks: Sequence[Mapping[str, Any]]) -> list[MeasuredStep]:
+    """The steps of which every stage's rank has actions, in order.
+
+    Args:
+        ranks: for each rank `pp_rank` and `spans`, with the fields of `Span`.
+    """
+    numbers = [{span["step"] for span in rank["spans"] if span["kind"]} for rank in ranks]
+    return [_step(ranks, number) for number in sorted(set.intersection(*numbers))] if numbers else []
+
+
+def _step(ranks: Sequence[Mapping[str, Any]], number: int) -> MeasuredStep:
+    drawn: list[TimeSpan] = []
+    busy, spent = list[float](), list[float]()
+    for rank in ranks:
+        spans = [span for span in rank["spans"] if span["step"] == number]
+        actions = [span for span in spans if span["kind"]]
+        busy.append(sum(span["end"] - span["start"] for span in actions))
+        spent.append(max(span["end"] for span in actions) - min(span["start"] for span in actions))
+        chunk = {stage: place for place, stage in enumerate(sorted({span["stage"] for span in actions}))}
+        for span in spans:
+            kind = OF_ACTION.get(span["kind"]) or _OTHERS.get(span["name"])
+            if kind is not None:
+                label = str(span["micro_batch"]) if span["kind"] else ""
+                times = 1000 * span["start"], 1000 * span["end"]
+                drawn.append(TimeSpan(rank["pp_rank"], kind, label, *times, chunk.get(span["stage"], 0)))
+    longest = max(spent)
+    seconds = (max(span.end for span in drawn) - min(span.start for span in drawn)) / 1000
+    return MeasuredStep(number, seconds, 1 - sum(busy) / (longest * len(busy)), drawn)

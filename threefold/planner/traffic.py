@@ -1,0 +1,282 @@
+"""The communication of a training step on each axis, by formula: number of collectives, and bytes of each kind.
+
+The same numbers that the mesh's recorder counts while a step runs, from sizes alone; `docs/parallel/traffic.md` has the
+formulas as a table. They are those of a decoder without experts: an embedding, blocks of attention and MLP, a head.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from threefold.comm.layout import Coordinates, shard_bounds
+from threefold.config import Config
+from threefold.models.family import model_plan
+from threefold.parallel.gradients import in_buckets
+from threefold.parallel.pipeline.partition import StageMap
+from threefold.parallel.shard_shapes import Place, ShardIndex
+from threefold.planner.model_size import WeightShape, weights_by_layer
+
+_ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_COUNT = 2 * 8  # bytes of the number of valid tokens, and of padding tokens
+_LOSS_AND_NORM = 3 * 8
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Collectives of one operation.
+
+    Attributes:
+        count: how many.
+        nbytes: of all together; what a collective's bytes are, `Event` says.
+    """
+
+    count: int = 0
+    nbytes: int = 0
+
+
+Table = dict[str, dict[str, Volume]]
+"""Name of an axis → operation → its collectives."""
+
+_WIRE = {
+    "all_reduce": lambda nbytes, ranks: 2 * nbytes * (ranks - 1) / ranks,
+    "all_reduce_max": lambda nbytes, ranks: 2 * nbytes * (ranks - 1) / ranks,
+    "all_gather": lambda nbytes, ranks: nbytes * (ranks - 1) / ranks,
+    "reduce_scatter": lambda nbytes, ranks: nbytes * (ranks - 1) / ranks,
+    "all_to_all": lambda nbytes, ranks: nbytes * (ranks - 1) / ranks,
+    "send": lambda nbytes, ranks: nbytes,
+}
+
+
+def wire_bytes(operation: str, nbytes: float, ranks: int) -> float:
+    """Bytes that each rank sends in a ring algorithm, which sends as little as any.
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (JPDC 2009).
+
+    Args:
+        operation: as in `Event`.
+        nbytes: as in `Event`.
+        ranks: size of the axis.
+    """
+    return float(_WIRE[operation](nbytes, ranks))
+
+
+def step_traffic(config: Config, stages: StageMap, place: Coordinates) -> Table:
+    """The collectives of one rank in one training step of a GPT, or of a Llama without experts.
+
+    Args:
+        config: resolved.
+        stages: where its layers are: the embedding, the blocks, the head.
+        place: the rank's coordinates.
+
+    Returns:
+        axes and operations with any traffic.
+    """
+    step = _Step(config, stages, place)
+    table: Table = {}
+    for axis, operation, count, nbytes in step.collectives():
+        if count:
+            before = table.setdefault(axis, {}).get(operation, Volume())
+            table[axis][operation] = Volume(before.count + count, before.nbytes + count * nbytes)
+    return table
+
+
+Carried = tuple[str, str, int, int]
+"""Axis, operation, how often, bytes of each."""
+
+
+class _Step:
+    """A rank's sizes, from which its collectives follow."""
+
+    def __init__(self, config: Config, stages: StageMap, place: Coordinates) -> None:
+        self.config, self.stages, self.place = config, stages, place
+        model, parallel, train = config.model, config.parallel, config.train
+        self.parallel = parallel
+        self.itemsize = _ITEMSIZE[config.precision.dtype]
+        self.wide = max(4, self.itemsize)  # of losses
+        self.summed = self.wide if config.precision.master_weights else self.itemsize  # of gradients
+        self.micro_batches = train.gradient_accumulation_steps
+        self.tokens = train.micro_batch_size * config.data.sequence_length // parallel.cp
+        self.activation = self.tokens * model.hidden_size * self.itemsize
+        self.mine = stages.held_by(place.pp)
+        layers = {layer for stage in self.mine for layer in range(*stages.layers(stage))}
+        self.has_embedding, self.has_head = 0 in layers, model.num_layers + 1 in layers
+        blocks = layers & set(range(1, model.num_layers + 1))
+        self.blocks = len(blocks)
+        self.held = Place(tp=ShardIndex(place.tp, parallel.tp))
+        self.plan = model_plan(config.model, config.data.sequence_length)
+        weights = weights_by_layer(config.model, self.plan)
+        self.layers = [each for number, each in enumerate(weights.values()) if number in layers]
+        replayed = blocks & set(range(1, model.num_layers + 1, train.recompute_every))
+        self.replayed_cores = len(replayed) if train.recompute != "none" else 0
+        self.replayed = len(replayed) if train.recompute == "full" else 0
+
+    def collectives(self) -> Iterator[Carried]:
+        yield from self._scalars()
+        yield from self._gradients()
+        if self.parallel.tp > 1:
+            yield from self._tensor_shared() if self.parallel.sequence_parallel else self._tensor()
+            if self.has_head:
+                yield from self._loss()
+            yield from self._repeated_heads()
+        if self.parallel.cp > 1:
+            yield from self._context()
+        if self.parallel.pp > 1:
+            yield from self._pipeline()
+            yield from self._ties()
+
+    def _scalars(self) -> Iterator[Carried]:
+        """Valid tokens and padding in one; then loss, gradient norm and whether a rank is to stop in one."""
+        parallel = self.parallel
+        yield "dp", "all_reduce", int(parallel.dp > 1), _COUNT
+        world = parallel.dp * parallel.tp * parallel.pp * parallel.cp
+        yield "world", "all_reduce", int(world > 1), _LOSS_AND_NORM
+
+    def _gradients(self) -> Iterator[Carried]:
+        """Each parameter once, in buckets, over all that hold the same weights; with zero by `_shared`."""
+        dp, cp = self.parallel.dp, self.parallel.cp
+        axis = "dp·cp" if dp > 1 < cp else "dp" if dp > 1 else "cp"
+        if self.parallel.zero:
+            yield from self._shared(axis)
+        elif dp * cp > 1:
+            compression = self.parallel.gradient_compression
+            agrees = int(compression == "fp16")  # on a power of two
+            longest = self._parameters(self.held._replace(tp=ShardIndex(0, self.parallel.tp)))
+            sizes = list(zip(longest, self._parameters(self.held), strict=True))
+            for bucket in in_buckets(sizes, lambda size: self.summed * size[0]):
+                elements = sum(size[0] if dp * cp > 2 else size[1] for size in bucket)
+                yield axis, "all_reduce", 1, elements * (self.summed if compression == "none" else 2)
+                yield axis, "all_reduce_max", agrees, self.summed
+                yield "tp", "all_reduce_max", agrees * (self.parallel.tp > 1), self.summed
+
+    def _shared(self, axis: str) -> Iterator[Carried]:
+        """Weights gathered and gradients scattered layer by layer, rows padded to equal shards; then between copies."""
+        stage, shards = self.parallel.zero, self.parallel.zero_shards * self.parallel.cp
+        layers = list(self._shapes(self.held))
+        if self.stages.ranks == (0,) and self.config.model.tie_embeddings:
+            layers[0] += layers.pop()  # they share a weight
+        for shapes in layers:
+            padded = sum(-(-rows // shards) * shards * columns for rows, columns in shapes)
+            yield axis, "all_gather", 2 * self.micro_batches if stage == 3 else 1, padded * self.itemsize
+            yield axis, "reduce_scatter", 1 if stage == 1 else self.micro_batches, padded * self.summed
+        if self.parallel.zero_shards < self.parallel.dp:
+            held = sum(self._of_shard(rows) * columns for shapes in layers for rows, columns in shapes)
+            yield axis, "all_reduce", 1, held * self.summed
+
+    def _of_shard(self, rows: int) -> int:
+        """How many of `rows` are this replica's when they are sharded over the replicas."""
+        cp, shards = self.parallel.cp, self.parallel.zero_shards
+        start, end = shard_bounds(rows, shards * cp, self.place.dp % shards * cp + self.place.cp)
+        return end - start
+
+    def _tensor(self) -> Iterator[Carried]:
+        """Forward: after the embedding and each half of a block; backward: before each half and the head."""
+        each = self.has_embedding + 4 * self.blocks + self.has_head + self._replayed_sums()
+        yield "tp", "all_reduce", self.micro_batches * each, self.activation
+        partial = self.summed * sum(self._held_whole(per_head=True))
+        yield "tp", "all_reduce", int(partial > 0), partial
+
+    def _tensor_shared(self) -> Iterator[Carried]:
+        """A gather before each half of a block, a reduce-scatter after it, the adjoint of each backward, and the input
+        gathered again; gradients of weights that are held whole are summed over the shares."""
+        gathers = 6 * self.blocks + self.has_embedding + 2 * self.has_head + 2 * self.replayed
+        scatters = 4 * self.blocks + self.has_embedding + self.has_head + self._replayed_sums()
+        yield "tp", "all_gather", self.micro_batches * gathers, self.activation
+        yield "tp", "reduce_scatter", self.micro_batches * scatters, self.activation
+        held_whole = self.summed * sum(self._held_whole())
+        yield "tp", "all_reduce", int(held_whole > 0), held_whole
+
+    def _replayed_sums(self) -> int:
+        """Sums after the halves of blocks that are computed again; the last is left out where nothing after it keeps
+        anything, as a dropout does."""
+        return self.replayed * (2 if self.config.model.hidden_dropout else 1)
+
+    def _loss(self) -> Iterator[Carried]:
+        """Per token a maximum, and two sums in one."""
+        yield "tp", "all_reduce_max", self.micro_batches, self.tokens * self.wide
+        yield "tp", "all_reduce", self.micro_batches, 2 * self.tokens * self.wide
+
+    def _repeated_heads(self) -> Iterator[Carried]:
+        """Features of queries, keys and values where ranks share a key-value head, gathered over these ranks, or over
+        the whole axis where they do not divide; and their gradients back."""
+        model, tp = self.config.model, self.parallel.tp
+        if model.num_key_value_heads >= tp:
+            return
+        sharing = tp // model.num_key_value_heads
+        rows = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+        over_all = sharing == tp or rows % tp > 0
+        axis, ranks = ("tp", tp) if over_all else ("tp shares", sharing)
+        features = -(-rows // tp) * ranks * self.tokens * self.itemsize
+        yield axis, "all_gather", self.micro_batches * (self.blocks + self.replayed), features
+        yield axis, "reduce_scatter", self.micro_batches * self.blocks, features
+
+    def _keys_and_values(self) -> int:
+        """Bytes of those of a rank's heads and positions."""
+        model = self.config.model
+        heads = max(model.num_key_value_heads // self.parallel.tp, 1)
+        return 2 * heads * model.head_dim * self.tokens * self.itemsize
+
+    def _context(self) -> Iterator[Carried]:
+        """Keys and values of each block in one; their gradients back."""
+        if self.parallel.cp_method == "ring":
+            yield from self._ring()
+            return
+        keys_and_values = self._keys_and_values() * self.parallel.cp
+        yield "cp", "all_gather", self.micro_batches * (self.blocks + self.replayed_cores), keys_and_values
+        yield "cp", "reduce_scatter", self.micro_batches * self.blocks, keys_and_values
+
+    def _ring(self) -> Iterator[Carried]:
+        """Each rank's keys and values to all others, forward and backward; their gradients all the way round, wide."""
+        own, passes = self._keys_and_values(), 2 * self.blocks + self.replayed_cores
+        yield "cp", "send", self.micro_batches * passes * (self.parallel.cp - 1), own
+        gradients = own // self.itemsize * self.wide
+        yield "cp", "send", self.micro_batches * self.blocks * self.parallel.cp, gradients
+
+    def _pipeline(self) -> Iterator[Carried]:
+        """Activations to the next stage and their gradients to the one before, where that is another rank's."""
+        ranks = self.stages.ranks
+        shares = self.parallel.tp if self.parallel.sequence_parallel else 1
+        neighbours = [n for stage in self.mine for n in (stage - 1, stage + 1) if 0 <= n < len(ranks)]
+        sends = sum(ranks[neighbour] != self.place.pp for neighbour in neighbours)
+        yield "pp", "send", self.micro_batches * sends, self.activation // shares
+
+    def _ties(self) -> Iterator[Carried]:
+        """The gradient of a weight that the first and the last layer share, where those are not one rank's."""
+        if self.config.model.tie_embeddings and self.has_embedding != self.has_head:
+            rows = self._of_shard(self._rows()) if self.parallel.zero else self._rows()
+            yield "tie", "all_reduce", 1, self.summed * rows * self.config.model.hidden_size
+
+    def _rows(self) -> int:
+        start, end = shard_bounds(self.config.model.vocab_size, self.parallel.tp, self.place.tp)
+        return end - start
+
+    def _parameters(self, place: Place) -> Iterator[int]:
+        """Elements of each parameter that the tensor rank at `place` holds, in the order of the model."""
+        yield from (rows * columns for shapes in self._shapes(place) for rows, columns in shapes)
+
+    def _shapes(self, place: Place) -> Iterator[list[tuple[int, int]]]:
+        """For each layer of this rank, rows and columns of its parameters (1 column for a vector)."""
+        yield from ([_matrix(weight.held_shape(place)) for weight in weights] for weights in self._weights())
+
+    def _held_whole(self, per_head: bool = False) -> Iterator[int]:
+        """Elements of the parameters that the tensor axis does not split: positions, norms and row-parallel biases; or
+        only of those that each rank applies to its own heads."""
+        share = self._of_shard if self.parallel.zero else int
+        for weights in self._weights():
+            for weight in weights:
+                if per_head and not self.plan.has_partial_gradient(weight.name):
+                    continue
+                if weight.split.cut_dim(weight.own_name, "tp") is None:
+                    rows, columns = _matrix(weight.shape)
+                    yield share(rows) * columns
+
+    def _weights(self) -> Iterator[tuple[WeightShape, ...]]:
+        """The parameters of each layer of this rank, in the order of the model; tied ones where they are first used."""
+        seen: set[WeightShape] = set()
+        for layer in self.layers:
+            yield tuple(weight for weight in layer if weight not in seen)
+            seen |= set(layer)
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns."""
+    return shape[0], prod(shape[1:])

@@ -1,1 +1,0 @@
-"""Silent corruption: finds bits that changed on one rank without an error, and names the rank."""

@@ -1,0 +1,263 @@
+"""Checks that the ranks of a replica read the same samples, and different replicas different ones."""
+
+import hashlib
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from threefold.checkpoint.folder import Checkpoint
+from threefold.checkpoint.resume import other_text
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.config.resolve import is_derived, with_micro_batch
+from threefold.data.content_checksums import Content, ReadCorpus, checksum_of_tokens
+from threefold.data.loader import Batch, fingerprint
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.models.own_batch import batch_shapes, map_tensors
+from threefold.train.callbacks.base import Callback, EvaluationRecord, say
+
+
+def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
+    """Set the default micro-batch size to the smallest of all ranks, as each derives it from the memory of its host.
+
+    A collective over the world.
+
+    Args:
+        config: resolved.
+        mesh: this rank's.
+    """
+    if not is_derived(config, "train.micro_batch_size"):
+        return config
+    # A sum in which each rank has its own element: every backend has all-reduce.
+    sizes = torch.zeros(mesh.world.size, dtype=torch.int64, device=mesh.device)
+    sizes[mesh.rank] = config.train.micro_batch_size
+    smallest = int(mesh.world.all_reduce_(sizes).min())
+    return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
+
+
+class DataCheck(Callback):
+    """Compares fingerprints of the ranks' batches at the first step and every `every` steps; a mismatch ends the run.
+
+    On every rank, as it calls a collective.
+
+    Args:
+        mesh: this rank's.
+        every: steps between comparisons.
+        rows: of this rank in the global batch, for batches that do not have them.
+
+    Raises:
+        UserError: on every rank, naming a rank that reads other samples.
+    """
+
+    def __init__(self, mesh: Mesh, every: int, rows: Sequence[int] = ()) -> None:
+        self.mesh, self.every, self.rows = mesh, every, tuple(rows)
+        self._compared = False
+
+    def before_step(self, step: int, batch: Any) -> None:
+        if self.mesh.world.size == 1 or (self._compared and step % self.every):
+            return
+        self._compared = True
+        # A sum in which each rank has its own element: cheaper than gathering on every backend.
+        table = torch.zeros(self.mesh.world.size, dtype=torch.int64, device=self.mesh.device)
+        table[self.mesh.rank] = fingerprint(batch) if isinstance(batch, Batch) else nested_fingerprint(batch, self.rows)
+        found = self.mesh.world.all_reduce_(table).tolist()
+        if problem := disagreement(found, self.mesh.layout):
+            raise UserError(f"At step {step} {problem}.")
+
+
+def nested_fingerprint(batch: Any, rows: Sequence[int]) -> int:
+    """As `fingerprint`, of a batch that is a nesting of tensors on the CPU, and its rows in the global batch."""
+    digest = hashlib.blake2b(repr((batch_shapes(batch), tuple(rows))).encode(), digest_size=8)
+    map_tensors(batch, lambda tensor: digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def disagreement(fingerprints: list[int], layout: Layout) -> str | None:
+    """Describes the first mismatch between the ranks' data, as a clause; None if there is none.
+
+    Args:
+        fingerprints: of each rank's batch, by rank.
+        layout: says which ranks are one replica.
+    """
+    replicas: dict[int, list[int]] = {}
+    for rank in range(layout.world_size):
+        replicas.setdefault(layout.coordinates(rank).dp, []).append(rank)
+    usual: dict[int, int] = {}
+    for replica, ranks in replicas.items():
+        common, _ = Counter(fingerprints[rank] for rank in ranks).most_common(1)[0]
+        for rank in ranks:
+            if fingerprints[rank] != common:
+                place = layout.coordinates(rank)
+                named = f"dp {place.dp}, pp {place.pp}, tp {place.tp}" + (f", cp {place.cp}" if layout.cp > 1 else "")
+                return (
+                    f"rank {rank} ({named}) read other samples than the others "
+                    "of its replica; give every host the same files at data.path"
+                )
+        if common in usual:
+            return f"the replicas dp {usual[common]} and dp {replica} read the same samples; each must have its own"
+        usual[common] = replica
+    return None
+
+
+_READING, _DONE, _PROBLEMS = 0, 1, 2
+"""State of a rank's reader; from `_PROBLEMS` on, the number of a problem."""
+_DAMAGED, _OTHER, _UNREADABLE = range(3)
+WORTH_WAITING: Final = 4 << 30
+"""Remaining bytes up to which a checkpoint and the end of the run wait for the reader: seconds."""
+_LOOK: Final = 0.5
+"""Seconds between two looks at how far the reader is, while it is waited for."""
+
+
+class TokenCheck(Callback):
+    """Reads all tokens in the background and ends the run, on all ranks at the same step, if a checksum differs.
+
+    It differs from the one in the files, or from the one in the checkpoint that the run is resumed from.
+
+    Collective over the world. One rank of each host reads, at the lowest scheduling priority.
+
+    Args:
+        mesh: this rank's.
+        corpora: token files of the run.
+        every: steps between the all-reduces of the ranks' states.
+        resumed: the checkpoint that the run is resumed from.
+        reads: whether this rank reads.
+        wait_for: as `WORTH_WAITING`.
+
+    Raises:
+        UserError: on every rank, naming the file.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        corpora: Sequence[ReadCorpus],
+        every: int,
+        resumed: Checkpoint | None,
+        reads: bool,
+        wait_for: int = WORTH_WAITING,
+    ) -> None:
+        self.mesh, self.corpora, self.every, self.resumed = mesh, corpora, every, resumed
+        self._wait_for = wait_for
+        self._found: list[str | None] = [None] * len(corpora)
+        self._problem = 0
+        self._left = sum(corpus.tokens.nbytes for corpus in corpora)
+        self._settled = self._stopped = False
+        self._reader = threading.Thread(target=self._read, name="threefold-token-check", daemon=True) if reads else None
+
+    def before_fit(self, start: int) -> None:
+        if self._reader is not None:
+            self._reader.start()
+
+    def before_step(self, step: int, batch: "Batch") -> None:
+        if self.mesh.world.size == 1 or step % self.every == 0:
+            self._agree()
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._agree()
+
+    def after_fit(self) -> None:
+        self._wait()
+        self._agree()
+        if not self._settled and self._reader is not None and self.mesh.rank == 0:
+            total = sum(corpus.tokens.nbytes for corpus in self.corpora)
+            say(
+                f"The run ended when {1 - self._left / total:.0%} of its tokens had been checked; "
+                "`threefold data verify` checks them all."
+            )
+
+    def close(self) -> None:
+        self._stopped = True
+
+    def contents(self) -> tuple[Content, ...]:
+        """Checksums of each corpus, as far as they are known; waits if at most `wait_for` bytes are left to read.
+
+        Raises:
+            UserError: a checksum differs.
+        """
+        self._wait()
+        if self._problem:
+            raise self._error(self._problem)
+        return tuple(
+            replace(corpus.content, tokens=corpus.content.tokens or found)
+            for corpus, found in zip(self.corpora, self._found, strict=True)
+        )
+
+    def _wait(self) -> None:
+        reader, seen = self._reader, -1
+        if reader is None or reader.ident is None or self._left > self._wait_for:
+            return
+        while reader.is_alive():
+            reader.join(_LOOK)
+            if self._left != seen:  # on a slow disk it may take long, while other ranks wait for this one
+                seen = self._left
+                self.mesh.heartbeat.progress()
+
+    def _agree(self) -> None:
+        """Raise on all ranks if one has found a problem."""
+        if self._settled:
+            return
+        reading = self._reader is not None and self._reader.is_alive()
+        mine = self._problem or (_READING if reading else _DONE)
+        found = [mine]
+        if self.mesh.world.size > 1:
+            table = torch.zeros(self.mesh.world.size, dtype=torch.int64, device=self.mesh.device)
+            table[self.mesh.rank] = mine
+            found = self.mesh.world.all_reduce_(table).tolist()
+        if max(found) >= _PROBLEMS:
+            raise self._error(max(found))
+        self._settled = min(found) == _DONE
+
+    def _error(self, problem: int) -> UserError:
+        number, kind = divmod(problem - _PROBLEMS, 3)
+        file, remedy = self.corpora[number].files[0], self.corpora[number].remedy
+        if kind == _OTHER and self.resumed is not None:
+            return other_text(file, self.resumed)
+        if kind == _UNREADABLE:
+            return UserError(f"{shown(file)} cannot be read to its end; {remedy}")
+        return UserError(f"{shown(file)} is damaged (its checksum is not the one that was written); {remedy}")
+
+    def _read(self) -> None:
+        if sys.platform == "linux":
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for number in range(len(self.corpora)):
+            kind = self._problem_of(number)
+            if kind is not None:
+                self._problem = _PROBLEMS + 3 * number + kind
+                return
+
+    def _problem_of(self, number: int) -> int | None:
+        corpus = self.corpora[number]
+        written, dtype = corpus.content.tokens, corpus.content.dtype
+        then = self.resumed.facts.contents[number] if self.resumed and self.resumed.facts.contents else None
+        try:
+            self._found[number] = found = checksum_of_tokens(corpus.tokens, dtype, self._advance)
+            if written is not None and found != written:
+                return _DAMAGED
+            if then is None or then.tokens is None:
+                return None
+            if then.dtype != dtype:
+                found = checksum_of_tokens(corpus.tokens, then.dtype, lambda size: self._advance(0))
+            return None if found == then.tokens else _OTHER
+        except _Stopped:
+            return None
+        except UserError:
+            return _UNREADABLE
+
+    def _advance(self, size: int) -> None:
+        self._left -= size
+        if self._stopped:
+            raise _Stopped
+
+
+class _Stopped(Exception):
+    pass

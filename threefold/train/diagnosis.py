@@ -1,0 +1,437 @@
+"""Checks, while a step runs, that what each module gives and every gradient is finite: finds where that ends first."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from threefold.checksums import checksum_of_blocks
+from threefold.comm.layout import Layout
+from threefold.data.loader import Loader
+from threefold.models.own_batch import map_tensors
+from threefold.parallel.gradient_step import GradientStep
+from threefold.parallel.parameter import local
+from threefold.parallel.pipeline.runner import PipelineRunner
+from threefold.parallel.pipeline.stage import Stage
+from threefold.train.optimizers.base import Entry
+from threefold.train.step import Engine, squared_norm
+
+_OUTPUT, _WEIGHT = 0, 1
+
+
+class BadValue(NamedTuple):
+    """The first value of a rank that is not finite. Of several the smallest is the one that comes first in a step.
+
+    Attributes:
+        order: 0 in the forward pass and 1 in the backward pass; then the stage and, within it, the module, as they come
+            in that pass; then outputs before weights.
+        micro_batch: number of the micro-batch on its replica, 0 for the first.
+        place: such as `the output of blocks.1.mlp.up`.
+        value: `NaN` or `Inf`.
+    """
+
+    order: tuple[int, int, int, int]
+    micro_batch: int
+    place: str
+    value: str
+
+    @property
+    def is_backward(self) -> bool:
+        return self.order[0] == 1
+
+
+class FiniteChecks:
+    """Checks the modules of a rank's stages, in `running`.
+
+    The gradient of a module's output and those of weights are checked as autograd computes them, before they are added
+    up over micro-batches or ranks; so a rank sees only what began on it or reached it through its activations.
+    Activations that are recomputed are not checked again.
+
+    Args:
+        engine: whose next step is checked.
+
+    Attributes:
+        first: what was found; None while everything is finite.
+    """
+
+    def __init__(self, engine: GradientStep) -> None:
+        self._engine = engine
+        self.first: BadValue | None = None
+        self._handles: list[RemovableHandle] = []
+        self._forward: tuple[int, int] | None = None  # stage and micro-batch of the forward pass that runs
+        self._backward = 0  # micro-batch of the backward pass that runs
+        self._calls: dict[tuple[int, int], dict[str, int]] = {}  # of a forward pass: the modules, and when each ended
+        self._ended_calls = 0
+        self._seen: dict[int, ReferenceType[Tensor]] = {}
+        self._weights: set[Tensor] = set()
+
+    @contextmanager
+    def running(self) -> Iterator["FiniteChecks"]:
+        """Check the step that the block runs; compiled layers run as they are written."""
+        deferred = self._engine.parallelism.deferred
+        with ExitStack() as stack:
+            stack.callback(self._remove)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if deferred is not None:
+                stack.enter_context(deferred.watching(self._deferred))
+            self._register()
+            yield self
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _register(self) -> None:
+        engine = self._engine
+        numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
+        for number, stage in zip(numbers, engine.stages, strict=True):
+            self._register_begin(number, stage)
+            for name, module in stage.named_modules():
+                holds = name in stage.layer_names or isinstance(module, FSDPModule)
+                if holds or next(module.parameters(recurse=False), None) is not None:
+                    self._handles.append(module.register_forward_pre_hook(partial(self._before, number, stage, name)))
+                if name:
+                    self._handles.append(module.register_forward_hook(partial(self._after, number, name)))
+            self._handles.append(stage.register_forward_hook(self._ended))
+
+    def _register_begin(self, number: int, stage: Stage) -> None:
+        """Note which micro-batch each forward pass is of."""
+        runner = self._engine.runner
+        if isinstance(runner, PipelineRunner):
+            (scheduled,) = (each for each in runner.scheduled_stages if each.stage_index == number)
+
+            def begins(_module: nn.Module, _args: Any, options: Mapping[str, Any]) -> None:
+                self._begin(number, int(options["number"]))
+
+            self._handles.append(scheduled.submod.register_forward_pre_hook(begins, with_kwargs=True))
+        else:
+            hook = lambda *_: self._begin(0, len(self._calls))  # noqa: E731
+            self._handles.append(stage.register_forward_pre_hook(hook, prepend=True))
+
+    def _begin(self, number: int, micro_batch: int) -> None:
+        self._forward = number, micro_batch
+        self._calls[number, micro_batch], self._ended_calls = {}, 0
+        self._seen.clear()
+        if not isinstance(self._engine.runner, PipelineRunner):
+            self._backward = micro_batch
+
+    def _ended(self, *_: Any) -> None:
+        self._forward = None
+
+    def _before(self, number: int, stage: Stage, name: str, module: nn.Module, _args: Any) -> None:
+        """Check the gradients of the weights inside, as they are while the module runs (ZeRO gathers them)."""
+        for inner, parameter in module.named_parameters():
+            leaf = parameter if self._engine.parallelism.zero is not None else local(parameter)
+            if isinstance(leaf, DTensor) or not leaf.requires_grad or leaf in self._weights:
+                continue
+            self._weights.add(leaf)
+            whole = stage.model_plan.whole_name(f"{name}.{inner}" if name else inner)
+            self._handles.append(leaf.register_hook(partial(self._weight_gradient, number, whole, None)))
+
+    def _after(self, number: int, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._forward is None or self._forward[0] != number:  # activations that are recomputed
+            return
+        micro_batch, place = self._forward[1], self._ended_calls
+        self._calls[self._forward][name] = place
+        self._ended_calls += 1
+        for tensor in _floats(output):
+            known = self._seen.get(id(tensor))
+            if known is not None and known() is tensor:  # the output of a module inside
+                continue
+            self._seen[id(tensor)] = ref(tensor)
+            self._check(tensor, (0, number, place, _OUTPUT), micro_batch, f"the output of {name}")
+            if tensor.requires_grad:
+                hook = partial(self._output_gradient, (1, -number, -place, _OUTPUT), micro_batch, name)
+                tensor.register_hook(hook)
+
+    def _output_gradient(
+        self, order: tuple[int, int, int, int], micro_batch: int, name: str, gradient: Tensor | None
+    ) -> None:
+        self._backward = micro_batch
+        self._check(gradient, order, micro_batch, f"the gradient of the output of {name}")
+
+    def _weight_gradient(self, number: int, name: str, micro_batch: int | None, gradient: Tensor | None) -> None:
+        micro_batch = self._backward if micro_batch is None else micro_batch
+        calls, module = self._calls.get((number, micro_batch), {}), name.rpartition(".")[0]
+        while module and module not in calls:  # a weight that another module used
+            module = module.rpartition(".")[0]
+        self._check(gradient, (1, -number, -calls.get(module, 0), _WEIGHT), micro_batch, f"the gradient of {name}")
+
+    def _deferred(self, leaf: Tensor) -> Callable[[Tensor], None]:
+        """Check a weight gradient that the schedule computes later."""
+        engine = self._engine
+        weight = next(weight for weight in engine.model.weights if weight.leaf is leaf)
+        numbers = engine.parallelism.stages.held_by(engine.mesh.pp.index)
+        (number, *_) = (
+            number
+            for number, stage in zip(numbers, engine.stages, strict=True)
+            if any(local(parameter) is leaf for parameter in stage.parameters())
+        )
+        return partial(self._weight_gradient, number, weight.name, self._backward)
+
+    def _check(self, tensor: Tensor | None, order: tuple[int, int, int, int], micro_batch: int, place: str) -> None:
+        if tensor is None:  # a gradient that is zero, or deferred
+            return
+        found = BadValue(order, micro_batch, place, "")
+        if (self.first is None or found < self.first) and (value := bad_value(tensor)):
+            self.first = found._replace(value=value)
+
+
+@torch.no_grad()
+def bad_value(tensor: Tensor) -> str:
+    """`NaN` or `Inf` where a tensor has one, and an empty string where all of it is finite."""
+    if bool(tensor.isfinite().all()):
+        return ""
+    return "NaN" if bool(tensor.isnan().any()) else "Inf"
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """The tensors of floats in what a module returns."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _floats(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _floats(each)
+
+
+_NAMED = 8
+"""Samples and ranks that a sentence lists at most."""
+
+
+@dataclass(frozen=True)
+class RankFindings:
+    """What a rank found in the runs of a step.
+
+    Attributes:
+        same: whether loss and gradients had the same bits in both runs.
+        finite: whether they were finite in the second.
+        loss: its term of the second run's mean loss.
+        first: the first bad value with checks on; None where there was none.
+        weight: the first weight that was not finite before the step; None where all are.
+        summed: the first weight whose gradient was not finite after all sums; None where all are.
+        large: the first weight whose gradient was finite but too large for its norm, and its largest value, in words.
+        bad_loss: whether its term of the loss was not finite.
+        samples: of the micro-batch of `first`.
+        bad_data: whether numbers of its part of the batch were not finite.
+    """
+
+    same: bool
+    finite: bool
+    loss: float
+    first: BadValue | None = None
+    weight: str | None = None
+    summed: str | None = None
+    large: str | None = None
+    bad_loss: bool = False
+    samples: tuple[str, ...] = ()
+    bad_data: bool = False
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What made a step bad, the same on every rank.
+
+    Attributes:
+        findings: of each rank.
+        layout: says where the ranks are.
+    """
+
+    findings: tuple[RankFindings, ...]
+    layout: Layout
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether a second run of the step was bad too, or the same."""
+        return not all(found.finite for found in self.findings) or not self.differing
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks on which the first bad value appeared."""
+        known = [(found.first, rank) for rank, found in enumerate(self.findings) if found.first is not None]
+        if not known:
+            return []
+        order = min(first for first, _ in known).order
+        return [rank for first, rank in known if first.order == order]
+
+    @property
+    def first(self) -> BadValue | None:
+        """The first bad value of the step in the order of the model; None where no module had one."""
+        return min((self.findings[rank].first for rank in self.ranks), default=None)  # type: ignore[type-var]
+
+    @property
+    def differing(self) -> list[int]:
+        """The ranks on which a second run of the step had other bits than the first."""
+        return [rank for rank, found in enumerate(self.findings) if not found.same]
+
+    def clauses(self) -> list[str]:
+        """The parts of a sentence: where it began, and what a second run gave."""
+        if not self.is_reproducible:
+            return [self._of_hardware()]
+        return [self._where(), self._of_bits()]
+
+    def _of_hardware(self) -> str:
+        loss = sum(found.loss for found in self.findings)
+        others = self.differing
+        ranks = "" if len(others) in (0, len(self.findings)) else f", with other bits on {self._named(others)} alone"
+        return (
+            f"a second run of the step, on the same weights and samples, was finite (loss {loss:g}){ranks}, so the "
+            "hardware is the likely cause, not data or model"
+        )
+
+    def _of_bits(self) -> str:
+        if not self.differing:
+            return "a second run of the step gave the same bits, so data or model is the cause, not the hardware"
+        where = self._named(self.differing)
+        return (
+            f"a second run of the step was not finite either, but had other bits on {where}, so the "
+            "hardware, or an operation that is not deterministic, may be the cause"
+        )
+
+    def _where(self) -> str:
+        first = self.first
+        if first is None:
+            return self._without_module()
+        rank = min(rank for rank in self.ranks if self.findings[rank].first == first)
+        found, replica = self.findings[rank], self.layout.coordinates(rank).dp
+        of_replica = f" of replica {replica}" if self.layout.dp > 1 else ""
+        direction = "backward" if first.is_backward else "forward"
+        where = (
+            f"the first value that is not finite is {'an' if first.value == 'Inf' else 'a'} {first.value} in "
+            f"{first.place}, in the {direction} pass of micro-batch {first.micro_batch}{of_replica} "
+            f"({_listed('sample', found.samples)})"
+        )
+        if self.layout.world_size > 1:
+            where += f" on {self._named(self.ranks)}"
+        if found.bad_data:
+            where += ", whose data is not finite"
+        if weight := self._weight():
+            where += f"; the weight {weight} was not finite before the step"
+        return where
+
+    def _without_module(self) -> str:
+        if weight := self._weight():
+            return f"the weight {weight} was not finite before the step"
+        losses = [rank for rank, found in enumerate(self.findings) if found.bad_loss]
+        if losses:
+            return (
+                f"the outputs of all modules are finite, and the loss computed of them on {self._named(losses)} is not"
+            )
+        summed = next((found.summed for found in self.findings if found.summed), None)
+        if summed:
+            return f"the gradient of {summed} is finite in each micro-batch on each rank, and their sum is not"
+        large = next((found.large for found in self.findings if found.large), None)
+        if large:
+            return f"loss and gradients are finite, and {large} overflows the norm"
+        return "no module's output and no gradient was found that is not finite"
+
+    def _weight(self) -> str | None:
+        return next((found.weight for found in self.findings if found.weight), None)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Ranks in words, a single one with its coordinates."""
+        if len(ranks) > 1:
+            return "all ranks" if len(ranks) == self.layout.world_size else _listed("rank", list(map(str, ranks)))
+        (rank,) = ranks
+        place = self.layout.coordinates(rank)
+        axes = ", ".join(f"{axis} {getattr(place, axis)}" for axis in place._fields if self.layout.size(axis) > 1)
+        return f"rank {rank}" + (f" ({axes})" if axes else "")
+
+
+def diagnose(
+    engine: Engine, loader: Loader, batch: Any, done: int, loss: Tensor, streams: Mapping[str, Tensor]
+) -> Diagnosis:
+    """Run a bad step again, twice at most. Collective over the world; weights and random streams stay as they are.
+
+    Args:
+        engine: whose gradients are still those of the bad step.
+        loader: of its batch.
+        batch: this replica's samples.
+        done: updates made before it.
+        loss: this rank's term of its mean loss.
+        streams: the state of the random streams before it.
+    """
+    world, layout = engine.mesh.world, engine.mesh.layout
+    before = _digest(engine, loss)
+    with engine.preserved(streams):
+        again, _ = engine.compute_gradients(batch, done)
+    entries, term = engine.optimizer.entries, again.item()
+    summed = next((entry.name for entry in entries if bad_value(entry.gradient)), None)
+    overflowing = next((entry for entry in entries if bad_value(squared_norm([entry.gradient]))), None)
+    finite = isfinite(term) and overflowing is None
+    mine = RankFindings(_digest(engine, again) == before, finite, term if engine.mesh.tp.is_first else 0.0)
+    second = Diagnosis(tuple(world.gather_objects(mine)), layout)
+    if not second.is_reproducible:
+        return second
+    checks = FiniteChecks(engine)
+    with engine.preserved(streams), checks.running():
+        engine.compute_gradients(batch, done)
+    weights = engine.model.weights
+    weight = next((each.name for each in weights if bad_value(each.master) or bad_value(each.leaf)), None)
+    samples: tuple[str, ...] = ()
+    if checks.first is not None:
+        samples = _samples(loader, done, checks.first.micro_batch, engine.settings.micro_batches)
+    found = replace(
+        mine,
+        first=checks.first,
+        weight=weight,
+        summed=summed,
+        large=None if overflowing is None else _of_gradient(overflowing),
+        bad_loss=not isfinite(term),
+        samples=samples,
+        bad_data=_is_bad(batch),
+    )
+    return Diagnosis(tuple(world.gather_objects(found)), layout)
+
+
+def _digest(engine: Engine, loss: Tensor) -> str:
+    """A checksum of a rank's loss and gradients, in which one NaN is as another."""
+    tensors = [loss, *(entry.gradient for entry in engine.optimizer.entries)]
+    return checksum_of_blocks(_bytes(tensor.detach()) for tensor in tensors)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    plain = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
+    content: memoryview = plain.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return content
+
+
+def _of_gradient(entry: Entry) -> str:
+    return f"the gradient of {entry.name}, with values up to {entry.gradient.abs().max().item():g},"
+
+
+def _is_bad(batch: Any) -> bool:
+    """Whether the floats of a batch of a user's own are not all finite."""
+    if not isinstance(getattr(batch, "tokens", None), Tensor) or isinstance(batch, tuple):
+        found: list[str] = []
+        map_tensors(batch, lambda tensor: found.append(bad_value(tensor)) if tensor.is_floating_point() else None)
+        return any(found)
+    return False
+
+
+def _samples(loader: Loader, done: int, micro_batch: int, micro_batches: int) -> tuple[str, ...]:
+    """The samples of a micro-batch of this rank's replica: their numbers, of a mixture with the name of the corpus."""
+    indices = loader.sample_indices(done).tolist()
+    size = len(indices) // micro_batches
+    return tuple(loader.sample_name(index) for index in indices[micro_batch * size : (micro_batch + 1) * size])
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{what} {names[0]}"
+    shown = ", ".join(names[: _NAMED if len(names) > _NAMED else -1])
+    last = f"{len(names) - _NAMED} more" if len(names) > _NAMED else names[-1]
+    return f"{what}s {shown} and {last}"

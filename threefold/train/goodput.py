@@ -1,0 +1,222 @@
+"""RUN/goodput.json: the ledger of where the time of a run went, over all its attempts.
+
+The file is overwritten in place after each step, evaluation and checkpoint, so that it is right whenever the processes
+of the run are killed. *Goodput* is the share of the time in steps that were made for the first time, as
+https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-measure-of-ml-productivity has it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Self
+
+from threefold.checksums import is_intact, seal_text
+from threefold.errors import UserError
+from threefold.files import read_text
+from threefold.output import replace_link
+from threefold.train.attempt import Attempt
+from threefold.train.callbacks.base import Callback, EvaluationRecord, RunContext, StepRecord, say
+
+FILE: Final = "goodput.json"
+_SIZE: Final = 1024
+"""Bytes of the file: a multiple that a kill leaves either old or new, as it lies in one page of the kernel's cache."""
+
+
+@dataclass
+class Goodput:
+    """Seconds of a run over its attempts, those between two commands left out.
+
+    Attributes:
+        steps: in steps that were made for the first time.
+        repeated: in steps that were made again after a restart, or after an older checkpoint was resumed.
+        evaluating: in evaluations.
+        saving: in checkpoints, as long as the steps waited for them.
+        starting: from the start of a command to its first step.
+        lost: from the last event before each failure to the first step after it.
+        total: of all of these and of what lies between them, such as callbacks.
+        attempts: starts of all ranks.
+        restarts: of them those that a launcher made after a failure.
+        step: the last that the newest attempt has finished, or began after.
+        furthest: the last that any attempt has finished.
+        at: `time.time()` of the last event.
+    """
+
+    steps: float = 0.0
+    repeated: float = 0.0
+    evaluating: float = 0.0
+    saving: float = 0.0
+    starting: float = 0.0
+    lost: float = 0.0
+    total: float = 0.0
+    attempts: int = 0
+    restarts: int = 0
+    step: int = 0
+    furthest: int = 0
+    at: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The goodput, 0 to 1."""
+        return self.steps / self.total if self.total > 0 else 0.0
+
+    def seconds(self) -> dict[str, float]:
+        """The parts and the total, rounded to milliseconds."""
+        names = ("steps", "repeated", "evaluating", "saving", "starting", "lost", "total")
+        return {name: round(getattr(self, name), 3) for name in names}
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """The ledger in a file; None where there is none, or it is damaged."""
+        try:
+            text = read_text(path).rstrip() + "\n"
+            if not is_intact(text):
+                return None
+            held = json.loads(text)
+            values = {each.name: held[each.name] for each in fields(cls)}
+            if not all(type(value) in (int, float) for value in values.values()):
+                return None
+            return cls(**values)
+        except (UserError, ValueError, KeyError, TypeError):
+            return None
+
+    def text(self) -> bytes:
+        """The file's content, always of the same size."""
+        return seal_text(json.dumps(asdict(self), indent=2)).encode().ljust(_SIZE - 1) + b"\n"
+
+
+@dataclass
+class _Clock:
+    """Seconds since the last event, by a clock that nobody sets."""
+
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        passed, self.last = now - self.last, now
+        return passed
+
+
+class GoodputLedger(Callback):
+    """Keeps the ledger of a run. A failure to write it is reported once.
+
+    Args:
+        path: of the file.
+        attempt: which of the run this is.
+        say: prints the warning.
+    """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        return cls(run.run_dir / FILE, run.attempt, say)
+
+    def __init__(self, path: Path, attempt: Attempt, say: Callable[[str], None]) -> None:
+        self.path, self.attempt, self.say = path, attempt, say
+        self.goodput = Goodput()
+        self._clock, self._started = _Clock(), False
+        self._descriptor: int | None = None
+        self._saving = self._reported = False
+
+    def before_fit(self, start: int) -> None:
+        known = Goodput.read(self.path) if start or self.attempt.number else None
+        self.goodput = goodput = known or Goodput()
+        goodput.attempts += 1
+        goodput.restarts += self.attempt.number > 0
+        goodput.step, goodput.furthest = start, max(start, goodput.furthest)
+        if not self.attempt.number:
+            goodput.at = self.attempt.began
+        with self._failures_reported():
+            # Non-blocking, or a FIFO of this name would block the run.
+            self._descriptor = os.open(replace_link(self.path), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
+            os.ftruncate(self._descriptor, _SIZE)
+        self._write()
+
+    def before_step(self, step: int, batch: Any) -> None:
+        if not self._started:
+            self._start()
+
+    def after_step(self, record: StepRecord) -> None:
+        passed, goodput = self._pass(), self.goodput
+        spent = min(passed, record.seconds - record.phases.get("callbacks", 0.0))
+        if record.step > goodput.furthest:
+            goodput.steps += spent
+        else:
+            goodput.repeated += spent
+        goodput.step, goodput.furthest = record.step, max(record.step, goodput.furthest)
+        self._write()
+
+    def before_evaluation(self, step: int) -> None:
+        self._pass()
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self.goodput.evaluating += self._pass()
+        self._write()
+
+    def before_checkpoint(self, step: int) -> None:
+        if not self._started:  # a stop that came before the first step
+            self._start()
+        self._pass()
+        self._saving = True
+
+    def after_staging(self, step: int) -> None:
+        self._saved()
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self._saved()
+        self._write()
+
+    def after_fit(self) -> None:
+        if self._started:
+            self._pass()
+            self._write()
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    def _saved(self) -> None:
+        """The steps wait no longer for a checkpoint, which may be written in the background from here on."""
+        if self._saving:
+            self.goodput.saving += self._pass()
+        self._saving = False
+
+    def _start(self) -> None:
+        """The first step begins."""
+        goodput, self._started = self.goodput, True
+        restarted = self.attempt.number and goodput.at
+        passed = max(0.0, time.time() - (goodput.at if restarted else self.attempt.began))
+        goodput.total += passed
+        if restarted:
+            goodput.lost += passed
+        else:
+            goodput.starting += passed
+        self._clock.lap()
+
+    def _pass(self) -> float:
+        """Add the time since the last event to the total, and return it."""
+        passed = self._clock.lap()
+        self.goodput.total += passed
+        return passed
+
+    def _write(self) -> None:
+        """Overwrite the file; until the first step its last event stays what it was, and the time since then is lost if
+        this attempt fails."""
+        if self._started:
+            self.goodput.at = time.time()
+        if self._descriptor is not None:
+            with self._failures_reported():
+                os.pwrite(self._descriptor, self.goodput.text(), 0)
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._reported:
+                self._reported = True
+                self.say(f"Warning: {self.path} cannot be written ({error.strerror}); training continues without it.")

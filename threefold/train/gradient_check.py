@@ -1,0 +1,219 @@
+"""A fast exact hash of a tensor's bits, computed on its device.
+
+Multilinear hashing (Carter and Wegman, "Universal classes of hash functions", 1979; Lemire and Kaser, "Strongly
+universal string hashing is fast", 2014): the tensor's bits as words, each times an odd 64-bit factor that follows from
+its position, summed modulo 2^64. Integer sums have no rounding, so no order of the additions changes the result. One
+word that changed always changes the hash, as an odd factor keeps every bit of the difference; words that changed places
+change it but for one case in about 2^32. It protects against what hardware does, not against an attacker.
+
+The factor of a word is that of its row times that of its column in a table of `_COLUMNS` columns, so that the table is
+small and only one factor for each row is computed: by splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from threefold.comm.layout import Layout
+from threefold.data.loader import Loader
+from threefold.models.layers.experts import Routing
+from threefold.random.rng import draws_in_sequence, signed
+from threefold.train.step import Engine
+
+_COLUMNS = 1 << 12
+_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Words whose products are in memory at once: on a CPU few enough for a core's cache."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+"""By bytes of an element: its bits in words of 32 bits at most, so that a difference in their upper bits alone leaves
+room for the factors to differ in."""
+
+
+class BitHash:
+    """Hashes tensors on a device.
+
+    Equal bits have equal hashes on every device. Values that are equal but not in their bits (0 and -0) differ.
+
+    Args:
+        device: of all tensors but small ones, which are copied to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._columns = factors(1 << 40, _COLUMNS, device)  # far from the positions of rows
+        self._at_once = _AT_ONCE.get(device.type, _COLUMNS)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The hash of a tensor's bits in the order of its elements.
+
+        Args:
+            tensor: of any shape and dtype.
+
+        Returns:
+            int64 scalar.
+        """
+        words = tensor.detach().to(self._device).reshape(-1).view(_WORDS[tensor.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=words.device)
+        whole = words.numel() - words.numel() % _COLUMNS
+        for start in range(0, whole, self._at_once):
+            part = words[start : min(whole, start + self._at_once)]
+            rows = (part.view(-1, _COLUMNS) * self._columns).sum(1)
+            total += (rows * factors(start // _COLUMNS, len(rows), words.device)).sum()
+        rest = words[whole:]
+        if rest.numel():
+            total += (rest * self._columns[: rest.numel()]).sum() * factors(whole // _COLUMNS, 1, words.device)[0]
+        return total
+
+
+def combined(hashes: Tensor) -> Tensor:
+    """One hash of several, which depends on their order.
+
+    Args:
+        hashes: int64 [n].
+
+    Returns:
+        int64 scalar.
+    """
+    return (hashes * factors(0, len(hashes), hashes.device)).sum()
+
+
+def factors(start: int, count: int, device: torch.device) -> Tensor:
+    """The odd factors of the positions from `start` on: int64 [count]."""
+    mixed = torch.arange(start + 1, start + count + 1, device=device) * _GOLDEN
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    return (mixed ^ _shifted(mixed, 31)) | 1
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Shifted to the right, with zeros from the left."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+_GOLDEN, _FIRST, _SECOND = (
+    signed(constant, 64) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Ranks that computed other gradients of the same samples than others did.
+
+    Attributes:
+        ranks: at fault, or those of which one is where there are several.
+        others: those that computed the same without them.
+    """
+
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+class GradientCheck:
+    """Compares the gradients of a step, bit for bit, with those that another replica computes.
+
+    Without another replica a rank computes its own gradients twice instead; so it does with layers that draw random
+    numbers in sequence, and with experts, where what a rank computes depends on the samples of other replicas too.
+
+    Collective over the world, as its methods.
+
+    Args:
+        engine: computes the gradients.
+        loader: of this replica.
+    """
+
+    def __init__(self, engine: Engine, loader: Loader) -> None:
+        self._engine, self._loader = engine, loader
+        self._hash = BitHash(engine.mesh.device)
+        layout = engine.mesh.layout
+        bound = any(draws_in_sequence(module) or isinstance(module, Routing) for module in engine.model.modules())
+        somewhere = engine.mesh.world.all_reduce_max_(torch.tensor([int(bound)], device=engine.mesh.device))
+        self._shift = 0 if bool(somewhere) else 1
+        self._next = (engine.mesh.dp.index + self._shift) % layout.dp
+        self._sum = torch.zeros((), dtype=torch.int64, device=engine.mesh.device)
+        self._checked = self._sum
+
+    def before_forward(self, step: int) -> None:
+        """Compute the gradients of the next replica's samples, and observe the step's own, which come next.
+
+        Args:
+            step: the number of the update that comes, 1 for the first.
+        """
+        self._checked = self._computed(self._next, step)
+        self._observe()
+
+    def compare(self, step: int) -> Disagreement | None:
+        """Compare, when the step's own gradients have been computed; None where they agree."""
+        own, replica = self._observed(), self._engine.mesh.dp.index
+        table = self._exchanged(own, self._checked)
+        pairs = disagreeing(table, self._engine.mesh.layout, self._shift)
+        if not pairs:
+            return None
+        again = self._exchanged(self._computed(replica, step), self._computed(self._next, step))
+        unstable = [rank for rank, (before, now) in enumerate(zip(table, again, strict=True)) if before != now]
+        return disagreement(pairs, unstable, self._engine.mesh.layout)
+
+    def _exchanged(self, own: Tensor, checked: Tensor) -> list[list[int]]:
+        """The two hashes of each rank."""
+        row = torch.stack([own, checked]).view(1, 2)
+        found: list[list[int]] = self._engine.mesh.world.all_gather_equal(row, 0).tolist()
+        return found
+
+    def _computed(self, replica: int, step: int) -> Tensor:
+        """The hash of this rank's part of the gradients of a replica's samples."""
+        loader = self._loader.of_replica(replica)
+        self._observe()
+        with self._engine.preserved():
+            rows = torch.from_numpy(loader.share.rows)
+            self._engine.compute_gradients(loader.batch(step - 1), step - 1, rows=rows)
+        return self._observed()
+
+    def _observe(self) -> None:
+        self._sum = torch.zeros_like(self._sum)
+        self._engine.gradients.observe(self._add)
+
+    def _observed(self) -> Tensor:
+        self._engine.gradients.observe(None)
+        return self._sum
+
+    def _add(self, gradients: Tensor) -> None:
+        self._sum = self._sum + self._hash(gradients)
+
+
+def disagreeing(table: Sequence[Sequence[int]], layout: Layout, shift: int) -> list[tuple[int, int]]:
+    """The pairs (checker, owner) of ranks whose hashes of the owner's gradients differ.
+
+    Args:
+        table: by rank, the hash of its own gradients and of those it has checked.
+        layout: of the ranks.
+        shift: a replica checks the one that comes so many after it.
+    """
+    pairs = []
+    for checker, (_, checked) in enumerate(table):
+        place = layout.coordinates(checker)
+        owner = layout.rank_of(**place._replace(dp=(place.dp + shift) % layout.dp)._asdict())
+        if table[owner][0] != checked:
+            pairs.append((checker, owner))
+    return pairs
+
+
+def disagreement(pairs: Sequence[tuple[int, int]], unstable: Sequence[int], layout: Layout) -> Disagreement:
+    """Who is at fault.
+
+    Args:
+        pairs: (checker, owner) that disagree, at least one.
+        unstable: ranks that computed something else the second time.
+        layout: of the ranks.
+    """
+    everyone = {rank for pair in pairs for rank in pair}
+    if unstable:
+        ranks = set(unstable)
+    else:  # a replica that always computes wrong disagrees with the one that it checks and the one that checks it
+        replica = {rank: layout.coordinates(rank).dp for rank in everyone}
+        met = {frozenset((replica[checker], replica[owner])) for checker, owner in pairs}
+        times = Counter(place for pair in met for place in pair)
+        most = max(times.values())
+        ranks = {rank for rank in everyone if times[replica[rank]] == most}
+    return Disagreement(tuple(sorted(ranks)), tuple(sorted(everyone - ranks)))

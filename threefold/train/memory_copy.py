@@ -1,0 +1,296 @@
+"""One copy of a rank's state in a file in memory, which outlives the process of the rank.
+
+    record: step, bytes of the tensors, bytes of the index, checksum of all that
+    tensors, each at a multiple of `ALIGNMENT`
+    index: JSON with the facts, and name, dtype, shape and place of each tensor
+
+A process may be killed at any moment, so a copy counts only where its checksum is right. The record is made invalid
+before anything else of the copy changes, and written last.
+"""
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from threefold.checkpoint.folder import newest
+from threefold.checkpoint.manifest import AnomalyFacts
+from threefold.checkpoint.resume import find_warm_start
+from threefold.checksums import checksum_of, checksum_of_blocks
+from threefold.comm.axis import Axis
+from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.data.samples import ConsumedSamples
+from threefold.train.callbacks.base import Callback, reason_of, say
+from threefold.train.state import Checkpoints, checkpoint_tensors, engine_tensors
+
+ALIGNMENT: Final = 64
+_RECORD: Final = struct.Struct("<qqq48s")
+_START: Final = mmap.PAGESIZE
+_INVALID: Final = -1
+
+
+class MemoryCopy:
+    """A copy in the file at `path`; a file that is empty holds none.
+
+    Args:
+        path: of a file in memory (`memory_files`).
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._map: mmap.mmap | None = None
+
+    def close(self) -> None:
+        """Close the file; its content stays."""
+        self._map = None  # unmapped with the last tensor that is a view of it
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    @property
+    def step(self) -> int | None:
+        """The number of updates after which it was made, as the record says; None where there is none."""
+        found = self._record()
+        return found[0] if found else None
+
+    def is_whole(self) -> bool:
+        """Whether it is as it was written, by its checksum."""
+        found = self._record()
+        if found is None:
+            return False
+        step, data, index, checksum = found
+        size = os.fstat(self._descriptor).st_size
+        if min(step, data, index) < 0 or _START + data + index > size:
+            return False
+        return self._checksum(step, data, index) == checksum
+
+    def facts(self) -> dict[str, Any]:
+        """The facts of a whole copy."""
+        return dict(self._index()["facts"])
+
+    def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Replace the copy.
+
+        Args:
+            step: updates made.
+            tensors: this rank's, by name.
+            facts: what else belongs to the state, as JSON has it.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        places, end = {}, 0
+        for name, tensor in tensors.items():
+            places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        index = json.dumps({"facts": dict(facts), "tensors": places}).encode()
+        held = self._grown(_START + end + len(index))
+        _RECORD.pack_into(held, 0, _INVALID, 0, 0, b"")
+        for name, tensor in tensors.items():
+            self._place(*places[name]).copy_(tensor)
+        held[_START + end : _START + end + len(index)] = index
+        _RECORD.pack_into(held, 0, step, end, len(index), self._checksum(step, end, len(index)))
+
+    def read(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Fill tensors in place from a whole copy.
+
+        Args:
+            tensors: by name; those that the copy does not have stay as they are.
+
+        Returns:
+            the names of those that were filled.
+
+        Raises:
+            ValueError: the copy has a tensor that is not among them, or in another shape or dtype.
+        """
+        places = self._index()["tensors"]
+        for name, (dtype, shape, start) in places.items():
+            target = tensors.get(name)
+            if target is None or list(target.shape) != shape or str(target.dtype) != f"torch.{dtype}":
+                raise ValueError(f"the state in memory has {name} of shape {shape}, which this rank does not")
+            target.copy_(self._place(dtype, shape, start))
+        return set(places)
+
+    def discard(self) -> None:
+        """Make it one that does not count."""
+        if self._record() is not None:
+            _RECORD.pack_into(self._mapped(), 0, _INVALID, 0, 0, b"")
+
+    def _place(self, dtype: str, shape: list[int], start: int) -> Tensor:
+        kind = getattr(torch, dtype)
+        count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(shape, dtype=kind)
+        return torch.frombuffer(self._mapped(), dtype=kind, count=count, offset=_START + start).view(shape)
+
+    def _index(self) -> Any:
+        found = self._record()
+        assert found is not None
+        _, data, index, _ = found
+        return json.loads(self._mapped()[_START + data : _START + data + index])
+
+    def _record(self) -> tuple[int, int, int, bytes] | None:
+        if self._map is None and os.fstat(self._descriptor).st_size < _START:
+            return None
+        step, data, index, checksum = _RECORD.unpack_from(self._mapped())
+        return None if step < 0 else (step, data, index, checksum.rstrip(b"\0"))
+
+    def _checksum(self, step: int, data: int, index: int) -> bytes:
+        with memoryview(self._mapped()) as held:
+            content = held[_START : _START + data + index]
+            return checksum_of_blocks((struct.pack("<qqq", step, data, index), content)).encode()
+
+    def _mapped(self) -> mmap.mmap:
+        if self._map is None:
+            self._map = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
+        return self._map
+
+    def _grown(self, size: int) -> mmap.mmap:
+        """The memory, of `size` bytes at least."""
+        if os.fstat(self._descriptor).st_size < size:
+            self._map = None
+            os.posix_fallocate(self._descriptor, 0, size)  # fails here, and not by a signal where it is written
+        return self._mapped()
+
+
+class KeptStates(Callback):
+    """Keeps the state of this rank in memory before every n-th step, and finds the one to go on from.
+
+    The state before step s + 1 is that after s updates and all that followed them: the evaluation and the checkpoint
+    that were due. A rank makes step s + 1 only together with all others, so no rank is more than one state ahead of
+    another, and of two copies that are written in turn one belongs to a step that every rank has.
+
+    Args:
+        files: in memory, of this rank; none where states are not kept.
+        config: resolved; a state counts only in the same layout.
+        mesh: this rank's.
+
+    Attributes:
+        anomalies: what the run had done about bad steps, once a state is restored.
+    """
+
+    ranks: ClassVar[Literal["first", "all"]] = "all"
+
+    def __init__(self, files: Sequence[Path], config: Config, mesh: Mesh) -> None:
+        self._config, self._mesh, self._every = config, mesh, config.checkpoint.memory_every
+        self._layout = _key(config)
+        self._checkpoints: Checkpoints | None = None
+        self._copies: list[MemoryCopy] = []
+        self.anomalies: AnomalyFacts | None = None
+        with suppress(OSError):  # gone with the launcher, which ends this rank too
+            for file in files:
+                self._copies.append(MemoryCopy(file))
+
+    def newest(self, world: Axis) -> int | None:
+        """The newest step whose state every rank has whole. Collective over the world where states are kept."""
+        if not self._copies:
+            return None
+        mine = {copy.step for copy in self._copies if copy.is_whole() and copy.facts()["layout"] == self._layout}
+        common = set.intersection(*map(set, world.gather_objects(sorted(step for step in mine if step is not None))))
+        return max(common, default=None)
+
+    def restore(self, step: int, checkpoints: Checkpoints) -> None:
+        """Fill the engine from the state after `step` updates, which `newest` found whole."""
+        engine = checkpoints.engine
+        streams, shape = engine.streams, engine.mesh.layout.shape
+        copy = next(copy for copy in self._copies if copy.step == step)
+        tensors = engine_tensors(engine)
+        drawn, generators = streams.stored(shape), engine.generators.places(shape)
+        filled = copy.read(_locals(tensors | drawn | generators))
+        engine.optimizer.restored()
+        if any(name in drawn for name in filled):
+            streams.load_stored(drawn, shape)
+        engine.generators.load_stored({name: state for name, state in generators.items() if name in filled}, shape)
+        facts, scale = copy.facts(), engine.loss_scale
+        if scale is not None:
+            scale.value, scale.good_steps = facts["loss_scale"], facts["good_steps"]
+        checkpoints.passed = frozenset(map(Path, facts["passed"]))
+        batch = checkpoints.config.train.global_batch_size
+        checkpoints.consumed = ConsumedSamples(batch, step, facts["consumed_samples"])
+        self.anomalies = _anomalies(facts["anomalies"])
+        if engine.mesh.world.is_first:
+            saved = newest(checkpoints.run_dir) or getattr(find_warm_start(checkpoints.config), "checkpoint", None)
+            if saved is not None:
+                checkpoints.carry(saved)
+
+    def keep_of(self, checkpoints: Checkpoints) -> None:
+        """Keep the states of this engine from now on."""
+        self._checkpoints = checkpoints
+
+    def before_fit(self, start: int) -> None:
+        self._discard_after(start)
+
+    def before_step(self, step: int, batch: Any) -> None:
+        done = step - 1
+        if not self._copies or not done or done % self._every:
+            return
+        self._discard_after(done)
+        if any(copy.step == done for copy in self._copies):  # the one that the run went on from
+            return
+        try:
+            self._keep(done)
+        except OSError as error:
+            for copy in self._copies:
+                copy.discard()
+            self._copies = []
+            say(f"Warning: no more states are kept in memory ({reason_of(error)}); restarts use checkpoints.")
+
+    def close(self) -> None:
+        for copy in self._copies:
+            copy.close()
+        self._copies = []
+
+    def _discard_after(self, step: int) -> None:
+        """Drop the states of later steps, which a run that has gone back does not make in the same way."""
+        for copy in self._copies:
+            if copy.step is not None and copy.step > step:
+                copy.discard()
+
+    def _keep(self, done: int) -> None:
+        assert self._checkpoints is not None
+        engine, scale = self._checkpoints.engine, self._checkpoints.engine.loss_scale
+        tensors = checkpoint_tensors(engine)
+        facts = {
+            "layout": self._layout,
+            "loss_scale": scale.value if scale else None,
+            "good_steps": scale.good_steps if scale else 0,
+            "consumed_samples": self._checkpoints.consumed.before(done),
+            "anomalies": asdict(found) if (found := self._checkpoints.anomalies()) else None,
+            "passed": sorted(map(str, self._checkpoints.passed)),
+        }
+        oldest = min(self._copies, key=lambda copy: -1 if copy.step is None else copy.step)
+        oldest.write(done, _locals(tensors), facts)
+
+
+def _locals(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank has of each, sharing its memory."""
+    with torch.no_grad():
+        return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+
+
+def _anomalies(stored: dict[str, Any] | None) -> AnomalyFacts | None:
+    """Facts that JSON has had, which knows lists alone."""
+    if stored is None:
+        return None
+    pairs = {name: tuple(map(tuple, stored[name])) for name in ("skipped", "recent")}
+    return AnomalyFacts(**{**stored, **pairs})
+
+
+def _key(config: Config) -> str:
+    """What the states of two attempts have to have in common besides their tensors."""
+    sections = config.sections()
+    settings = [sections[name] for name in ("parallel", "model", "precision")]
+    return checksum_of(json.dumps(settings, default=str).encode())

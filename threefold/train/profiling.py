@@ -1,0 +1,290 @@
+"""Profiles of some steps of a run: a trace of each rank for Perfetto, and when each pipeline stage did what."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from threefold.comm.heartbeat import Activity, RunSection
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+from threefold.output import replace_link
+from threefold.torch_private.runtime import quieten_kineto
+from threefold.train.callbacks.base import Callback, StepRecord, reason_of, say
+
+_ACTION_KINDS: Final = {
+    Activity.FORWARD: "F",
+    Activity.BACKWARD: "B",
+    Activity.INPUT_GRADIENTS: "I",
+    Activity.WEIGHT_GRADIENTS: "W",
+}
+_NAMES: Final = {
+    Activity.DATA: "data",
+    Activity.PIPELINE: "pipeline exchange",
+    Activity.GRADIENT_SUM: "gradient sum",
+    Activity.UPDATE: "update",
+    Activity.MODEL: "model",
+    Activity.RESTORE: "restore",
+}
+_SECTIONS: Final = {RunSection.STEP: "step", RunSection.EVALUATION: "evaluation", RunSection.SAVE: "save"}
+
+
+class Span(NamedTuple):
+    """Something that a rank did without a pause.
+
+    Attributes:
+        name: as in the trace, such as `0F2`, `update` or `callback Summary`.
+        kind: `F`, `B`, `I` or `W` of a pipeline's action; else empty.
+        stage, micro_batch: of an action.
+        step: 1 for the first.
+        start, end: seconds since the epoch.
+    """
+
+    name: str
+    kind: str
+    stage: int
+    micro_batch: int
+    step: int
+    start: float
+    end: float
+
+
+class _DeviceClock:
+    """Moments of the device that computes, which on a GPU are noted in its stream, without waiting for it.
+
+    Args:
+        device: of the rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            torch.cuda.synchronize(device)
+        self._base, self._epoch = self.now(), time.time()
+
+    def now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, moment: Any) -> float:
+        """Since the epoch; on a GPU only after what was noted has passed."""
+        since = self._base.elapsed_time(moment) / 1e3 if self._on_gpu else moment - self._base
+        return float(self._epoch + since)
+
+
+class SpanRecorder:
+    """Observes a heartbeat between `start` and `stop`.
+
+    Args:
+        device: of the rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clock: _DeviceClock | None = None
+        self._taken: list[tuple[tuple[str, str, int, int, int], Any, Any]] = []
+        self._activity: tuple[str, str, int, int, Any, record_function] | None = None
+        self._wait: tuple[int, record_function] | None = None
+        self._section: record_function | None = None
+        self._step = 0
+
+    def start(self, step: int) -> None:
+        """Record from now on, first what follows `step`."""
+        self._clock, self._step = _DeviceClock(self._device), step
+
+    def stop(self) -> list[Span]:
+        """End, and return what was recorded, in order; waits for a GPU."""
+        self._end_section()
+        clock, self._clock = self._clock, None
+        if clock is None:
+            return []
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        taken, self._taken = self._taken, []
+        return [Span(*what, clock.seconds(start), clock.seconds(end)) for what, start, end in taken]
+
+    # -- told by the heartbeat -----------------------------------------------------------------------------------------
+
+    def section(self, section: RunSection, step: int) -> None:
+        self._end_section()
+        self._step = step
+        if self._clock is not None and section in _SECTIONS:
+            self._section = _begun(f"{_SECTIONS[section]} {step}")
+
+    def activity(self, activity: Activity, stage: int, micro_batch: int, name: str) -> None:
+        self._end_activity()
+        if self._clock is None or activity is Activity.NOTHING:
+            return
+        if kind := _ACTION_KINDS.get(activity, ""):
+            name = f"{stage}{kind}{micro_batch}"
+        else:
+            name = f"callback {name}" if activity is Activity.CALLBACK else _NAMES.get(activity, activity.name.lower())
+            stage = micro_batch = 0
+        self._activity = name, kind, stage, micro_batch, self._clock.now(), _begun(name)
+
+    def wait(self, operation: str, axis: str) -> None:
+        self.resume()
+        if self._clock is not None:
+            self._wait = threading.get_ident(), _begun(f"{operation} over {axis}")
+
+    def resume(self) -> None:
+        if self._wait is not None:
+            (thread, named), self._wait = self._wait, None
+            if thread == threading.get_ident():  # a range ends in the thread in which it began
+                named.__exit__(None, None, None)
+
+    def _end_activity(self) -> None:
+        self.resume()
+        if self._activity is None:
+            return
+        (name, kind, stage, micro_batch, start, named), self._activity = self._activity, None
+        named.__exit__(None, None, None)
+        if self._clock is not None:
+            what = name, kind, stage, micro_batch, self._step
+            self._taken.append((what, start, self._clock.now()))
+
+    def _end_section(self) -> None:
+        self._end_activity()
+        if self._section is not None:
+            self._section.__exit__(None, None, None)
+            self._section = None
+
+
+def _begun(name: str) -> record_function:
+    named = record_function(name)
+    named.__enter__()
+    return named
+
+
+FOLDER: Final = "profile"
+SPANS_FILE: Final = "spans.json"
+WARM_UP: Final = 2
+"""Steps before those that are profiled: the first ones allocate memory and choose kernels."""
+_COMPRESSED_FROM: Final = 64
+"""Ranks from which on traces are compressed, as there may be gigabytes of them."""
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What is profiled.
+
+    Attributes:
+        steps: how many, after the warm-up.
+        draw: makes pictures of a file of spans, and returns their paths; called on the first rank.
+    """
+
+    steps: int
+    draw: Callable[[Path], list[Path]]
+
+
+class Profiler(Callback):
+    """Profiles some steps of this rank with torch's profiler.
+
+    The numbers of the run are not touched: there is one barrier and one gathering of times more than without it.
+
+    Args:
+        request: what is profiled.
+        recorder: observes the rank's heartbeat.
+        mesh: of the rank.
+        run_dir: the run's folder.
+        last: the last step of the run.
+    """
+
+    ranks: ClassVar[Literal["first", "all"]] = "all"
+
+    def __init__(self, request: ProfileRequest, recorder: SpanRecorder, mesh: Mesh, run_dir: Path, last: int) -> None:
+        self._request, self._recorder, self._mesh, self._end = request, recorder, mesh, last
+        self._folder = run_dir / FOLDER
+        self._begun = self._last_step = 0
+        self._profile: profile | None = None
+        self._done = False
+
+    def before_fit(self, start: int) -> None:
+        left = self._end - start
+        self._begun = start + 1 + max(0, min(WARM_UP, left - self._request.steps))
+        self._last_step = min(self._end, self._begun + self._request.steps - 1)
+        if self._begun == start + 1 and left > 0:
+            self._start(start)
+
+    def after_step(self, record: StepRecord) -> None:
+        if self._profile is None and not self._done and record.step == self._begun - 1:
+            self._start(record.step)
+        elif self._profile is not None and record.step >= self._last_step:
+            self._finish(self._profile)
+
+    def after_fit(self) -> None:
+        if self._profile is not None:  # a callback ended the run
+            self._finish(self._profile)
+
+    def close(self) -> None:
+        if self._profile is not None:  # a signal or a failure ended it, and other ranks may be lost
+            self._profile.stop()
+            self._recorder.stop()
+            with suppress(OSError, RuntimeError):
+                self._write_trace(self._profile)
+            self._profile = None
+
+    def _start(self, step: int) -> None:
+        on_gpu = [ProfilerActivity.CUDA] if self._mesh.device.type == "cuda" else []
+        if not on_gpu:  # on a GPU it may have something to say
+            quieten_kineto()
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+        self._profile.start()
+        self._mesh.world.barrier()  # starting takes a while, and not equally long on all ranks
+        self._recorder.start(step)
+
+    def _finish(self, profiled: profile) -> None:
+        self._profile, self._done = None, True
+        spans = self._recorder.stop()
+        profiled.stop()
+        problem = ""
+        try:
+            self._write_trace(profiled)
+        except (OSError, RuntimeError) as error:
+            problem = reason_of(error) if isinstance(error, OSError) else str(error)
+        coordinates = self._mesh.coordinates
+        shown = not (coordinates.dp or coordinates.cp or coordinates.tp)  # one rank of each pipeline stage
+        gathered = self._mesh.world.gather_objects((coordinates.pp, spans if shown else [], problem))
+        if self._mesh.world.is_first:
+            stages = sorted((place, spans) for place, spans, _ in gathered if spans)
+            self._report(stages, [problem for *_, problem in gathered])
+
+    def _write_trace(self, profiled: profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._mesh.heartbeat.progress()
+        ranks = self._mesh.layout.world_size
+        suffix = ".json.gz" if ranks >= _COMPRESSED_FROM else ".json"
+        profiled.add_metadata("rank", str(self._mesh.rank))
+        profiled.add_metadata("layout", str(self._mesh.layout))
+        profiled.export_chrome_trace(str(replace_link(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
+
+    def _report(self, stages: list[tuple[int, list[Span]]], problems: list[str]) -> None:
+        """Write the spans, draw them, and say where all of it is."""
+        for rank, problem in enumerate(problems):
+            if problem:
+                say(f"Warning: the trace of rank {rank} cannot be written to {self._folder} ({problem}).")
+                break
+        path = self._folder / SPANS_FILE
+        held = [{"pp_rank": place, "spans": [span._asdict() for span in spans]} for place, spans in stages]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_link(path).write_text(
+                json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n", encoding="utf-8"
+            )
+            pictures = self._request.draw(path)
+        except (OSError, UserError) as error:
+            say(f"Warning: {path} cannot be written ({reason_of(error)}).")
+            return
+        drawn = f"; timeline in {' and '.join(map(str, pictures))}" if pictures else ""
+        traces = f"traces of all ranks, for https://ui.perfetto.dev, in {self._folder}"
+        say(f"Profile of steps {self._begun} to {self._last_step}: {traces}{drawn}")

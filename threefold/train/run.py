@@ -1,0 +1,341 @@
+"""Per-rank training entry point: opens the data, builds the engine, restores the start, runs the loop."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.folder import Checkpoint, model_files, newest
+from threefold.checkpoint.manifest import AnomalyFacts
+from threefold.checkpoint.resume import Resume, Resumption, WarmStart, continues, find_resumption, find_warm_start
+from threefold.checkpoint.selection import from_first
+from threefold.comm.axis import Axis
+from threefold.comm.heartbeat import Activity, Heartbeat, ObservedHeartbeat
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.config.model import OWN
+from threefold.data.dataset import Dataset, open_dataset
+from threefold.data.loader import Loader, Share
+from threefold.host import keep_freed_memory
+from threefold.models.family import family_of
+from threefold.models.sharding import ModelPlan
+from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
+from threefold.parallel.forward_check import check_layout, check_source
+from threefold.parallel.pipeline.partition import StageMap, stage_map
+from threefold.train.anomalies import AnomalyPolicy
+from threefold.train.attempt import Attempt
+from threefold.train.callbacks.base import Callback, RunContext, say
+from threefold.train.callbacks.registry import import_always, make_callbacks
+from threefold.train.corruption import check_device, make_watch
+from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch
+from threefold.train.loop import TrainingLoop
+from threefold.train.lr_schedules import learning_rate
+from threefold.train.memory_copy import KeptStates
+from threefold.train.optimizers.own import update_rule
+from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
+from threefold.train.state import Checkpoints
+from threefold.train.step import Engine
+from threefold.train.stop import Stop, Stopped
+
+SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
+"""Checks a run's layout, in its ranks, and raises a `UserError` on all of them."""
+
+
+def train(
+    config: Config,
+    run_dir: Path,
+    resume: Resume,
+    asked: Callable[[], int] = lambda: 0,
+    reads: bool = True,
+    callbacks: Sequence[Callback] = (),
+    source: ModelSource = ConfigSource(),  # noqa: B008
+    began: float | None = None,
+    heartbeat: Heartbeat | None = None,
+    attempt: Attempt | None = None,
+    peak_rate: float | None = None,
+    profile: ProfileRequest | None = None,
+    verify: SelfCheck | None = None,
+) -> Stopped | None:
+    """Train as `config` says. Called on every rank, in an initialised process group of as many ranks as the layout.
+
+    Args:
+        config: resolved, `train.device` being the device.
+        run_dir: a folder shared by all ranks; gets the metrics, logs, curves and checkpoints.
+        resume: whether to resume from its newest checkpoint; "auto" does if there is one.
+        asked: returns the number of the signal that ends the run, 0 for none.
+        reads: whether this rank checks the token files of its host in the background.
+        callbacks: beside those of every run and those of `train.callbacks`, called after them.
+        source: of the model.
+        began: when the run was started, as `time.time` has it; None for now.
+        heartbeat: where this rank notes what it does; None where nobody reads it.
+        attempt: which of the run this is; None for the first.
+        peak_rate: as of `RunContext`.
+        profile: which steps are profiled; None for none.
+        verify: called before the model is made, in the first attempt.
+
+    Returns:
+        None after the last step; else the step at which a signal or a callback ended the run, the same on every rank.
+
+    Raises:
+        UserError: on every rank: bad data, no checkpoint to resume from, divergence, a full disk.
+    """
+    began = time.time() if began is None else began
+    keep_freed_memory()
+    device = _device(config)
+    recorder = None if profile is None else SpanRecorder(device)
+    if recorder is not None:
+        heartbeat = ObservedHeartbeat(heartbeat or Heartbeat(), recorder)
+    mesh = Mesh(Layout.of(config.parallel), device, heartbeat=heartbeat)
+    config = agree_on_micro_batch(config, mesh)
+    mesh.heartbeat.activity(Activity.RESTORE)
+    attempt = attempt or Attempt()
+    kept = KeptStates(attempt.memory[mesh.rank] if attempt.memory else (), config, mesh)
+    start = Start(config, run_dir, resume, mesh.world, kept, attempt)  # before any rank changes the folder
+    if mesh.rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    if verify is not None and not attempt.number:
+        mesh.heartbeat.activity(Activity.MODEL)
+        verify(config, run_dir, source, mesh)
+    stop = Stop(asked, run_dir, watches=mesh.rank == 0)
+    mesh.heartbeat.activity(Activity.DATA)
+    dataset = open_dataset(config)
+    with closing(open_loader(config, dataset, mesh.dp)) as loader:
+        mesh.heartbeat.activity(Activity.MODEL)
+        make_model, plan = source.load(config)
+        engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
+        if config.model.architecture == OWN:
+            engine.generators.begin(config.train.seed)
+        policy = AnomalyPolicy(config)
+        checkpoints = Checkpoints(run_dir, engine, config, dataset, lambda: check.contents(), policy.facts)
+        clock = checkpoints.run_by(began)
+        stop.clock = clock if mesh.rank == 0 else None
+        mesh.heartbeat.activity(Activity.RESTORE)
+        kept.keep_of(checkpoints)
+        step, lines = start.load(checkpoints)
+        loader.consumed = checkpoints.consumed
+        policy.resume(start.anomalies)
+        check = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
+        if mesh.rank == 0:
+            if not attempt.number or attempt.layout:
+                _announce(config, mesh, loader, make_model, plan)
+            for line in lines:
+                say(line)
+        run = RunContext(config, run_dir, mesh, attempt, peak_rate)
+        all_callbacks = [
+            kept,
+            DataCheck(mesh, config.log.every, loader.share.rows.tolist()),
+            check,
+            *make_callbacks(run, callbacks),
+        ]
+        if profile is not None and recorder is not None:
+            all_callbacks.append(Profiler(profile, recorder, mesh, run_dir, config.train.max_steps))
+        watch = make_watch(engine, loader, checkpoints.newest)
+        return TrainingLoop(engine, loader, config, all_callbacks, checkpoints, run, policy, watch).fit(
+            step, start.is_unsaved, start.evaluation_missed
+        )
+
+
+def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008
+    """Check, before any process starts, that the layers can be partitioned into stages as a resolved config says, and
+    that an own model suits its plan and the layout, and that checkpoints can keep its files.
+
+    Returns:
+        the number of parameters of an own model, and of those that are trained; zeros for another.
+
+    Raises:
+        UserError: they cannot, or it does not.
+    """
+    parameters = (0, 0)
+    if config.model.architecture == OWN:
+        parameters = check_source(source, config)
+        if config.model.file:
+            model_files(file_source(config.model).path)
+    check_device(config)
+    check_layout(source, config)
+    return parameters
+
+
+def import_named(config: Config) -> None:
+    """Import what `train` finds by names of a config and imports when it needs it, for processes that are then forked.
+
+    Raises:
+        UserError: the optimizer or the learning-rate schedule cannot be imported.
+    """
+    if config.model.architecture != OWN:
+        family_of(config.model).import_parts()
+    update_rule(config.optimizer)
+    learning_rate(config.optimizer.warmup_steps + 1, config.optimizer)
+    import_always()
+
+
+def open_loader(config: Config, dataset: Dataset, replicas: Axis) -> Loader:
+    """The batches of this rank's replica.
+
+    Raises:
+        UserError: the training part, or the validation part where there are evaluations, has no sample.
+    """
+    heldout = dataset.samples("valid") if config.train.evaluates else None
+    share = Share(config.train.global_batch_size, replicas.index, replicas.size)
+    return Loader(
+        dataset.samples("train"),
+        heldout,
+        share,
+        config.train.seed,
+        config.data.separate_documents,
+        pinned=config.train.device == "cuda",
+    )
+
+
+def _announce(config: Config, mesh: Mesh, loader: Loader, make_model: MakeModel, plan: ModelPlan) -> None:
+    with torch.device("meta"):
+        model = make_model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    train = config.train
+    samples, read = len(loader.train), loader.consumed.before(train.max_steps)
+    length = "" if loader.is_nested else f" of {config.data.sequence_length:,} tokens"
+    say(
+        f"Training {parameters:,} parameters in {config.precision.dtype} on {mesh.device.type}, {mesh.layout}: "
+        f"{train.max_steps:,} steps of {train.global_batch_size:,} samples{length}, "
+        f"which reads the {samples:,} training samples {read / samples:.2g} times."
+    )
+    for note in loader.train.notes:
+        say(f"  {note}")
+    for name, epochs in loader.train.epochs(read).items():
+        part = next(part for part in loader.train.parts if part.name == name)
+        say(f"  {part.weight:.2%} are of {name}, whose {len(part.samples):,} samples are read {epochs:.2g} times.")
+    if mesh.pp.size > 1:
+        _announce_stages(model, plan, stage_map(plan, config))
+
+
+def _announce_stages(model: torch.nn.Module, plan: ModelPlan, stages: StageMap) -> None:
+    """Two lines for each pipeline stage: its rank on the pp axis and its parameters; and its layers one by one.
+
+    A tied weight is counted once, at the first stage that uses it.
+    """
+    counted: set[torch.nn.Parameter] = set()
+    for number, place in enumerate(stages.ranks):
+        first, end = stages.layers(number)
+        names = plan.layers[first:end]
+        held = {parameter for name in names for parameter in model.get_submodule(name).parameters()} - counted
+        counted |= held
+        layers = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        say(
+            f"Stage {number} on pp rank {place}: {layers}, {sum(parameter.numel() for parameter in held):,} parameters."
+        )
+        kinds = (type(model.get_submodule(name)).__name__ for name in names)
+        say("  " + ", ".join(f"{first + n} {names[n]} ({kind})" for n, kind in enumerate(kinds)))
+
+
+def _device(config: Config) -> torch.device:
+    if config.train.device != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Start:
+    """Finds on rank 0, for all ranks, the checkpoint that a run starts from. Collective over the world.
+
+    Args:
+        config: resolved.
+        run_dir: the run's folder.
+        resume: whether to resume from its own checkpoint; "auto" does if there is one.
+        world: all ranks.
+        kept: the states in memory of this rank, which are taken where no checkpoint is newer.
+        attempt: which of the run this is.
+
+    Attributes:
+        is_unsaved: whether it is a state in memory that is newer than every checkpoint.
+
+    Raises:
+        UserError: on every rank, when no checkpoint fits the config.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        resume: Resume,
+        world: Axis,
+        kept: KeptStates | None = None,
+        attempt: Attempt | None = None,
+    ) -> None:
+        self._config, self._run_dir, self._resume, self._world = config, run_dir, resume, world
+        self._kept, self._attempt = kept, attempt or Attempt()
+        self._damaged: dict[Path, str] = {}
+        self.is_unsaved = False
+        self._step_kept = self._newer_in_memory()
+        self._found = self._find() if self._step_kept is None else None
+
+    @property
+    def resumed(self) -> Checkpoint | None:
+        """The run's own checkpoint that it is resumed from, after `load`; None otherwise."""
+        return self._found.checkpoint if isinstance(self._found, Resumption) else None
+
+    @property
+    def anomalies(self) -> AnomalyFacts | None:
+        """What the run had done about bad steps, after `load`."""
+        if self._kept is not None and self._step_kept is not None:
+            return self._kept.anomalies
+        return self.resumed.facts.anomalies if self.resumed else None
+
+    @property
+    def evaluation_missed(self) -> bool:
+        """Whether the run was ended before an evaluation that was due where it goes on, after `load`."""
+        return self.resumed is not None and self.resumed.facts.evaluation_missed
+
+    def load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
+        """Load the starting point into the engine; all ranks skip a checkpoint that any rank finds damaged.
+
+        Returns:
+            updates made so far, and lines to print.
+
+        Raises:
+            UserError: on every rank, when no checkpoint can be read.
+        """
+        if self._kept is not None and self._step_kept is not None:
+            self._kept.restore(self._step_kept, checkpoints)
+            return self._step_kept, self._attempt.lines(f"Resuming from memory after step {self._step_kept:,}")
+        while True:
+            try:
+                return self._load(checkpoints)
+            except DamagedCheckpoint as damage:
+                self._damaged[damage.path] = damage.reason
+                self._found = self._find()
+
+    def _newer_in_memory(self) -> int | None:
+        """The step of the state in memory, if every rank has it and no checkpoint is newer."""
+        step = None if self._kept is None else self._kept.newest(self._world)
+        if step is None:
+            return None
+
+        def newest_saved() -> int:
+            saved = newest(self._run_dir)
+            return saved.step if saved else -1
+
+        saved = from_first(self._world, newest_saved)
+        self.is_unsaved = saved < step
+        return step if saved <= step else None
+
+    def _find(self) -> Resumption | WarmStart | None:
+        def find() -> Resumption | WarmStart | None:
+            if continues(self._run_dir, self._resume):
+                return find_resumption(self._run_dir, self._config, self._damaged)
+            return find_warm_start(self._config, self._damaged)
+
+        return from_first(self._world, find)
+
+    def _load(self, checkpoints: Checkpoints) -> tuple[int, list[str]]:
+        found = self._found
+        if found is None:
+            return 0, self._attempt.lines("")
+        if isinstance(found, Resumption):
+            step = checkpoints.restore(found.checkpoint, found.passed)
+            where = f"Resuming from {found.checkpoint.path}" + (f" after step {step:,}" if self._attempt.number else "")
+        else:
+            checkpoints.start_from(found.checkpoint)
+            step, where = 0, f"Starting from {found.checkpoint.path}"
+        return step, [*self._attempt.lines(where), *found.warnings]

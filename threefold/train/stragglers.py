@@ -1,0 +1,185 @@
+"""Stragglers: ranks that take longer for the same work than the others, which wait for them."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Final, NamedTuple
+
+from threefold.comm.heartbeat import RankState
+from threefold.train.callbacks.base import Callback, RunContext, StepRecord, on_terminal, say
+
+FACTOR: Final = 1.3
+"""Times the median from which on a rank is slow: that at which NVIDIA's Resiliency Extension reports one, 1 / 0.75."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slower than the median of those with the same work.
+
+    Attributes:
+        rank: its number.
+        factor: how many times as long as the median it was busy.
+        waited: part of the time in which it waited.
+        others_waited: that of the rank of the median.
+        alike: whether the ranks of the median have the same work.
+    """
+
+    rank: int
+    factor: float
+    waited: float
+    others_waited: float
+    alike: bool = True
+
+    def __str__(self) -> str:
+        others = "the ranks with the same work" if self.alike else "all ranks, whose stages may differ"
+        return (
+            f"rank {self.rank} computes {self.factor:.1f} times as long as the median of {others}, and waits "
+            f"{self.waited:.0%} of the time, the median one {self.others_waited:.0%}"
+        )
+
+
+def find_stragglers(
+    waited: Sequence[float],
+    seconds: float,
+    groups: Sequence[Sequence[int]],
+    least: float = 0.0,
+    aside: Sequence[float] = (),
+) -> list[Straggler]:
+    """The ranks that were busy `FACTOR` times as long as the median of their group, the slowest first; of several those
+    that lost at least half as much time as the one that lost most.
+
+    Args:
+        waited: seconds that each rank waited, by rank.
+        seconds: that passed.
+        groups: ranks with the same work, such as those of a pipeline stage; where each rank is alone in its own, all
+            ranks are compared.
+        least: seconds that a slow rank is busy longer than the median at least.
+        aside: seconds that each rank spent on what is not compared, by rank; none where it is empty.
+    """
+    if seconds <= 0:
+        return []
+    busy = [max(seconds - each, 0.0) for each in map(sum, zip(waited, aside or [0.0] * len(waited), strict=True))]
+    alike = [group for group in groups if len(group) > 1]
+    compared = alike or [range(len(busy))]
+    found, largest = [], 0.0
+    for group in compared:
+        # Of an even number the lower one, so that of two ranks the faster one is the measure.
+        median = median_low(busy[rank] for rank in group)
+        slow = [rank for rank in group if median > 0 and busy[rank] >= max(FACTOR * median, median + least)]
+        usual = next((waited[rank] / seconds for rank in group if busy[rank] == median), 0.0)
+        for rank in slow:
+            straggler = Straggler(rank, busy[rank] / median, waited[rank] / seconds, usual, bool(alike))
+            found.append((busy[rank] - median, straggler))
+        largest = max([largest, *(busy[rank] - median for rank in slow)])
+    # A step lasts as long as the slowest takes: what is lost to others may be its doing, as on cores that they share.
+    return sorted((each for lost, each in found if lost >= largest / 2), key=lambda each: -each.factor)
+
+
+_LEAST_SECONDS: Final = 0.02
+"""Of a step that a slow rank costs: the callbacks of the first rank and the noise of a busy host cost less."""
+_LEAST_LOOK: Final = 5.0
+"""Seconds between two looks that a line is about: what else a host does may slow a rank for shorter."""
+_OFTEN, _LEAST_LOOKS = 0.75, 4
+"""Part of the looks, and how many, in which a rank that is slow over the whole run has to be slow."""
+_MOST_NAMED: Final = 4
+
+
+class StragglerReport(Callback):
+    """Says which ranks are slow, once they were so between two looks twice in a row, and at the end which were so over
+    the whole run.
+
+    Saving, and callbacks that one rank alone has, do not count: other ranks have less of that work.
+
+    On a GPU a rank waits in the same call for its own work and for the other ranks, so that there is no report.
+
+    Args:
+        every: steps between two looks.
+        places: reads where each rank is; None for one of which that is not known.
+        groups: ranks with the same work.
+        emit: gets the lines before the end.
+        say: gets the line at the end.
+    """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> "StragglerReport | None":
+        mesh = run.mesh
+        if mesh.world.size == 1 or mesh.device.type != "cpu":
+            return None
+        emit = (lambda _: None) if on_terminal() else say  # a live line is drawn there until the end
+        groups = mesh.layout.groups("dp", "cp", "tp")
+        return cls(run.config.log.every, mesh.heartbeat.everyone, groups, emit, say)
+
+    def __init__(
+        self,
+        every: int,
+        places: Callable[[], Sequence[RankState | None]],
+        groups: Sequence[Sequence[int]],
+        emit: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._every, self._places, self._groups, self._emit, self._say = every, places, groups, emit, say
+        self._first: _Look | None = None
+        self._before: _Look | None = None
+        self._last: _Look | None = None
+        self._looks = 0
+        self._often: Counter[int] = Counter()
+        self._slow: set[int] = set()
+        self._named: set[int] = set()
+        self._step = 0
+
+    def after_step(self, record: StepRecord) -> None:
+        self._step = record.step
+        if self._first is None:  # from the end of the first step on, which is not like the others
+            self._first = self._before = self._last = self._look()
+        elif record.step % self._every == 0 and (now := self._look()) is not None:
+            self._looks += 1
+            self._often.update(each.rank for each in self._between(self._before, now))
+            self._before = now
+            if self._last is not None and now.when - self._last.when < _LEAST_LOOK:
+                return
+            found, self._last = self._between(self._last, now), now
+            slow = {each.rank for each in found}
+            if again := [each for each in found if each.rank in self._slow - self._named]:
+                self._emit(f"global step {record.step}, slow: {_listed(again)}")
+                self._named |= {each.rank for each in again}
+            self._slow, self._named = slow, self._named & slow
+
+    def after_fit(self) -> None:
+        most = max(_OFTEN * self._looks, _OFTEN * _LEAST_LOOKS)
+        if found := [each for each in self._between(self._first, self._look()) if self._often[each.rank] >= most]:
+            self._say(f"Slow over the whole run: {_listed(found)}.")
+
+    def _look(self) -> "_Look | None":
+        places = self._places()
+        known = [(place.waited, place.aside) for place in places if place is not None]
+        return _Look(self._step, time.monotonic(), known) if len(places) == len(known) > 1 else None
+
+    def _between(self, before: "_Look | None", after: "_Look | None") -> list[Straggler]:
+        if before is None or after is None or after.step == before.step:
+            return []
+        spent = zip(before.spent, after.spent, strict=True)
+        waited, aside = zip(*((last[0] - first[0], last[1] - first[1]) for first, last in spent), strict=True)
+        least = _LEAST_SECONDS * (after.step - before.step)
+        return find_stragglers(waited, after.when - before.when, self._groups, least, aside)
+
+
+class _Look(NamedTuple):
+    """What was known after a step.
+
+    Attributes:
+        step: its number.
+        when: `time.monotonic`.
+        spent: seconds that each rank had waited so far, and those of `RankState.aside`.
+    """
+
+    step: int
+    when: float
+    spent: list[tuple[float, float]]
+
+
+def _listed(found: Sequence[Straggler]) -> str:
+    return "; ".join(map(str, found[:_MOST_NAMED])) + (
+        f"; and {len(found) - _MOST_NAMED} more" * (len(found) > _MOST_NAMED)
+    )

@@ -1,1 +1,0 @@
-"""Stragglers: ranks that take longer for the same work than the others, which wait for them."""
