@@ -36,7 +36,7 @@ def write_large(run: Path) -> None:
             for first in (0, ROWS // 2)
         ]
         name = f"model.{number}" if number % 3 else f"optimizer.{number}.exp_avg"
-        tensors[name] = StreamedTensor.of((ROWS, 1024), torch.float32, pieces)
+        tensors[name] = StreamedTensor((ROWS, 1024), torch.float32, pieces)
     save_tensors_alone(tensors, folder)
     (folder / LOOP).write_text("{}")
     write_manifest(folder, Facts(1, 0, 0, eod=None, tokenizer_sha256=None, tokens=0, documents=0))

@@ -108,9 +108,8 @@ def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
     """
     given = config.given()
     given[section] = {key: value for key, value in {**given[section], **changes}.items() if value is not None}
-    found = config_of(given)
-    found._origins = {key: where for key, where in config._origins.items() if key.partition(".")[2] not in changes}
-    return found
+    origins = {key: where for key, where in config.origins.items() if key.partition(".")[2] not in changes}
+    return config_of(given, origins=origins)
 
 
 def _dataset_path(dataset: Any) -> str:

@@ -206,7 +206,7 @@ def _streamed(name: str, source: TensorSource) -> Tensor:
         TensorPiece(chunk.offsets, chunk.sizes, partial(source.read_chunk, name, chunk)) for chunk in planned.chunks
     ]
     empty = [TensorPiece((0,) * len(planned.shape), planned.shape, partial(source.read, name))]
-    return StreamedTensor.of(planned.shape, planned.dtype, pieces or empty)
+    return StreamedTensor(planned.shape, planned.dtype, pieces or empty)
 
 
 def _moved(tensor: StoredTensor, file: str) -> StoredTensor:

@@ -40,12 +40,11 @@ class StreamedTensor(PiecewiseTensor):
 
     _pieces: dict[torch.Size, TensorPiece]
 
-    @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece]) -> Self:
-        """A tensor that `pieces` cover without overlap."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
-        tensor._pieces = {torch.Size(piece.offsets): piece for piece in pieces}
-        return tensor
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece]) -> Self:
+        """Make a tensor that `pieces` cover without overlap."""
+        self = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
+        self._pieces = {torch.Size(piece.offsets): piece for piece in pieces}
+        return self
 
     def write_items(self, name: str) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)

@@ -43,14 +43,13 @@ class StridedShard(PiecewiseTensor):
     _chunk: ChunkStorageMetadata
     _shard: Tensor
 
-    @classmethod
-    def of(cls, tensor: DTensor) -> Self:
-        """The part of a detached `tensor` that this rank holds."""
+    def __new__(cls, tensor: DTensor) -> Self:
+        """Make the part of a detached `tensor` that this rank holds."""
         shard = tensor.to_local()
-        part = shard.as_subclass(cls)
-        part._whole, part._shard = tensor.shape, shard
-        part._chunk = ChunkStorageMetadata(offsets=torch.Size(offset(tensor)), sizes=shard.shape)
-        return part
+        self = shard.as_subclass(cls)
+        self._whole, self._shard = tensor.shape, shard
+        self._chunk = ChunkStorageMetadata(offsets=torch.Size(offset(tensor)), sizes=shard.shape)
+        return self
 
     def size(self, dim: int | None = None) -> Any:
         """Of the whole tensor, as a `DTensor`'s."""
@@ -168,7 +167,7 @@ def _load(tensors: Mapping[str, Tensor], folder: Path, alone: bool, heartbeat: H
 def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors outside of autograd, as torch's planners take them."""
     found = {name: tensor.detach() for name, tensor in tensors.items()}
-    return {name: StridedShard.of(tensor) if is_strided(tensor) else tensor for name, tensor in found.items()}
+    return {name: StridedShard(tensor) if is_strided(tensor) else tensor for name, tensor in found.items()}
 
 
 def _let_through(error: CheckpointException, *kinds: type[BaseException]) -> None:

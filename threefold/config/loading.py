@@ -117,26 +117,31 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
     origins = {".".join(key): f"{shown(path)}, line {line}: " for key, line in lines.items()}
     _apply_all(overrides, values, origins)
     try:
-        config = Config.model_validate(values)
+        return Config.made(values, origins)
     except ValidationError as error:
         raise UserError(_sentence(error, values, origins, shown(path))) from None
-    config._origins = origins
-    return config
 
 
-def config_of(sections: dict[str, dict[str, Any]], overrides: Overrides = ()) -> Config:
-    """A config from plain values by section, which come from no file, and overrides as of `load_config`.
+def config_of(
+    sections: dict[str, dict[str, Any]], overrides: Overrides = (), origins: Mapping[str, str] | None = None
+) -> Config:
+    """Make a config from plain values by section.
+
+    Args:
+        sections: settings by section.
+        overrides: as in `load_config`.
+        origins: where the settings were set before, for sentences about the config; None for no file.
 
     Raises:
         UserError: unknown key, wrong type or impossible value.
     """
     values: dict[Any, Any] = {name: dict(settings) for name, settings in sections.items()}
-    origins = dict.fromkeys(_keys(sections), "")
-    _apply_all(overrides, values, origins)
+    places = dict.fromkeys(_keys(sections), "")
+    _apply_all(overrides, values, places)
     try:
-        return Config.model_validate(values)
+        return Config.made(values, origins)
     except ValidationError as error:
-        raise UserError(_sentence(error, values, origins, "config")) from None
+        raise UserError(_sentence(error, values, places, "config")) from None
 
 
 def _named(values: Any) -> Any:

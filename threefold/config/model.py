@@ -346,7 +346,7 @@ class ModelConfig(Section):
             common = {name: getattr(config, name) for name in ModelConfig.model_fields if name != "architecture"}
             others = {name: given[name] for name in foreign if foreign[name] is kind}
             other = kind.model_validate({**common, **others})
-            config._of_others |= dict.fromkeys((name for name in others if given[name] is not None), other)
+            config._of_others.update(dict.fromkeys((name for name in others if given[name] is not None), other))
         return config
 
     @classmethod

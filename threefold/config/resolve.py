@@ -34,7 +34,7 @@ def resolve(config: Config, vocab_size: int, largest_micro_batch: int | None = N
     Raises:
         UserError: settings that cannot go together; the sentence names the nearest value that works.
     """
-    if config.train.epochs is not None and "train.max_steps" not in config._derived:
+    if config.train.epochs is not None and "train.max_steps" not in config.derived:
         config = _of_steps(config, MOST_STEPS)  # as many as may be, until `with_epochs` knows
     filled = {name: dict(values) for name, values in config.sections().items()}
     if config.train.eval_every_epochs is not None:
@@ -49,10 +49,9 @@ def resolve(config: Config, vocab_size: int, largest_micro_batch: int | None = N
     filled["train"].update(batch_sizes(config, largest)._asdict())
     filled["train"].setdefault("loss_chunk_size", loss_chunk_size(config_of(filled)))
     resolved = config_of(filled)
-    resolved._origins = config._origins
     given = {f"{section}.{key}" for section, values in config.sections().items() for key in values}
     stored = {f"{section}.{key}" for section, values in resolved.sections().items() for key in values}
-    resolved._derived = (frozenset(stored - given) | config._derived) - PINNED
+    resolved = resolved.noted(config.origins, (stored - given | config.derived) - PINNED)
     check(resolved, vocab_size)
     return resolved
 
@@ -86,8 +85,7 @@ def _of_steps(config: Config, steps: int) -> Config:
     if config.is_given("train.max_steps"):
         return config
     found = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})})
-    found._derived = config._derived | {"train.max_steps"}
-    return found
+    return found.noted(config.origins, config.derived | {"train.max_steps"})
 
 
 def check_settings(config: Config) -> None:
@@ -125,17 +123,15 @@ def with_micro_batch(config: Config, size: int) -> Config:
     """
     filled = config.sections()
     for key in ("micro_batch_size", "gradient_accumulation_steps", "loss_chunk_size"):
-        if f"train.{key}" in config._derived:
+        if f"train.{key}" in config.derived:
             del filled["train"][key]
     filled["train"]["micro_batch_size"] = size
-    changed = resolve(config_of(filled), config.model.vocab_size)
-    changed._origins, changed._derived = config._origins, config._derived
-    return changed
+    return resolve(config_of(filled), config.model.vocab_size).noted(config.origins, config.derived)
 
 
 def is_derived(config: Config, key: str) -> bool:
     """Whether a setting of a resolved config, as `section.key`, was not given but follows from others."""
-    return key in config._derived
+    return key in config.derived
 
 
 def loss_chunk_size(config: Config) -> int:

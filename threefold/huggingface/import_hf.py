@@ -253,7 +253,7 @@ def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, pro
             for box in boxes(weight, dtype.itemsize, _is_cut_by_columns(plan, weight))
         ]
         stack = () if slabs[0].expert is None else (len(slabs),)
-        tensors[MODEL + name] = StreamedTensor.of((*stack, *slabs[0].shape), dtype, pieces)
+        tensors[MODEL + name] = StreamedTensor((*stack, *slabs[0].shape), dtype, pieces)
     return tensors
 
 

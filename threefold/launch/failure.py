@@ -84,9 +84,12 @@ class Failure:
         if not isinstance(error, Exception):
             error = RankFailed(self.message(None))
         error.add_note(f"Raised on rank {self.rank}." if self.traceback else f"Rank {self.rank} ended.")
-        if self.traceback:
-            error.__cause__ = RemoteTraceback(self.traceback)
-        return error
+        if not self.traceback:
+            return error
+        try:
+            raise error from RemoteTraceback(self.traceback)
+        except Exception as caused:
+            return caused.with_traceback(None)
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:

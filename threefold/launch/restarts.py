@@ -136,9 +136,8 @@ def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
     for key, value in spec.settings:
         section, name = key.split(".")
         sections[section][name] = value
-    made = config_of(sections)
-    made._origins = {key: origin for key, origin in config._origins.items() if not key.startswith("parallel.")}
-    return made
+    origins = {key: origin for key, origin in config.origins.items() if not key.startswith("parallel.")}
+    return config_of(sections, origins=origins)
 
 
 @dataclass(frozen=True)

@@ -332,9 +332,7 @@ def with_own_model(config: Config, file: str) -> Config:
         "architecture": OWN,
         "file": file,
     }
-    changed = config_of(sections)
-    changed._origins, changed._derived = config._origins, config._derived
-    return changed
+    return config_of(sections).noted(config.origins, config.derived)
 
 
 def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str, name: str) -> ModelPlan:

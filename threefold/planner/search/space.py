@@ -112,10 +112,9 @@ def alone(config: Config) -> Config:
     Args:
         config: as loaded.
     """
-    changed = config_of(without_layout(config))
     chosen = (*KEYS.values(), *FOLLOWING)  # a sentence about another layout is not about the config's line
-    changed._origins = {key: origin for key, origin in config._origins.items() if key not in chosen}
-    return changed
+    origins = {key: origin for key, origin in config.origins.items() if key not in chosen}
+    return config_of(without_layout(config), origins=origins)
 
 
 def in_layout(config: Config, choice: LayoutChoice) -> Config:
