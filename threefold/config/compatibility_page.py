@@ -165,8 +165,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "compressed")
-"""Features that compute or sum in 16 bits; their results are close to those of fp64, but not equal up to its
-rounding."""
+"""Features that compute or sum in 16 bits, with results close to those of fp64 but not equal up to rounding."""
 
 _BASE: dict[str, Settings] = {
     "data": {"path": "tokens", "sequence_length": 8},
@@ -188,14 +187,11 @@ _BASE: dict[str, Settings] = {
 
 
 def config_with(features: Iterable[Feature], further: Settings | None = None) -> Config:
-    """Return a small resolved config with these features switched on.
+    """Return a small resolved config with these features; raise a `UserError` if they cannot be combined.
 
     Args:
         features: features to switch on.
         further: settings that override those of the features.
-
-    Raises:
-        UserError: the features cannot be combined.
     """
     chosen = tuple(features)
     settings: Settings = {}
@@ -215,11 +211,7 @@ def config_with(features: Iterable[Feature], further: Settings | None = None) ->
 
 @dataclass(frozen=True)
 class Cell:
-    """Pair of features.
-
-    Attributes:
-        reason: error message that says why they cannot be combined; empty if they can.
-    """
+    """Pair of features; `reason` says why they cannot be combined, and is empty if they can."""
 
     first: Feature
     second: Feature
@@ -252,13 +244,8 @@ def cells() -> Iterator[Cell]:
 
 
 class Refusal(NamedTuple):
-    """Features that cannot be combined with others, for one reason.
-
-    Attributes:
-        first, second: names; none of the first can be combined with any of the second.
-        why: the reason.
-        instead: what to use.
-    """
+    """Features that cannot be combined with others (none of `first` with any of `second`), why, and what to use
+    instead."""
 
     first: tuple[str, ...]
     second: tuple[str, ...]
@@ -267,11 +254,10 @@ class Refusal(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """Two features that can be combined if their sizes fit.
+    """Condition under which two features can be combined.
 
     Attributes:
-        first, second: names of the features.
-        rule: the condition.
+        rule: the condition in words.
         broken: settings that break the condition, added to those of the two features.
     """
 
@@ -360,11 +346,7 @@ def markdown() -> str:
 
 
 def features_named(names: Sequence[str]) -> list[Feature]:
-    """Return the features with these names.
-
-    Raises:
-        UserError: unknown feature; the message lists the known ones.
-    """
+    """Return the features with these names; raise a `UserError` for an unknown name."""
     known = {feature.name: feature for feature in FEATURES}
     for name in names:
         if name not in known:
@@ -373,8 +355,7 @@ def features_named(names: Sequence[str]) -> list[Feature]:
 
 
 def answers(features: Sequence[Feature]) -> Iterator[str]:
-    """Yield a sentence for each feature that a single one cannot be combined with; for several, whether they can be
-    combined."""
+    """Yield what a single feature cannot be combined with, or whether several can be combined; a sentence each."""
     if len(features) == 1:
         (feature,) = features
         others = (other for other in FEATURES if other is not feature and not feature.excludes(other))

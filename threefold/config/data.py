@@ -17,11 +17,7 @@ _WRITTEN = "a list of steps and ranges of steps from 1 on, such as [120, 300-320
 
 @dataclass(frozen=True)
 class StepRanges:
-    """Set of steps, counted from 1.
-
-    Attributes:
-        ranges: (first, last) of each range, ascending, disjoint and not adjacent.
-    """
+    """Set of steps, counted from 1; `ranges` are (first, last), ascending, disjoint and not adjacent."""
 
     ranges: tuple[tuple[int, int], ...] = ()
 
@@ -38,11 +34,7 @@ class StepRanges:
 
     @classmethod
     def parse(cls, given: Any) -> "StepRanges":
-        """Parse a setting: a list of whole numbers and ranges as text, or a single one of either.
-
-        Raises:
-            ValueError: the message says what the setting must be, as the end of a sentence.
-        """
+        """Parse a list of whole numbers and ranges as text, or one of either; a ValueError says what it must be."""
         entries = given if isinstance(given, list | tuple) else [given]
         return cls.of(_parsed(entry) for entry in entries)
 
@@ -68,7 +60,6 @@ class StepRanges:
         return step if found is None else found[1] + 1
 
     def with_range(self, first: int, last: int) -> "StepRanges":
-        """Return a copy with one more range."""
         return StepRanges.of([*self.ranges, (first, last)])
 
 
@@ -118,18 +109,16 @@ class DataConfig(Section):
     appended to each JSON line. Default: the tokenizer's, if documents end with it; otherwise none, and the first token
     of a document is never predicted."""
     key: str = Field(default="text", min_length=1)
-    """Key of a JSON line that holds its text, or a list of messages. If no line has this key, `messages` is tried, then
-    `prompt` with `completion`."""
+    """Key of a JSON line that holds its text, or a list of messages. Fallback: `messages`, then `prompt` with
+    `completion`."""
     special_tokens: Literal["parse", "text"] = derived()
     """How text that spells a special token, such as `<|im_start|>`, is encoded: `parse` as that token, as in
-    `transformers`; `text` as plain text, for untrusted sources. Default: `parse`; token files keep the choice they were
-    made with."""
+    `transformers`; `text` as plain text, for untrusted sources. Default: `parse`; token files keep their choice."""
     chat_template: PathText = derived(min_length=1)
     """File with the chat template for conversations in JSON Lines: a `.jinja` file or a `tokenizer_config.json`.
     Default: the one in the folder of `tokenizer`."""
     loss_tokens: Literal["answers", "all"] = "answers"
-    """Tokens that have labels in conversations and in prompts with completions: `answers` (the assistant's turns, the
-    completions) or `all`."""
+    """Tokens with labels in conversations and prompts with completions: `answers` (assistant, completion) or `all`."""
     cache: PathText = derived(min_length=1)
     """Folder that caches the tokens of JSON Lines, so that they are encoded only once. Default: `FILE.cache` beside the
     file or, if that is not writable, `~/.cache/threefold` (under `XDG_CACHE_HOME` if it is set)."""

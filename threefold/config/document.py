@@ -62,11 +62,7 @@ _set_number_rules()
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Parse the value of an override.
-
-    Raises:
-        UserError: `text` is not YAML, or more than plain values.
-    """
+    """Parse the value of an override; raise a `UserError` if it is not YAML, or more than plain values."""
     if len(text) > LARGEST_DOCUMENT:
         raise UserError(f"{where}: its value has {len(text):,} characters and {LARGEST_DOCUMENT:,} are allowed.")
     return _parse(text, where)[0]

@@ -125,11 +125,7 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
 
 
 def config_of(sections: dict[str, dict[str, Any]], overrides: Overrides = ()) -> Config:
-    """Build a config from plain values by section, without a file, and overrides as for `load_config`.
-
-    Raises:
-        UserError: unknown key, wrong type or impossible value.
-    """
+    """Build a config from plain values by section and overrides; raises as `load_config`, but reads no file."""
     values: dict[Any, Any] = {name: dict(settings) for name, settings in sections.items()}
     origins = dict.fromkeys(_keys(sections), "")
     _apply_all(overrides, values, origins)

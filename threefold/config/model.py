@@ -21,10 +21,7 @@ def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
 
     Args:
         text: the value to split.
-        setting: option or setting that has this value, for the error message.
-
-    Raises:
-        UserError: there is no such file.
+        setting: option or setting that has this value, for the error if there is no such file.
     """
     file, _, name = text.partition(":")
     if not Path(file).is_file():
@@ -147,14 +144,13 @@ class ModelConfig(Section):
     rope_original_positions: int = derived(ge=1, le=MOST_TOKENS)
     """Longest sequence before `rope_scaling`. Default: `max_position_embeddings`."""
     rope_low_frequency_factor: float = Field(default=1.0, gt=0)
-    """For `llama3`: frequencies with fewer turns than this in `rope_original_positions` are divided by the full
-    factor."""
+    """For `llama3`: frequencies with fewer turns than this in `rope_original_positions` are divided fully."""
     rope_high_frequency_factor: float = Field(default=4.0, gt=0)
     """For `llama3`: frequencies with more turns than this stay unchanged."""
     rope_beta_fast: float = Field(default=32.0, gt=0)
     """For `yarn`: frequencies with more turns than this stay unchanged."""
     rope_beta_slow: float = Field(default=1.0, gt=0)
-    """For `yarn`: frequencies with fewer turns than this are divided by the full factor."""
+    """For `yarn`: frequencies with fewer turns than this are divided fully."""
     rope_attention_factor: float = derived(gt=0)
     """For `yarn`: factor applied to rotated queries and keys. Default: 0.1 · ln `rope_factor` + 1."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -162,12 +158,11 @@ class ModelConfig(Section):
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
     tie_embeddings: bool = derived()
-    """Whether the output head shares the weight of the token embedding (tied embeddings). Default: `true` for `gpt`,
-    `false` for `llama`."""
+    """Whether the output head shares the token embedding's weight. Default: `true` for `gpt`, `false` for `llama`."""
 
     comes_after: ClassVar[dict[str, str]] = {}
-    """A family's own setting → the common setting after which it, and those declared below it, are listed; otherwise at
-    the end."""
+    """A family's own setting → the common setting after which it and its successors are listed; by default at the
+    end."""
 
     _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
     """Given settings that belong to another family, each with a config that holds it."""
@@ -287,8 +282,7 @@ class ModelConfig(Section):
                 yield name, "model.rope_scaling is none; use rope_scaling linear or leave it out"
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield settings of a resolved config that break a rule of the family, each with the rule as it follows
-        'but'."""
+        """Yield settings of a resolved config that break a rule of the family, with the rule as it follows 'but'."""
         yield from self.broken_by_setting_unused()
         yield from self.broken_by_heads()
         if self.position_embedding == "rope" and self.head_dim % 2:

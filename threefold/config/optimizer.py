@@ -83,8 +83,7 @@ class OptimizerConfig(Section):
     warmup_steps: int = derived(ge=0, le=MOST_STEPS)
     """Steps of linear warm-up from 0. Default: a tenth of `decay_steps`, at most 100."""
     decay: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
-    """Shape of the decay after the warm-up. `wsd` (warm-up, stable, decay) holds `lr` for `stable_steps`, then decays
-    linearly."""
+    """Shape of the decay after the warm-up. `wsd` (warm-up, stable, decay) is linear after `stable_steps` at `lr`."""
     decay_steps: int = derived(ge=1, le=MOST_STEPS)
     """Step at which `min_lr` is reached, warm-up included. Default: `train.max_steps`."""
     stable_steps: int = derived(ge=0, le=MOST_STEPS)
@@ -104,15 +103,13 @@ class OptimizerConfig(Section):
     """For `muon`: factor on `lr` for a weight matrix of A × B. `match_rms_adamw` is 0.2 · √max(A, B), so that one `lr`
     suits all weights; `original` is √max(1, A / B). Default: `match_rms_adamw`."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay of the weight matrices, decoupled from the gradient except for `adam` and `sgd`; biases and norms
-    are not decayed."""
+    """Decay of the weight matrices (not biases and norms), decoupled from the gradient except for `adam` and `sgd`."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Limit on the global norm of the gradient; 0 for no limit."""
 
 
 def hyper_parameters(name: str) -> Mapping[str, Any]:
-    """Return the settings of `HYPER_PARAMETERS` that an optimizer reads, and their defaults (None: the section's
-    default).
+    """Return the settings of `HYPER_PARAMETERS` that an optimizer reads, with their defaults (None: the section's).
 
     Raises:
         UserError: the optimizer belongs to another package and cannot be imported.

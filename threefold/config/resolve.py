@@ -14,8 +14,7 @@ LARGEST_LOGITS = 128 << 20
 """Limit on the bytes of a micro-batch's fp32 logits on a rank; larger ones are computed in chunks."""
 _LIKELY_VOCABULARY = 50257
 PINNED = frozenset(("train.global_batch_size",))
-"""Derived settings that are stored as if given, because they would change with the layout and so train another
-model."""
+"""Derived settings that are stored as if given: derived for another layout, they would train another model."""
 LARGEST_TOKENS = {"cpu": 8192, "cuda": 32768}
 """Largest default micro-batch, in tokens of a rank. More is no faster: measured on a CPU (docs/training.md); on a GPU,
 matrices with this many rows fill it, and more rows would cut the logits into thinner chunks."""
@@ -61,8 +60,7 @@ def resolve(config: Config, vocab_size: int, largest_micro_batch: int | None = N
 def with_epochs(config: Config, samples: int, global_batch_size: int) -> Config:
     """Return the config with `train.max_steps` derived from `train.epochs`, so that each epoch reads every sample.
 
-    The first samples of the next epoch fill up the last step, so the order of samples does not depend on where a run
-    ends.
+    Samples of the next epoch fill up the last step, so their order does not depend on where a run ends.
 
     Args:
         config: config as given.

@@ -20,7 +20,7 @@ class Rule:
         first, second: names of the features in `compatibility_page.FEATURES`.
         key: setting that the error is about, as `section.name`.
         broken: returns whether a resolved config breaks the rule.
-        reason: text after 'but' in the error: the reason, and what to use instead; `{config}` fields are filled in.
+        reason: text after 'but' in the error: why not, and what to use instead; `{config}` fields are filled in.
     """
 
     first: str
@@ -58,8 +58,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_together(config: Config) -> None:
-    """Check that the features of a resolved config can be combined; raise a `UserError` for the first rule that is
-    broken."""
+    """Check that the features of a config can be combined; raise a `UserError` for the first rule that is broken."""
     for rule in RULES:
         if rule.broken(config):
             raise problem(config, rule.key, rule.reason.format(config=config))
@@ -138,10 +137,7 @@ def _quotient(config: Config, share: int, key: str) -> int:
 
 
 def _default_micro_batches(config: Config, share: int) -> list[int]:
-    """Return divisors of a replica's share that keep the pipeline busy and fit its schedule, largest first.
-
-    Falls back to the smallest divisor.
-    """
+    """Return divisors of a replica's share that fit the schedule and keep it busy, largest first; else the smallest."""
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1
     counts = divisors(share)
@@ -162,8 +158,7 @@ def check_model(config: Config, vocab_size: int) -> None:
 
 
 def check_division(config: Config) -> None:
-    """Check that tp and ep divide the dimensions that the family's sharding table shards over them, or raise a
-    `UserError`."""
+    """Check that tp and ep divide what the family's sharding table shards over them, or raise a `UserError`."""
     model, parallel = config.model, config.parallel
     if model.architecture == OWN:  # importing the model takes seconds; `parallel.plan_check` checks it later
         return _check_expert_axis(config)
@@ -258,8 +253,7 @@ def _fewer(config: Config) -> str:
 
 
 def _micro_batch_rule(config: Config) -> str:
-    """Say what the schedule needs, and the nearest valid number of micro-batches, if possible for the same global
-    batch."""
+    """Say what the schedule needs, and the nearest number of micro-batches, at the same global batch if possible."""
     train, schedule, pp, dp = config.train, config.parallel.pipeline_schedule, config.parallel.pp, config.parallel.dp
     given, share = train.gradient_accumulation_steps, train.global_batch_size // dp
     need = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}"

@@ -2,8 +2,7 @@
 
 A schedule file has the compute-only CSV format of `torch.distributed.pipelining` (written by `_dump_csv` and read by
 `_load_csv` of its schedules): one line per pipeline rank, with comma-separated actions, each a stage, a kind and a
-micro-batch, such as `0F0,0F1,0B0,0B1`. Empty fields and the grouping of `(0F2;1B0)OVERLAP_F_B` do not affect the order
-and are ignored.
+micro-batch, such as `0F0,0F1,0B0,0B1`. Empty fields and the grouping of `(0F2;1B0)OVERLAP_F_B` are ignored.
 """
 
 import re
@@ -61,8 +60,7 @@ class StuckError(ValueError):
 
 
 def result_of(action: Action) -> Action:
-    """Return the result of an action: both kinds of backward pass (`B`, `I`) compute the gradient for the previous
-    stage."""
+    """Return the result of an action: `B` and `I` both compute the gradient for the previous stage."""
     return action._replace(kind="I") if action.kind == "B" else action
 
 
@@ -78,8 +76,8 @@ def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, 
     stage and the backward pass of the next stage; weight gradients on the backward pass of their own stage.
 
     Returns:
-        the rank of each action, the action, and the index, in this order, of the action of a neighboring stage that it
-        depends on; -1 if there is none.
+        the rank of each action, the action, and the index (in this order) of the action of a neighboring stage that it
+        depends on, or -1.
 
     Raises:
         StuckError: no rank can continue.
@@ -126,10 +124,7 @@ def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, 
 
 
 def read_schedule_file(path: str) -> Orders:
-    """Read and check the actions of a CSV file.
-
-    Each stage must be on one rank, with one forward and one backward pass of every micro-batch, in an order that can
-    run to its end.
+    """Read the actions of a CSV file, and check that every stage is complete, on one rank, and can run to its end.
 
     Args:
         path: path relative to the working directory.
@@ -154,11 +149,7 @@ def read_schedule_file(path: str) -> Orders:
 
 
 def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
-    """Write actions as a CSV file that `read_schedule_file` reads.
-
-    Raises:
-        UserError: the name has another ending, a file with other actions exists, or the file cannot be written.
-    """
+    """Write actions as a CSV file; raise a `UserError` if it cannot be written or exists with other actions."""
     text = "".join(",".join(map(str, order)) + "\n" for order in orders)
     check_schedule_path(path)
     if len(text) > LARGEST_FILE:
@@ -175,11 +166,7 @@ def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
 
 
 def check_schedule_path(path: Path) -> None:
-    """Refuse a path that no schedule can be written to, before computing the schedule.
-
-    Raises:
-        UserError: the ending is not .csv, or the folder does not exist.
-    """
+    """Check that a schedule can be written to a path, before computing it; raise a `UserError` if not."""
     if path.suffix.lower() != ".csv":
         use = shown(path.with_suffix(".csv"))
         raise UserError(
@@ -192,8 +179,6 @@ def check_schedule_path(path: Path) -> None:
 
 
 class _File:
-    """Parser of a schedule file, with the actions seen so far."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self._line_of: dict[int, int] = {}
@@ -299,12 +284,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-        """Return the pp coordinate of each stage.
-
-        Args:
-            pp: size of the axis.
-            stages_per_rank: stages of each rank, as in `parallel.stage_chunks`.
-        """
+        """Return the pp coordinate of each stage, for a pp axis and number of stages per rank."""
 
     @abstractmethod
     def accepts(self, pp: int, micro_batches: int) -> bool:
@@ -352,11 +332,9 @@ class TorchSchedule(Schedule):
     Attributes:
         name, stages_per_rank, defers_weight_gradients: as for `Schedule`.
         torch_class: name of the class.
-        shape: `loop` if stage n is on rank n modulo pp; `v` if the second half of the stages goes back from the last
-            rank to the first.
+        shape: `loop` (stage n on rank n modulo pp), or `v` (the second half of the stages returns from the last rank).
         rule: rule for the number of micro-batches.
-        passes: (pp, rank, stages per rank) → peak number of passes of a micro-batch through one stage whose activations
-            a rank holds; None for all.
+        passes: (pp, rank, stages per rank) → peak passes of micro-batches whose activations a rank holds; None for all.
     """
 
     name: str
@@ -474,7 +452,7 @@ def is_schedule_file(name: str) -> bool:
 
 
 def schedule_name(given: str) -> str:
-    """Return the name in `SCHEDULES` for a name or a torch class name, in any case; the path of a file is unchanged.
+    """Return the name in `SCHEDULES` of a name or torch class, in any case; the path of a file is unchanged.
 
     Raises:
         ValueError: unknown schedule; the message lists the known ones.
@@ -490,12 +468,7 @@ def schedule_name(given: str) -> str:
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule that `parallel.schedule` names; a file is read and checked.
-
-    Raises:
-        UserError: the file cannot be read or its actions break a rule.
-        ValueError: unknown schedule.
-    """
+    """Return the schedule that `parallel.schedule` names; a file is read and checked, and may raise a `UserError`."""
     if is_schedule_file(name):
         return FileSchedule(name, read_schedule_file(name))
     return SCHEDULES[schedule_name(name)]

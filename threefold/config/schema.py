@@ -1,7 +1,6 @@
 """The config of a run: its sections, with a docstring for each setting.
 
-Settings whose default is None are filled by `threefold.config.resolve`. Their type is the one after resolving, on which
-all later code relies.
+`threefold.config.resolve` fills the settings whose default is None; their type is the one they have after that.
 """
 
 from collections.abc import Iterable
@@ -86,19 +85,16 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Sequence parallelism: whether activations between the tensor-parallel layers are sharded along the sequence."""
     zero: int = Field(default=0, ge=0, le=3)
-    """ZeRO stage, what the data-parallel ranks shard instead of replicating: 1 the optimizer state, 2 also the
-    gradients, 3 also the weights."""
+    """ZeRO stage, what data-parallel ranks shard: 1 the optimizer state, 2 also the gradients, 3 also the weights."""
     zero_shards: int = derived(ge=1, le=MOST_RANKS)
-    """For ZeRO: data-parallel replicas that share one sharded copy; the others hold further copies (hybrid sharding).
-    Default: `dp`, one copy."""
+    """For ZeRO: replicas that share one sharded copy; the others hold further copies (hybrid). Default: `dp`."""
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
     """16-bit format for the sum of gradients over the data- and context-parallel ranks: half the bytes, at the cost of
     one rounding per rank. Gradients accumulate in fp32 before that."""
 
     backend: Literal["auto", "gloo"] = "auto"
-    """Backend of collectives: `auto` is NCCL between GPUs and gloo between CPUs. `gloo` stages the collectives of GPUs
-    through the CPU as well; it is slow and meant for debugging, because several ranks can then share a GPU, which NCCL
-    refuses."""
+    """Backend of collectives: `auto` is NCCL between GPUs and gloo between CPUs. `gloo` stages collectives of GPUs
+    through the CPU, which is slow but lets several ranks share a GPU for debugging; NCCL refuses that."""
 
     fallbacks: tuple[str, ...] = derived(strict=False)
     """Layouts in which a run continues after losing ranks, such as `[dp2·tp2, dp2]`: under torchrun the first with
@@ -108,11 +104,7 @@ class ParallelConfig(Section):
 
     @cached_property
     def pipeline_schedule(self) -> Schedule:
-        """Schedule named by `schedule`; a file is read once, on first use.
-
-        Raises:
-            UserError: the file cannot be read or its actions break a rule.
-        """
+        """Schedule named by `schedule`; a file is read once, on first use, and may raise a `UserError`."""
         return find_schedule(self.schedule)
 
 
@@ -142,8 +134,8 @@ class TrainConfig(Section):
     `threefold checkpoint import`. Default: none, weights are drawn from `seed`."""
     verify: bool = True
     """For an own model: whether the run compares its layout with a single process before the first step, on two steps
-    of a few samples, and looks for state that checkpoints miss. Results that RUN/verified.json records as equal are not
-    compared again."""
+    of a few samples, and looks for state that checkpoints miss. What RUN/verified.json records as equal is not
+    repeated."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. `auto` is CUDA if this machine has a GPU for each of its ranks, else the CPU."""
     eval_every: int = Field(default=100, ge=0, le=MOST_STEPS)
@@ -154,9 +146,8 @@ class TrainConfig(Section):
     eval_batches: int = Field(default=10, ge=1, le=MOST_STEPS)
     """Global batches in an evaluation."""
     watch_every: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Silent data corruption watch: steps between comparisons of hashes of weights and optimizer state, against other
-    ranks with the same copy and against the rank's own values after the previous update (docs/training.md); 0 for
-    none."""
+    """Silent data corruption watch: steps between comparisons of hashes of weights and optimizer state, with other
+    ranks' copies and with the rank's own values after the previous update (docs/training.md); 0 for none."""
     watch: Literal["weights", "gradients"] = "weights"
     """For `watch_every`, what is compared: `weights`, which includes optimizer state; `gradients` adds the gradients,
     compared on a CPU with those that another replica computes from the same samples."""
@@ -164,8 +155,7 @@ class TrainConfig(Section):
     """Activation checkpointing (recompute): the backward pass recomputes activations, of the attention core with
     `selective`, or of whole blocks with `full`, which keeps only the blocks' inputs."""
     recompute_every: int = Field(default=1, ge=1, le=MOST_LAYERS)
-    """For `recompute: full`: interval of the recomputed blocks, starting with the first; the other blocks keep all
-    activations."""
+    """For `recompute: full`: interval of recomputed blocks, from the first on; other blocks keep all activations."""
     loss_chunk_size: int = derived(ge=0, le=MOST_IDS)
     """Vocabulary entries whose logits a rank holds at once in training: it goes through its part of the vocabulary in
     chunks of this size, in the forward pass and, recomputing the logits, in the backward pass; 0 for all at once.
@@ -178,12 +168,11 @@ class TrainConfig(Section):
     """Seconds that a rank may make no progress while another rank waits for it, before the run ends with a message that
     names it; 0 for no limit. Everything that a rank begins or ends counts as progress, such as the forward pass of a
     micro-batch or the writing of 4 MiB of a tensor, so choose a value above the longest single operation, such as a
-    callback of your own. A rank that is busy computing all the while, as in the compilation of the first step, has four
-    times as long."""
+    callback of your own. A rank that computes all the while, as when compiling the first step, has four times as
+    long."""
     max_restarts: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Times that a run on local processes restarts all ranks after one was killed or crashed: from the newest
-    checkpoint, or from the newer state of `checkpoint.memory_every`. Under torchrun its `--max-restarts` applies
-    instead."""
+    """Restarts of all ranks of a run on local processes after one was killed or crashed: from the newest checkpoint, or
+    the newer state of `checkpoint.memory_every`. Under torchrun its `--max-restarts` applies instead."""
     callbacks: tuple[CallbackEntry, ...] = derived(strict=False)
     """Training callbacks (docs/training.md) in addition to the built-in ones, in this order: names (`early_stopping`,
     `csv_log`, `epoch_metrics`, `phase_timers`, `wandb`, `mlflow`, or one of an installed package), import paths
@@ -226,11 +215,9 @@ class PrecisionConfig(Section):
     """Number formats of the computation."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Precision of the computation. `bf16` and `fp16` keep fp32 master weights and accumulate gradients in fp32; `fp64`
-    works on the CPU only."""
+    """Precision of the computation. `bf16` and `fp16` keep weights and sum gradients in fp32; `fp64` is for the CPU."""
     loss_scale: float = Field(default=65536.0, ge=1, le=2.0**64)
-    """For `fp16`: initial loss scale, a power of two. It halves when a gradient overflows, and that step makes no
-    update."""
+    """For `fp16`: initial loss scale, a power of two. It halves when a gradient overflows, without an update."""
     loss_scale_window: int = Field(default=1000, ge=1, le=MOST_STEPS)
     """For `fp16`: steps without overflow after which the loss scale doubles."""
     master_weights: bool = True
@@ -254,13 +241,11 @@ class CheckpointConfig(Section):
     every: int = Field(default=500, ge=0, le=MOST_STEPS)
     """Steps between checkpoints; 0 for none but the last step's, which is always saved."""
     every_seconds: float = derived(gt=0, le=MOST_SECONDS)
-    """Seconds between the start of one checkpoint and the next, in addition to those of `every`. Default: none, only
-    `every` counts."""
+    """Seconds between the starts of checkpoints, in addition to `every`. Default: none, only `every` counts."""
     keep: int = Field(default=2, ge=0, le=MOST_STEPS)
     """Number of newest checkpoints that are kept; 0 for all."""
     keep_every: int = derived(ge=1, le=MOST_STEPS)
-    """Interval in steps of the checkpoints that are kept permanently, beside the newest; a multiple of `every`.
-    Default: none."""
+    """Steps between checkpoints kept for good beside the newest; a multiple of `every`. Default: none."""
     async_save: bool = derived()
     """Whether checkpoints are written in the background: a step waits only until each rank has copied its share of the
     state to host memory, which needs that much more memory. The run waits for its last checkpoint. Default: false."""
@@ -268,9 +253,8 @@ class CheckpointConfig(Section):
     """Address to which each complete checkpoint is copied, as for `fsspec`: `s3://bucket/run`, `gs://bucket/run`,
     `file:///mnt/run`. A run resumes from there if it has newer checkpoints than RUN/checkpoints. Default: none."""
     memory_every: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps between copies of the state in this machine's memory, from which a restart (`train.max_restarts`) continues
-    if they are newer than the newest checkpoint; 0 for none. They take twice the memory of weights and optimizer
-    state."""
+    """Steps between copies of the state in this machine's memory, from which `train.max_restarts` continues if they are
+    newer than the newest checkpoint; 0 for none. Needs twice the memory of weights and optimizer state."""
 
 
 class LogConfig(Section):
