@@ -35,8 +35,8 @@ def list_(
 ) -> None:
     """List the checkpoints of RUN: step, time, size, samples consumed, state, and the layout that wrote each.
 
-    States, found without reading tensors: complete, damaged, partial, or diverged (set aside because the loss was not
-    finite). Exit status: 0, even if some are damaged; 2 if RUN is not a run folder.
+    States, found without reading tensors: complete, damaged, partial, or diverged (set aside: its loss is not finite).
+    Exit status: 0, even if some are damaged; 2 if RUN is not a run folder.
     """
     from threefold.checkpoint.listing import locate
 
@@ -81,7 +81,7 @@ def show(
 def verify(path: Place) -> None:
     """Compare every byte of a checkpoint, or of all checkpoints of a run, with the checksums written with it.
 
-    Exit status: 0 if all match; 1 if one is damaged, with a sentence that names the file; 2 if there is nothing to do.
+    Exit status: 0 if all match; 1 if one is damaged (a sentence names the file); 2 if there is nothing to verify.
     """
     from threefold.checkpoint.listing import locate
 
@@ -128,8 +128,8 @@ def convert(
 ) -> None:
     """Rewrite a checkpoint, or a run's newest good one, in another format, dtype or file size, or only its weights.
 
-    Works tensor by tensor, so a model larger than memory can be converted. RUN is not changed. For a folder that
-    transformers reads, use `threefold checkpoint export`.
+    Works tensor by tensor, so a model larger than memory can be converted. RUN is not changed.
+    For a folder that transformers reads, use `threefold checkpoint export`.
     """
     from threefold.checkpoint.listing import locate
 
@@ -202,7 +202,7 @@ def export(
 ) -> None:
     """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads.
 
-    For a model of your own: its weights under its own names, beside its file.
+    For a model of your own, the weights keep their names, beside a copy of its file.
     """
     from threefold.cli.data_view import Bars, print_table
     from threefold.huggingface.export_hf import Export, export_model

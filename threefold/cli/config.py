@@ -71,8 +71,8 @@ def convert(
 ) -> None:
     """Convert FILE of another system: print the config and, on stderr, the settings that have no counterpart.
 
-    Exit status: 0 if the config can run; 1 if settings such as data.path must still be set (see the comments at its
-    head); 2 if settings that change the training are unsupported, or the config is invalid.
+    Exit status: 0 if the config can run; 1 if settings are still to be set, such as data.path (see its first comments);
+    2 if settings that change the training are unsupported, or the config is invalid.
     """
     from threefold.convert import convert as converted_from
     from threefold.convert import unmapped_lines
@@ -111,7 +111,7 @@ FeatureNames = Annotated[
 
 @app.command()
 def compatibility(features: FeatureNames = None) -> None:
-    """Print whether FEATUREs can be combined and, if not, why and what to use instead; of one, with which it cannot."""
+    """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, what it excludes."""
     from threefold.config.compatibility_page import answers, features_named, markdown
 
     if not features:

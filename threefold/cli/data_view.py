@@ -51,7 +51,7 @@ class Bars:
 
 
 def print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpus") -> None:
-    """Print what token files hold; without a tokenizer, the highest token determines the vocabulary."""
+    """Print a table of what token files hold, with the highest token if no tokenizer gives the vocabulary."""
     from threefold.data.formats.threefold_folder import TokenFiles
 
     tokens, documents, sequences = len(stored.tokens), summary.documents, len(stored.sequences) - 1

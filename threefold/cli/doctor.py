@@ -33,8 +33,8 @@ def doctor(
 ) -> None:
     """Examine this machine: parts, versions, backends, network and limits, and the performance of local ranks.
 
-    Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute. Saves
-    the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
+    Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute.
+    Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
     """
     from threefold.cli.options import Steps
     from threefold.planner.doctor.examination import examine, measured_entry

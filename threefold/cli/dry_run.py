@@ -31,8 +31,8 @@ def dry_run(
 ) -> None:
     """Run the training code of one rank of CONFIG's layout for a step, on tensors without memory and without GPUs.
 
-    Prints the bytes of weights, gradients, optimizer state and activations, every kind of collective, and
-    floating-point operations. The data need not exist. Exit status: 0, or 2 if the rank could not run.
+    Prints the bytes of weights, gradients, optimizer state and activations, each kind of collective, and FLOPs.
+    The data need not exist. Exit status: 0, or 2 if the rank could not run.
     """
     if rank is not None and all_stages:
         raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")

@@ -56,7 +56,7 @@ def reports_as_json(config: "Config", reports: "Sequence[DryRunReport]", hardwar
 
 
 def _as_told(report: "DryRunReport") -> dict[str, Any]:
-    """Return the numbers of a report, with the peak only by the causes of an estimate."""
+    """Return the numbers of a report; the peak is broken down only by the causes of an estimate."""
     told = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
     return {name: value for name, value in told.items() if name not in ("at_peak", "activation_bytes")}
 

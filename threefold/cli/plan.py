@@ -46,8 +46,8 @@ def plan(
 ) -> None:
     """Find the best layout for training CONFIG on N GPUs of a type, without any of them.
 
-    Considers every layout that `threefold train` accepts: dp, tp, pp, cp, ep, ZeRO, schedule and chunks, micro-batch,
-    recompute, sequence parallelism. The global batch, and so the losses, stay the same.
+    Considers all valid dp, tp, pp, cp, ep, ZeRO, schedule, chunks, micro-batch, recompute and sequence parallelism.
+    The global batch stays the same, and so do the losses.
     """
     began = perf_counter()
     from threefold.cli.options import whole_number

@@ -117,7 +117,6 @@ def _as_values(planned: SearchAnswer, layout: Evaluated) -> dict[str, Any]:
 
 
 def _print_dropped(console: Console, planned: SearchAnswer) -> None:
-    """Print why layouts were dropped, most frequent reason first, with an example of each."""
     table = _table(("dropped", "right"), ("why", "left"), ("such as", "left"))
     table.columns[1].max_width = _WIDEST_REASON
     found, misfit = planned.found, planned.found.misfit

@@ -56,8 +56,8 @@ def simulate(
 ) -> None:
     """Simulate a step under a pipeline schedule: its bubble, its time and what each stage holds.
 
-    The actions are the same as in a run. The bubble is (cost − m(F + B + W)) / cost, where cost is the longest time of
-    a stage from its first action to its last.
+    The actions are the same as in a run. The bubble is (cost − m(F + B + W)) / cost,
+    where cost is the longest time of a stage from its first action to its last.
     """
     from threefold.cli.options import times, whole_number
     from threefold.config.schedules import check_schedule_path, write_schedule_file
@@ -97,7 +97,6 @@ def simulate(
 
 
 def _chunks(number: int, schedule: "Schedule") -> int:
-    """Check the stages of a rank, which most schedules fix."""
     fixed = schedule.stages_per_rank
     if fixed not in (None, number):
         stages = "1 stage" if fixed == 1 else f"{fixed} stages"

@@ -44,8 +44,7 @@ _MOST_PROFILED: Final = 100
 class TrainCommand(TyperCommand):
     """Parser for `--resume` and `--profile` without a value.
 
-    `--resume` means `--resume=yes` and never takes the next argument. `--profile` means `--profile=3`, or takes the
-    next argument if it is a number.
+    `--resume` means `--resume=yes` and takes no next argument; `--profile` means `--profile=3`, or takes a number.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -192,7 +191,6 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _profile_steps(text: str | None) -> int:
-    """Return the value of `--profile`; 0 without it."""
     if text is None:
         return 0
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_PROFILED:

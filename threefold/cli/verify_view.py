@@ -270,7 +270,7 @@ class _Columns:
 
 
 def explanation(result: LayoutResult, parameters: int) -> list[str]:
-    """Return the lines that explain a layout that is not equal, of a model with this number of parameter tensors."""
+    """Return the lines that explain a layout that is not equal, for a model with this number of parameter tensors."""
     lines = [result.message] if result.message else []
     if result.first:
         first = result.first
@@ -309,7 +309,6 @@ def _further(task: Verification, every: int) -> str:
 
 
 def _count(parameters: int) -> Text:
-    """Format the largest parameter count of a rank, in billions if it is too long."""
     if not parameters:
         return Text("·", "dim")
     return Text(f"{parameters:,}" if parameters < 1e9 else f"{parameters / 1e9:,.2f} bn")

@@ -25,8 +25,7 @@ class Feature:
     """Feature that can be switched on.
 
     Attributes:
-        name: short name in the tables.
-        title: description.
+        name, title: short name in the tables, and description.
         group: heading of the feature in the page.
         settings: settings that switch the feature on.
         needs: minimum settings that the feature requires; another feature may require larger ones.
@@ -232,7 +231,7 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """Yield every pair of features, except two values of the same setting."""
+    """Yield every pair of features that are not values of one setting."""
     for first, second in combinations(FEATURES, 2):
         if first.excludes(second):
             continue
@@ -244,8 +243,7 @@ def cells() -> Iterator[Cell]:
 
 
 class Refusal(NamedTuple):
-    """Features that cannot be combined with others (none of `first` with any of `second`), why, and what to use
-    instead."""
+    """Features that cannot be combined with others (no `first` with any `second`), why, and what to use instead."""
 
     first: tuple[str, ...]
     second: tuple[str, ...]

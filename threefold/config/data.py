@@ -109,8 +109,7 @@ class DataConfig(Section):
     appended to each JSON line. Default: the tokenizer's, if documents end with it; otherwise none, and the first token
     of a document is never predicted."""
     key: str = Field(default="text", min_length=1)
-    """Key of a JSON line that holds its text, or a list of messages. Fallback: `messages`, then `prompt` with
-    `completion`."""
+    """Key of a JSON line that holds its text or messages. Fallback: `messages`, then `prompt` with `completion`."""
     special_tokens: Literal["parse", "text"] = derived()
     """How text that spells a special token, such as `<|im_start|>`, is encoded: `parse` as that token, as in
     `transformers`; `text` as plain text, for untrusted sources. Default: `parse`; token files keep their choice."""
@@ -149,5 +148,5 @@ class DataConfig(Section):
 
     @property
     def corpora(self) -> dict[str, float]:
-        """Map the path of each corpus to its weight."""
+        """Weight of each corpus, by path."""
         return {self.path: 1.0} if self.mixture is None else self.mixture

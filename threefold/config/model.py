@@ -161,8 +161,7 @@ class ModelConfig(Section):
     """Whether the output head shares the token embedding's weight. Default: `true` for `gpt`, `false` for `llama`."""
 
     comes_after: ClassVar[dict[str, str]] = {}
-    """A family's own setting → the common setting after which it and its successors are listed; by default at the
-    end."""
+    """Own setting of a family → the common setting after which it and its successors are listed; else at the end."""
 
     _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
     """Given settings that belong to another family, each with a config that holds it."""
@@ -390,6 +389,5 @@ def model_settings() -> dict[str, FieldInfo]:
 
 
 def _class_with(setting: Any) -> type[ModelConfig] | None:
-    """Return the config class of the first family that has a setting, or None."""
     kinds: Iterator[type[ModelConfig]] = (FAMILIES.load(name).config for name in FAMILIES.names())
     return next((kind for kind in kinds if setting in kind.model_fields), None)

@@ -2,7 +2,7 @@
 
 GPT-2: Radford et al. 2019 and the released weights. GPT-3: Brown et al. 2020, table 2.1, with the usual corrections of
 two misprints: 1.3B has 16 heads (24 do not divide its width), 13B has width 5120 (40 heads of 128). Llama and its
-successors: the `config.json` published with the weights. Weights of auxiliary losses of experts are not set.
+successors: the `config.json` published with the weights. The experts' auxiliary loss weights are left to the run.
 """
 
 from typing import Any, Literal

@@ -111,7 +111,6 @@ def _presets() -> Iterator[str]:
 
 
 def _preset_table(title: str, family: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a table of the settings that differ within a family, after a line with the common ones."""
     first, *rest = family.values()
     keys = list(dict.fromkeys(key for sizes in family.values() for key in sizes))
     same = [key for key in keys if all(key in sizes and sizes[key] == first.get(key) for sizes in rest)]

@@ -133,7 +133,7 @@ def is_derived(config: Config, key: str) -> bool:
 
 
 def loss_chunk_size(config: Config) -> int:
-    """Return the vocabulary entries whose logits take `LARGEST_LOGITS` on a rank, or 0 if all of them fit.
+    """Return the number of vocabulary entries whose logits take `LARGEST_LOGITS` on a rank, or 0 if all fit.
 
     Args:
         config: config with everything else filled.
@@ -143,7 +143,7 @@ def loss_chunk_size(config: Config) -> int:
 
 
 def logits_chunk(tokens: int, columns: int) -> int:
-    """Return the loss chunk size for the tokens of a micro-batch and the logits' columns on a rank; 0 if all fit."""
+    """Return the loss chunk size for a micro-batch's tokens and the logits' columns on a rank; 0 if all fit."""
     fitting = max(1, LARGEST_LOGITS // (4 * tokens))
     return 0 if columns <= fitting else fitting
 

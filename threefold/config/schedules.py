@@ -76,8 +76,7 @@ def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, 
     stage and the backward pass of the next stage; weight gradients on the backward pass of their own stage.
 
     Returns:
-        the rank of each action, the action, and the index (in this order) of the action of a neighboring stage that it
-        depends on, or -1.
+        the rank of each action, the action, and the index of the neighboring stage's action that it depends on, or -1.
 
     Raises:
         StuckError: no rank can continue.

@@ -79,9 +79,8 @@ class ParallelConfig(Section):
     """Pipeline stages of each rank. Default: 1 for `gpipe` and `1f1b`, the number in a CSV file, else 2."""
     partition: str | Annotated[tuple[int, ...], Field(strict=False)] = "cost"
     """How layers are partitioned into pipeline stages: `cost` balances their compute, `uniform` their number,
-    `uniform-chunks` their number in each of the `stage_chunks` passes through the ranks, `class:NAME` the number of
-    layers of one class, such as `class:Block`. A list gives the split points, the first layer of each stage after the
-    first, such as `[3, 6, 9]`."""
+    `uniform-chunks` their number in each of the `stage_chunks` passes through the ranks, `class:NAME` the number of one
+    class, such as `class:Block`. A list gives the first layer of each stage but the first, such as `[3, 6, 9]`."""
     sequence_parallel: bool = False
     """Sequence parallelism: whether activations between the tensor-parallel layers are sharded along the sequence."""
     zero: int = Field(default=0, ge=0, le=3)
@@ -133,9 +132,8 @@ class TrainConfig(Section):
     """Run folder whose newest checkpoint provides the initial weights, such as one made by
     `threefold checkpoint import`. Default: none, weights are drawn from `seed`."""
     verify: bool = True
-    """For an own model: whether the run compares its layout with a single process before the first step, on two steps
-    of a few samples, and looks for state that checkpoints miss. What RUN/verified.json records as equal is not
-    repeated."""
+    """For an own model: whether the run first compares its layout with a single process, on two steps of a few samples,
+    and looks for state that checkpoints miss. What RUN/verified.json records as equal is not compared again."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. `auto` is CUDA if this machine has a GPU for each of its ranks, else the CPU."""
     eval_every: int = Field(default=100, ge=0, le=MOST_STEPS)
@@ -149,8 +147,8 @@ class TrainConfig(Section):
     """Silent data corruption watch: steps between comparisons of hashes of weights and optimizer state, with other
     ranks' copies and with the rank's own values after the previous update (docs/training.md); 0 for none."""
     watch: Literal["weights", "gradients"] = "weights"
-    """For `watch_every`, what is compared: `weights`, which includes optimizer state; `gradients` adds the gradients,
-    compared on a CPU with those that another replica computes from the same samples."""
+    """For `watch_every`, what is compared: `weights`, which includes optimizer state; `gradients` (CPU only) adds the
+    gradients, compared with those that another replica computes from the same samples."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing (recompute): the backward pass recomputes activations, of the attention core with
     `selective`, or of whole blocks with `full`, which keeps only the blocks' inputs."""
@@ -168,8 +166,7 @@ class TrainConfig(Section):
     """Seconds that a rank may make no progress while another rank waits for it, before the run ends with a message that
     names it; 0 for no limit. Everything that a rank begins or ends counts as progress, such as the forward pass of a
     micro-batch or the writing of 4 MiB of a tensor, so choose a value above the longest single operation, such as a
-    callback of your own. A rank that computes all the while, as when compiling the first step, has four times as
-    long."""
+    callback of your own. A rank that computes all the while, as when compiling, has four times as long."""
     max_restarts: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Restarts of all ranks of a run on local processes after one was killed or crashed: from the newest checkpoint, or
     the newer state of `checkpoint.memory_every`. Under torchrun its `--max-restarts` applies instead."""
@@ -215,9 +212,10 @@ class PrecisionConfig(Section):
     """Number formats of the computation."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Precision of the computation. `bf16` and `fp16` keep weights and sum gradients in fp32; `fp64` is for the CPU."""
+    """Precision of the computation. `bf16` and `fp16` keep fp32 master weights and gradient sums; `fp64` is for
+    CPUs."""
     loss_scale: float = Field(default=65536.0, ge=1, le=2.0**64)
-    """For `fp16`: initial loss scale, a power of two. It halves when a gradient overflows, without an update."""
+    """For `fp16`: initial loss scale, a power of two; an overflowing gradient halves it and skips the update."""
     loss_scale_window: int = Field(default=1000, ge=1, le=MOST_STEPS)
     """For `fp16`: steps without overflow after which the loss scale doubles."""
     master_weights: bool = True

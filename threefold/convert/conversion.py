@@ -205,7 +205,6 @@ def _config(mapping: KeyMapping) -> Config:
 
 
 def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings that differ from their default, or whose default is derived."""
     differing: dict[str, dict[str, Any]] = {}
     for name, known in section_settings().items():
         for key, value in getattr(config, name).settings().items():
@@ -216,7 +215,6 @@ def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[st
 
 
 def _unset(config: Config) -> dict[str, str]:
-    """Return the settings that a run needs but the file does not give, with what to set."""
     found: dict[str, str] = {}
     paths = list(config.data.corpora)
     if paths == [_PLACE_OF_DATA]:

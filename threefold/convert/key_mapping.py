@@ -15,11 +15,10 @@ NOT_KNOWN = "unknown to this converter"
 
 
 class Same(NamedTuple):
-    """Foreign setting with an equal one of ours.
+    """Foreign setting with an equivalent among ours.
 
     Attributes:
-        theirs: foreign key.
-        ours: our key, as `section.key`.
+        theirs, ours: foreign key, and our key as `section.key`.
         kind: converter of the value; raises ValueError with what it must be.
         default: foreign default; None if ours is equal, or if there is none.
     """
@@ -34,8 +33,7 @@ class Unmapped(NamedTuple):
     """Foreign setting without an exact counterpart, which is reported to the user.
 
     Attributes:
-        key: foreign key.
-        value: foreign value.
+        key, value: foreign key and value.
         reason: what is used instead, or why nothing is.
         unsupported: whether the setting is unknown, or leaving it out changes the training.
     """
@@ -47,13 +45,8 @@ class Unmapped(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Settings of a foreign file.
-
-    Attributes:
-        settings: foreign key → value.
-        notes: notes from reading the file.
-        spelled: key → its spelling in the file, if different.
-    """
+    """Settings of a foreign file by key, notes from reading it, and keys that it spells differently (key →
+    spelling)."""
 
     settings: Mapping[str, Any]
     notes: Sequence[Unmapped] = ()
@@ -77,8 +70,7 @@ class KeyMapping:
         self.notes: list[Unmapped] = []
 
     def take(self, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
-        """Remove `key` and return its converted value, or the default; raise a `UserError` if `kind` rejects the
-        value."""
+        """Remove `key` and return its value converted by `kind`, or the default; a rejected value is a `UserError`."""
         if key not in self.given:
             return default
         value = self.given.pop(key)
@@ -190,8 +182,7 @@ def anything(value: Any) -> Any:
 
 
 def dp_of(mapping: KeyMapping, world: int | None, others: int, where: str) -> int:
-    """Return the number of replicas, or 1 with a note if the world size is unknown; it must be a multiple of
-    `others`."""
+    """Return `world / others` replicas (a `UserError` if not whole), or 1 with a note if `world` is unknown."""
     if world is None:
         mapping.note(where, "not given", "parallel.dp is 1; set --world-size, the number of ranks, for another value")
         return 1
@@ -259,8 +250,7 @@ MOST_SETTINGS = 20_000
 
 
 def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Flatten nested settings to dotted keys (an empty section is a value); raise a `UserError` beyond
-    `MOST_SETTINGS`."""
+    """Flatten nested settings to dotted keys, at most `MOST_SETTINGS`; an empty section is a value."""
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in reversed(list(values.items()))]
     seen = 0

@@ -166,7 +166,6 @@ def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
 def _of_overrides(
     flags: dict[str, Any], path: Path, of_yaml: Callable[[Path], dict[str, Any]], notes: list[Unmapped]
 ) -> dict[str, Any] | None:
-    """Read the YAML that a script names and apply its overrides; None if it names none."""
     name = flags.pop("config", None)
     overrides = flags.pop("override", [])
     if not isinstance(name, str):

@@ -194,11 +194,9 @@ class Remark:
 
 @dataclass
 class Script:
-    """Result of interpreting a script.
+    """Result of interpreting a script: its scope at the end, and the commands that it starts, in order.
 
     Attributes:
-        scope: variables at the end.
-        commands: commands in the order in which they start.
         remarks: decisions about parts that depend on facts outside the script.
         missing: (line, name) of each file that the script reads and that does not exist.
     """
@@ -461,7 +459,6 @@ def _ends(body: list[Node]) -> bool:
 
 
 def _flags_in(nodes: list[Node]) -> Iterator[str]:
-    """Yield the flags of commands that may start a training."""
     for node in nodes:
         if isinstance(node, Simple):
             if node.words and not _SILENT.fullmatch(node.words[0].text):

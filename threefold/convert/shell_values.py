@@ -124,7 +124,6 @@ class Scope:
     """Variables of a script.
 
     Attributes:
-        where: name of the script, for messages.
         variables: name → text, or a list for an array.
         positional: positional parameters, from `$1`.
         unset: names that were used but never set, in order of use.
@@ -161,7 +160,7 @@ class Scope:
 
 
 class Expander:
-    """Expander of a script's words.
+    """Expansion of shell words with the variables of a script.
 
     Args:
         scope: variables of the script.
