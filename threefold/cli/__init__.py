@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints."""
+"""Command line: parse, call, print."""
 
 from threefold.cli.main import main
 

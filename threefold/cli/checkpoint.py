@@ -35,13 +35,13 @@ def list_(
 ) -> None:
     """List the checkpoints of RUN: step, time, size, samples consumed, state, and the layout that wrote each.
 
-    A state is told without reading tensors: complete, damaged, partial, or diverged (set aside, as the loss was not
-    finite). Exit status: 0, also where some are damaged; 2 if RUN is no run's folder.
+    States, found without reading tensors: complete, damaged, partial, or diverged (set aside: its loss is not finite).
+    Exit status: 0, even if some are damaged; 2 if RUN is not a run folder.
     """
     from threefold.checkpoint.listing import locate
 
     named = locate(run)
-    from threefold.checkpoint.listing import list_checkpoints  # imports torch, which errors need not wait for
+    from threefold.checkpoint.listing import list_checkpoints  # imports torch; errors should not wait for it
 
     found = list_checkpoints(named.run)
     if as_json:
@@ -60,7 +60,7 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors: name, shape, dtype, size.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is in a checkpoint, of a run its newest good one: its run, the model, weights and optimizer state."""
+    """Show the contents of a checkpoint, or of a run's newest good one: run, model, weights and optimizer state."""
     from threefold.checkpoint.listing import locate
 
     named = locate(path)
@@ -79,10 +79,9 @@ def show(
 
 @app.command()
 def verify(path: Place) -> None:
-    """Compare every byte of a checkpoint, or of all checkpoints of a run, with the checksums it was written with.
+    """Compare every byte of a checkpoint, or of all checkpoints of a run, with the checksums written with it.
 
-    Exit status: 0 if all are as they were written; 1 if one is damaged, with a sentence that names the file; 2 if there
-    is nothing to verify.
+    Exit status: 0 if all match; 1 if one is damaged (a sentence names the file); 2 if there is nothing to verify.
     """
     from threefold.checkpoint.listing import locate
 
@@ -127,11 +126,10 @@ def convert(
     ] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a checkpoint anew, of a run its newest good one: another format, dtype or file size, or the weights alone.
+    """Rewrite a checkpoint, or a run's newest good one, in another format, dtype or file size, or only its weights.
 
-    Tensor by tensor, so that a model larger than memory is converted too.
-
-    RUN stays as it is. `threefold checkpoint export` writes a folder that transformers reads.
+    Works tensor by tensor, so a model larger than memory can be converted. RUN is not changed.
+    For a folder that transformers reads, use `threefold checkpoint export`.
     """
     from threefold.checkpoint.listing import locate
 
@@ -204,7 +202,7 @@ def export(
 ) -> None:
     """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads.
 
-    Of a model of your own: its weights under its own names, beside its file.
+    For a model of your own, the weights keep their names, beside a copy of its file.
     """
     from threefold.cli.data_view import Bars, print_table
     from threefold.huggingface.export_hf import Export, export_model
@@ -242,7 +240,7 @@ _STATE_NAMES = {
 
 
 def print_list(run: "Path", found: "list[ListedCheckpoint]") -> None:
-    """The table of a run's checkpoints, and below it what is wrong with those that are damaged."""
+    """Print the table of a run's checkpoints, then the reason for each damaged one."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -278,11 +276,10 @@ def print_list(run: "Path", found: "list[ListedCheckpoint]") -> None:
 
 
 def print_summary(summary: "CheckpointSummary") -> None:
-    """The table of what is in a checkpoint."""
     from threefold.checkpoint.errors import OPTIMIZER
 
     one, facts = summary.listed, summary.listed.facts
-    assert facts is not None  # as it could be read
+    assert facts is not None  # it could be read
     versions = ", ".join(f"{name} {version}" for name, version in one.writer.versions.items())
     ranks = f", on {one.writer.ranks} rank{'s' * (one.writer.ranks != 1)}" if one.writer.ranks else ""
     rows = [
@@ -331,7 +328,7 @@ def _of_config(config: "Config") -> list[tuple[str, str]]:
 
 
 def print_tensors(summary: "CheckpointSummary", pattern: str | None) -> None:
-    """The table of tensors with shape, dtype and bytes, and their sum."""
+    """Print the table of tensors with shape, dtype and size, and their total."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -355,7 +352,6 @@ def print_tensors(summary: "CheckpointSummary", pattern: str | None) -> None:
 
 
 def print_verified(path: "Path", verified: "VerifiedCheckpoint") -> None:
-    """One line about a checkpoint that is as it was written."""
     typer.echo(
         f"{path} is as it was written: {verified.tensors:,} tensors, {verified.files:,} files, "
         f"{format_bytes(verified.bytes)}."
@@ -363,7 +359,6 @@ def print_verified(path: "Path", verified: "VerifiedCheckpoint") -> None:
 
 
 def print_conversion(out: "Path", made: "ConvertedCheckpoint", kind: str) -> None:
-    """The table of what was written, and what to do with it."""
     more = f" and {len(made.files) - 1} more" if len(made.files) > 1 else ""
     print_table(
         ("written", str(out)),

@@ -39,7 +39,7 @@ def size(
     from threefold.data.dataset import resolve_without_data
 
     resolved = resolve_without_data(given)
-    from threefold.planner.model_size import ModelSize  # imports torch, which errors do not wait for
+    from threefold.planner.model_size import ModelSize  # imports torch; errors should not wait for it
 
     print_size(ModelSize(resolved), resolved)
 
@@ -71,8 +71,8 @@ def convert(
 ) -> None:
     """Convert FILE of another system: print the config and, on stderr, the settings that have no counterpart.
 
-    Exit status: 0 for a config that can run, 1 if settings such as data.path are still to be set (the comments at its
-    head), 2 if settings that change the training are unsupported, or the config is invalid.
+    Exit status: 0 if the config can run; 1 if settings are still to be set, such as data.path (see its first comments);
+    2 if settings that change the training are unsupported, or the config is invalid.
     """
     from threefold.convert import convert as converted_from
     from threefold.convert import unmapped_lines
@@ -111,7 +111,7 @@ FeatureNames = Annotated[
 
 @app.command()
 def compatibility(features: FeatureNames = None) -> None:
-    """Print whether FEATUREs can be combined and, if not, why and what to use instead; of one, with which it cannot."""
+    """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, what it excludes."""
     from threefold.config.compatibility_page import answers, features_named, markdown
 
     if not features:
@@ -122,7 +122,7 @@ def compatibility(features: FeatureNames = None) -> None:
 
 
 def print_size(size: "ModelSize", config: "Config") -> None:
-    """Print the parameters of a model, of its pipeline stages, and the memory of each rank's shards."""
+    """Print the parameters of a model and its pipeline stages, and the memory of each rank's shards."""
     from threefold.comm.layout import Layout
 
     layout = Layout.of(config.parallel)

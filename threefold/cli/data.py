@@ -1,4 +1,4 @@
-"""`threefold data`: text to token files, and token files of other systems."""
+"""`threefold data`: prepare, show, verify and convert token files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,7 +16,7 @@ app = typer.Typer(help="Prepare token files from text, convert, inspect and veri
 
 @app.command()
 def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to.")]) -> None:
-    """Write a few MB of English, from the documentation in Python's library, as JSON lines."""
+    """Write a few MB of English, from the documentation in Python's library, as JSON Lines."""
     from threefold.data.python_text import write_sample
 
     summary = write_sample(directory)
@@ -89,7 +89,7 @@ def show(
     split: Annotated[str, typer.Option(help="Weights of train, valid and test, as data.split.")] = "949,50,1",
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sample, as data.sequence_length.")] = 256,
 ) -> None:
-    """Show what token files of any system hold, and their first training sample as text."""
+    """Show the contents of token files of any system, and their first training sample as text."""
     import numpy as np
 
     from threefold.data.audit import summarize
@@ -155,7 +155,7 @@ def verify(
         Path | None, typer.Option(help="The tokenizer.json of files that have none of their own, for its vocabulary.")
     ] = None,
 ) -> None:
-    """Read token files whole and compare them with the checksums that were written with them."""
+    """Read token files completely and compare them with the checksums written with them."""
     from threefold.cli.data_view import print_audits
     from threefold.data.audit import audit
     from threefold.errors import UserError
@@ -189,7 +189,7 @@ def convert(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")] = False,
 ) -> None:
-    """Convert token files of one system to those of another, token for token."""
+    """Convert token files to the format of another system, token for token."""
     from threefold.data.preparation import convert as convert_tokens
 
     with Bars() as bars:

@@ -1,4 +1,4 @@
-"""What `threefold data` prints: tables of token files, and progress."""
+"""Output of `threefold data`: tables of token files, and progress bars."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,7 +20,7 @@ _UNBOUNDED: Final = 10**6
 
 
 class Bars:
-    """The progress of long work as bars on the terminal, one a phase; nothing is shown before the first."""
+    """Progress bars of long work on the terminal, one per phase; nothing is shown before the first."""
 
     def __init__(self) -> None:
         from rich.progress import (
@@ -51,7 +51,7 @@ class Bars:
 
 
 def print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpus") -> None:
-    """The table of what token files hold; the vocabulary is the highest token's where the corpus has no tokenizer."""
+    """Print a table of what token files hold, with the highest token if no tokenizer gives the vocabulary."""
     from threefold.data.formats.threefold_folder import TokenFiles
 
     tokens, documents, sequences = len(stored.tokens), summary.documents, len(stored.sequences) - 1
@@ -103,12 +103,12 @@ def _names(corpus: "Corpus", tokens: "tuple[int, ...]") -> str:
 
 
 def print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], documents: list[int]) -> None:
-    """A sample of conversations: tokens with labels between ⟦ and ⟧, and in colour where there is any.
+    """Print a sample of conversations, with the tokens that have labels between ⟦ and ⟧, and in color if possible.
 
     Args:
-        corpus: whose tokenizer is known.
-        tokens, labels: of the sample.
-        documents: the number of each token's document in the sample.
+        corpus: corpus with a known tokenizer.
+        tokens, labels: tokens and labels of the sample.
+        documents: index in the sample of each token's document.
     """
     from rich.console import Console
     from rich.text import Text
@@ -123,7 +123,7 @@ def print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], docum
         if number == documents[-1] and labels[-1] != IGNORE_INDEX:
             places.append(len(documents))
         if not any(counted[place] for place in places):
-            continue  # the fill
+            continue  # padding
         shown = Text(f"conversation {number + 1}\n", style="dim")
         for counts, run in _runs(places, counted):
             text = decode(corpus, [whole[place] for place in run])
@@ -141,19 +141,18 @@ def _runs(places: list[int], counted: list[bool]) -> "Iterator[tuple[bool, list[
 
 
 def decode(corpus: "Corpus", tokens: list[int]) -> str:
-    """Tokens as text, special ones too; or as they are where there is no tokenizer."""
+    """Decode tokens, including special ones; without a tokenizer, return their ids."""
     if corpus.tokenizer is None:
         return " ".join(map(str, tokens))
     return str(corpus.tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def print_sample(corpus: "Corpus", tokens: list[int]) -> None:
-    """Tokens as text, or as they are where there is no tokenizer."""
     typer.echo(decode(corpus, tokens))
 
 
 def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """A plain table; numbers are right-aligned where there are more columns than two. No letter of it is cut off."""
+    """Print a plain table without truncation; with more than two columns, numbers are right-aligned."""
     from rich import box
     from rich.console import Console
     from rich.measure import Measurement
@@ -172,7 +171,6 @@ def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
 
 
 def print_audits(audits: "list[Audit]") -> None:
-    """A table of files that were checked: what each holds, and how it was found."""
     rows: list[tuple[str, ...]] = [
         (str(one.path), "" if one.bytes is None else format_bytes(one.bytes), "damaged" if one.problem else one.found)
         for one in audits
@@ -181,7 +179,7 @@ def print_audits(audits: "list[Audit]") -> None:
 
 
 def print_converted(source: Path, out: Path, converted: "ConvertedTokens") -> None:
-    """One line about a conversion, and one for each thing that could not stay as it was."""
+    """Print a line about a conversion, and one for each thing that could not stay the same."""
     typer.echo(f"Wrote {converted.documents:,} documents, {converted.tokens:,} tokens, from {source} to {out}.")
     if converted.left_out:
         typer.echo(f"Left out {converted.left_out:,} empty documents, which this format does not have.")

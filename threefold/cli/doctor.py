@@ -1,4 +1,4 @@
-"""`threefold doctor`: what this machine is, what it reaches, and what is wrong with it."""
+"""`threefold doctor`: what this machine has, how fast it is, and what is wrong with it."""
 
 import json
 from collections.abc import Callable
@@ -31,10 +31,10 @@ def doctor(
         Path, typer.Option(metavar="DIR", help="Folder whose disk is measured, such as the one of your runs.")
     ] = Path(),
 ) -> None:
-    """Examine this machine: its parts, versions, backends, network and limits, and what local ranks reach on it.
+    """Examine this machine: parts, versions, backends, network and limits, and the performance of local ranks.
 
-    Measures products of matrices, memory, collectives of 2, 4 and 8 local ranks, and the disk, for about half a minute;
-    saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs; and says what is wrong.
+    Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute.
+    Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
     """
     from threefold.cli.options import Steps
     from threefold.planner.doctor.examination import examine, measured_entry
@@ -77,7 +77,6 @@ def _check_save(path: Path | None) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file begins as an entry that `_save` has written."""
     from threefold.planner.hardware import THIS_MACHINE
 
     try:
@@ -114,7 +113,7 @@ _PAIRS = {"pairs": "all_reduce, pairs", "send": "send of cp's ring, pairs", "sta
 
 
 def print_examination(found: "Examination", entry: "Hardware | None", saved: Path | None) -> None:
-    """Tables of what was found, and what is wrong in words."""
+    """Print tables of the examination, and a line for each finding."""
     machine = found.machine
     backends = ", ".join(name for name, there in machine.backends.items() if there)
     rows: list[tuple[str, ...]] = [

@@ -1,4 +1,4 @@
-"""`threefold dry-run`: one rank's training step without the cluster."""
+"""`threefold dry-run`: the training step of a rank, without the cluster."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,8 +31,8 @@ def dry_run(
 ) -> None:
     """Run the training code of one rank of CONFIG's layout for a step, on tensors without memory and without GPUs.
 
-    Prints the bytes of its weights, gradients, optimizer state and activations, every kind of collective, and
-    floating-point operations. Data need not exist. Exit status: 0, or 2 if the rank could not run.
+    Prints the bytes of weights, gradients, optimizer state and activations, each kind of collective, and FLOPs.
+    The data need not exist. Exit status: 0, or 2 if the rank could not run.
     """
     if rank is not None and all_stages:
         raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")
@@ -67,7 +67,6 @@ def dry_run(
 
 
 def _resolve(file: "Path", overrides: list[str], world: int | None, trust_code: bool) -> "Config":
-    """The resolved config, in a world of so many ranks."""
     from threefold.config.resolve import check_settings
 
     given = read_config(file, overrides, trust_code=trust_code)
@@ -80,11 +79,7 @@ def _resolve(file: "Path", overrides: list[str], world: int | None, trust_code: 
 
 
 def _replicas(config: "Config", world: int) -> int:
-    """`parallel.dp` of a world.
-
-    Raises:
-        UserError: the layout does not divide it, or the config has another `parallel.dp`.
-    """
+    """Return `parallel.dp` for a world size; raise a `UserError` if the layout or a given dp does not fit."""
     parallel = config.parallel
     each = parallel.tp * parallel.pp * parallel.cp
     product = "tp · pp" if parallel.cp == 1 else "tp · pp · cp"

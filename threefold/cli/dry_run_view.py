@@ -1,4 +1,4 @@
-"""What `threefold dry-run` prints."""
+"""Output of `threefold dry-run`."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def print_reports(config: "Config", reports: "Sequence[DryRunReport]", hardware: "Hardware | None") -> None:
-    """Print the memory of each rank, its collectives and floating-point operations, and whether it fits."""
+    """Print memory, collectives and floating-point operations of each rank, and whether it fits."""
     layout, train = Layout.of(config.parallel), config.train
     zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
     each = f"{train.gradient_accumulation_steps} of {train.micro_batch_size}"
@@ -42,7 +42,6 @@ def print_reports(config: "Config", reports: "Sequence[DryRunReport]", hardware:
 
 
 def reports_as_json(config: "Config", reports: "Sequence[DryRunReport]", hardware: "Hardware | None") -> str:
-    """The same as a JSON document."""
     largest = max(report.peak_bytes for report in reports)
     document: dict[str, Any] = {
         "layout": asdict(Layout.of(config.parallel)),
@@ -57,7 +56,7 @@ def reports_as_json(config: "Config", reports: "Sequence[DryRunReport]", hardwar
 
 
 def _as_told(report: "DryRunReport") -> dict[str, Any]:
-    """Return the numbers of a report, with the peak by the causes of an estimate alone."""
+    """Return the numbers of a report; the peak is broken down only by the causes of an estimate."""
     told = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
     return {name: value for name, value in told.items() if name not in ("at_peak", "activation_bytes")}
 
@@ -67,7 +66,7 @@ def _amounts(report: "DryRunReport") -> tuple[int, ...]:
 
 
 def _collectives(reports: "Sequence[DryRunReport]") -> "list[tuple[str, ...]]":
-    """A row for each kind of collective; neighbouring ranks that take part in the same ones share theirs."""
+    """Return a row for each kind of collective; consecutive ranks with the same collectives share theirs."""
     rows: list[tuple[str, ...]] = []
     for collectives, alike in groupby(reports, key=lambda report: list(report.collectives)):
         ranks = [report.rank for report in alike]

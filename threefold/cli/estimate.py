@@ -1,4 +1,4 @@
-"""`threefold estimate`: seconds, throughput and memory of a training step on hardware that need not be there."""
+"""`threefold estimate`: time, throughput and memory of a training step, on hardware that need not be present."""
 
 import json
 from pathlib import Path
@@ -81,13 +81,13 @@ def estimate(
 _SHORT = {"activations": "kept"}
 _PARTS = ("activations", "working", "logits", "buffers")
 _SMALLEST = 0.005
-"""Share of a step below which a cause is not shown by itself."""
+"""Smallest share of a step that is shown as a cause of its own."""
 _LARGE = 2 * 10**9
-"""Bytes of a rank from which memory is told in GB."""
+"""Bytes of a rank from which memory is shown in GB."""
 
 
 def print_estimate(found: "Estimate", own: "Estimate | None") -> None:
-    """Print an estimate; of another system with a line on what this package's own kernels would make of it."""
+    """Print an estimate and, for another system, a line with the result of this package's own kernels."""
     from threefold.comm.layout import Layout
 
     config, hardware = found.config, found.hardware
@@ -135,7 +135,7 @@ def _print_memory(found: "Estimate") -> None:
 
 
 def memory_title(found: "Estimate") -> str:
-    """The title of the picture of an estimate's memory: the layout, and whether it fits."""
+    """Return the title of the memory picture: the layout, and whether it fits."""
     from threefold.comm.layout import Layout
 
     return f"Memory of {Layout.of(found.config.parallel)} on {found.hardware.title}\n{_fit(found)}"
@@ -150,7 +150,7 @@ def _fit(found: "Estimate") -> str:
 
 
 def _extremes(peaks: list[int]) -> set[int]:
-    """The pp ranks to show: all of a few, else the first, the last and the largest."""
+    """Return the pp ranks to show: all if few, else the first two, the middle, the last and the largest."""
     if len(peaks) <= 8:
         return set(range(len(peaks)))
     return {0, 1, len(peaks) // 2, len(peaks) - 1, max(range(len(peaks)), key=peaks.__getitem__)}

@@ -117,7 +117,7 @@ def _context(asked: int | None, inference: "InferenceRun") -> int:
 def measure(
     model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], json: Path | None
 ) -> None:
-    """Evaluate on all ranks; one rank prints."""
+    """Evaluate on all ranks and print on one."""
     from threefold.inference.eval_tasks import score
 
     if model.prints:
@@ -158,7 +158,7 @@ def _shown(value: float | int) -> str:
 
 
 def _check_json(path: Path, data: Path) -> None:
-    """Check that the metrics can be written to a path, before they are computed."""
+    """Check that the metrics can be written to a path, before computing them."""
     if not path.parent.is_dir():
         raise typer.BadParameter(f"{path.parent} is not a folder", param_hint="--json")
     if path.is_dir():
@@ -168,7 +168,7 @@ def _check_json(path: Path, data: Path) -> None:
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    """Write JSON; an existing file is replaced when the new one is complete, unless it is a pipe or a device."""
+    """Write JSON; a complete file replaces an existing one atomically, unless that is a pipe or a device."""
     import json
     import secrets
 
@@ -179,7 +179,7 @@ def _write(path: Path, document: dict[str, Any]) -> None:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
             return
-        target = path.resolve()  # a link stays one
+        target = path.resolve()  # keeps a symbolic link
         partial = target.with_name(f".threefold-{secrets.token_hex(8)}")
         try:
             with partial.open("x", encoding="utf-8") as file:
@@ -194,7 +194,6 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 @contextmanager
 def _progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error, if that is a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield lambda _: None
         return

@@ -57,7 +57,7 @@ def generate(
 ) -> None:
     """Continue each prompt with the newest checkpoint of RUN, on tp · pp local processes or torchrun ranks.
 
-    The layout changes only the speed: the same prompt, seed and options give the same text in every layout.
+    The layout only changes the speed: the same prompt, seed and options give the same text in every layout.
     """
     from threefold.comm.layout import Layout
     from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, require_text
@@ -74,7 +74,7 @@ def generate(
     given = given or [read_standard_input().rstrip("\n")]
     require_text(given)
     chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]
-    encode_prompts(inference.trained, chosen, request)  # so that an encoding error is raised before any rank starts
+    encode_prompts(inference.trained, chosen, request)  # raises encoding errors before any rank starts
     inference.start(write, chosen, request)
 
 
@@ -86,9 +86,9 @@ def _message(prompt: str, system: str | None) -> "Conversation":
 
 
 def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest") -> None:
-    """Print each prompt and its continuation as it is generated, in order: text of later prompts is held back.
+    """Print prompts and continuations as they are generated, in order, holding back the text of later prompts.
 
-    Of a conversation only the answer is printed.
+    For a conversation only the answer is printed.
     """
     from threefold.inference.generate import generate_text
 

@@ -1,4 +1,4 @@
-"""`threefold inspect`: the modules of a model of one's own, and how they are cut."""
+"""`threefold inspect`: the modules of an own model, and how its plan shards them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,15 +16,14 @@ def inspect(
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size that sizes per rank are for.")] = 2,
     overrides: Overrides = None,
 ) -> None:
-    """Print the modules of the model in FILE.py, how its plan cuts them and what a rank holds of each.
+    """Print the modules of the model in FILE.py, how its plan shards them, and each rank's share.
 
-    A model without a plan gets a proposed one, printed as Python that can be pasted; a question mark is at what could
-    not be decided.
+    For a model without a plan, prints a proposed one as Python to paste, with question marks where it is undecided.
     """
     from threefold.config.loading import config_of, load_config
 
     file = model_file(model)
-    assert file is not None  # as `model` is given
+    assert file is not None  # `model` is given
     own = {"architecture": "own", "file": file}
     if config is None:
         given = config_of({"model": own, "data": {"path": "unused"}}, overrides or ())

@@ -1,4 +1,4 @@
-"""`threefold`: the commands, and exit statuses of errors."""
+"""`threefold`: the commands, and the exit status of errors."""
 
 import atexit
 import errno
@@ -32,9 +32,9 @@ from threefold.files import shown
 
 FAILED, MISUSED = 1, 2
 UNREAD = 141
-"""Exit status of a program that SIGPIPE ended, in a shell."""
+"""Exit status in a shell of a program that SIGPIPE ended."""
 _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
-"""Errors that are due to a path that the user gave."""
+"""Errors caused by a path that the user gave."""
 
 app = typer.Typer(
     name="threefold",
@@ -74,17 +74,17 @@ def _root(
 
 
 def main() -> None:
-    """Run the command of `sys.argv` and exit: 1 when a rank failed, 2 on a user error, 130 on Ctrl-C.
+    """Run the command in `sys.argv` and exit: 1 if a rank failed, 2 on a user error, 130 on Ctrl-C.
 
-    141, without a message, when standard output was closed by its reader.
+    Exits with 141, without a message, if the reader closed standard output.
     """
     guard_streams()
-    # Or Python, before it ends, looks for garbage in all that was imported: half a second with torch.
+    # Otherwise garbage collection at exit goes through everything imported, which takes half a second with torch.
     atexit.register(gc.freeze)
     try:
         try:
             _require_working_directory()
-            app()  # turns Ctrl-C into its status
+            app()  # turns Ctrl-C into its exit status
         finally:
             sys.stdout.flush()
     except (UserError, RuntimeError) as error:
@@ -96,11 +96,7 @@ def main() -> None:
 
 
 def _require_working_directory() -> None:
-    """Check that the working directory is there, as without one the library of matrix products ends the process.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise a `UserError` if the working directory is gone: without one, the BLAS library ends the process."""
     try:
         os.getcwd()
     except OSError as error:
@@ -124,7 +120,7 @@ def _tell(error: Exception) -> int:
         status = MISUSED
     else:
         raise error
-    with suppress(OSError):  # standard error may be closed or full as well
+    with suppress(OSError):  # standard error may be closed or full, too
         typer.echo(f"Error: {_sentence(str(error))}", err=True)
     return status
 

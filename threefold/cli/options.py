@@ -1,4 +1,4 @@
-"""Parameters that several commands share, and how they warn."""
+"""Options shared by several commands, and their parsing."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -52,16 +52,13 @@ DeviceName = Annotated[
 def read_config(
     path: Path, overrides: Sequence[str] | None = None, model: str | None = None, trust_code: bool = False
 ) -> "Config":
-    """The config of a command.
+    """Read the config of a command; raises as `load_config`, or if a stored config names code that is not trusted.
 
     Args:
-        path: of the file.
-        overrides: the values of `--set`.
-        model: of `--model`.
-        trust_code: whether a config that a run has stored may name code to run.
-
-    Raises:
-        UserError: as `load_config`; there is no such model file, or a stored config names code.
+        path: path of the YAML file.
+        overrides: values of `--set`.
+        model: value of `--model`.
+        trust_code: whether a config stored by a run may name code to execute.
     """
     from threefold.config import load_config
 
@@ -74,22 +71,14 @@ def read_config(
 
 
 def with_model(overrides: Sequence[str] | None, model: str | None) -> list[str]:
-    """The overrides of a command, with those that `--model` stands for.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """Return a command's overrides and those that `--model` implies; raises as `model_file`."""
     file = model_file(model)
     own = [] if file is None else ["model.architecture=own", f"model.file={json.dumps(file)}"]
     return [*(overrides or ()), *own]
 
 
 def model_file(model: str | None) -> str | None:
-    """What `--model` names, with the whole path of the file.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """Return the value of `--model` with an absolute path, or None; raise a `UserError` if there is no such file."""
     if model is None:
         return None
     from threefold.config.model import split_model_file
@@ -99,21 +88,16 @@ def model_file(model: str | None) -> str | None:
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
-    """Print each on standard error."""
     for warning in warnings:
         typer.echo(f"Warning: {warning}", err=True)
 
 
 _LONGEST: Final = 10**9
-"""Ms of a pass, 11 days."""
+"""Limit in ms for the time of a pass: 11 days."""
 
 
 def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> int:
-    """A whole number of an option.
-
-    Raises:
-        UserError: it is none, or is below `least` or above `most`.
-    """
+    """Parse an option as a whole number; raise a `UserError` if it is none, or not from `least` to `most`."""
     try:
         number = int(text.replace("_", ""))
     except ValueError:
@@ -127,7 +111,7 @@ def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> i
 
 
 def _nearest(text: str, least: int, most: int) -> int:
-    """The whole number from `least` to `most` next to what a text means, such as `1e3`, `1,024` or `7.9`."""
+    """Return the number from `least` to `most` nearest to a text such as `1e3`, `1,024` or `7.9`."""
     try:
         meant = float(text.replace(",", ""))
     except ValueError:
@@ -136,11 +120,7 @@ def _nearest(text: str, least: int, most: int) -> int:
 
 
 def times(text: str, option: str) -> list[float]:
-    """One time, or several between commas.
-
-    Raises:
-        UserError: one is no number, infinite or negative.
-    """
+    """Parse an option as times in ms, separated by commas; raise a `UserError` for an invalid one."""
     found = []
     for part in text.split(","):
         try:
@@ -157,11 +137,11 @@ def times(text: str, option: str) -> list[float]:
 
 
 class Steps:
-    """A bar on standard error, which is gone at the end; none where that is no terminal.
+    """Transient progress bar on standard error; hidden if that is not a terminal.
 
     Args:
-        doing: what is done with each part, such as `Measuring`.
-        shown: whether there is a bar.
+        doing: verb before the name of each part, such as `Measuring`.
+        shown: whether to show the bar.
     """
 
     def __init__(self, doing: str, shown: bool) -> None:
@@ -169,7 +149,7 @@ class Steps:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn())
-        # Without a thread of its own, beside which no process should be forked.
+        # No refresh thread, because processes should not be forked beside one.
         console = Console(stderr=True)
         self._bars = Progress(
             *columns,
@@ -189,5 +169,5 @@ class Steps:
         self._bars.stop()
 
     def tell(self, part: str, number: int, parts: int) -> None:
-        """A part begins, or so much of it is done."""
+        """Show the current part and how many parts are done."""
         self._bars.update(self._task, description=f"{self._doing} {part}", completed=number, total=parts, refresh=True)

@@ -1,4 +1,4 @@
-"""`threefold plan`: search the layouts of a number of GPUs, and write the best as a config."""
+"""`threefold plan`: search the layouts of a number of GPUs, and write the best one as a config."""
 
 from pathlib import Path
 from time import perf_counter
@@ -44,10 +44,10 @@ def plan(
     trust_code: TrustCode = False,
     overrides: Overrides = None,
 ) -> None:
-    """Find the best layout of CONFIG's training on N GPUs of a type, without any of them.
+    """Find the best layout for training CONFIG on N GPUs of a type, without any of them.
 
-    Every layout that `threefold train` accepts is looked at: dp, tp, pp, cp, ep, ZeRO, schedule and chunks,
-    micro-batch, recompute, sequence parallelism. The global batch stays, and so do the losses.
+    Considers all valid dp, tp, pp, cp, ep, ZeRO, schedule, chunks, micro-batch, recompute and sequence parallelism.
+    The global batch stays the same, and so do the losses.
     """
     began = perf_counter()
     from threefold.cli.options import whole_number

@@ -1,4 +1,4 @@
-"""What `threefold plan` prints: what was dropped, a table of the best layouts, and what the tokens take."""
+"""Output of `threefold plan`: why layouts were dropped, a table of the best, and the training budget."""
 
 import json
 import sys
@@ -17,14 +17,13 @@ from threefold.planner.search.request import Budget
 
 _WIDTH_OF_A_FILE: Final = 180
 _IF_ROOM: Final = {"limited by": 100, "MFU": 20, "tokens/s": 20}
-"""Columns that a narrow table is without, the first first, and letters that the layout has to have beside each."""
+"""Columns that a narrow table drops, in this order, and the width that the layout column needs to keep each."""
 _BETWEEN: Final = 3
 _WIDEST_REASON: Final = 80
 _TIMES: Final = (("days", 86400), ("hours", 3600), ("minutes", 60))
 
 
 def print_plan(planned: SearchAnswer, written: Path | None, drawn: Path | None) -> None:
-    """Print the answer to a request."""
     request, found = planned.request, planned.found
     train, model = request.config.train, request.config.model
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, highlight=False)
@@ -49,7 +48,7 @@ def print_plan(planned: SearchAnswer, written: Path | None, drawn: Path | None) 
 
 
 def predictions(planned: SearchAnswer) -> list[str]:
-    """What is predicted of the best layout, a line each."""
+    """Describe the predictions for the best layout, one per line."""
     best = planned.best
     lines = [
         f"Predicted on {best.choice.gpus:,} × {planned.request.hardware.title}, --system "
@@ -64,7 +63,6 @@ def predictions(planned: SearchAnswer) -> list[str]:
 
 
 def json_document(planned: SearchAnswer) -> str:
-    """The same as a JSON document."""
     request, found, misfit = planned.request, planned.found, planned.found.misfit
     document: dict[str, Any] = {
         "gpus": request.gpus,
@@ -103,7 +101,7 @@ def _as_values(planned: SearchAnswer, layout: Evaluated) -> dict[str, Any]:
         "step_seconds": layout.seconds,
         "tokens_per_second": layout.tokens_per_second,
         "mfu": layout.mfu,
-        "peak_bytes": list(layout.peak_bytes),  # or, where the two differ, as `details` and `threefold estimate` say it
+        "peak_bytes": list(layout.peak_bytes),  # where the two differ, `details` has the value of `threefold estimate`
         "limited_by": [{"cause": cause, "share": share} for cause, share in layout.limits],
         **layout.details,
     }
@@ -119,7 +117,6 @@ def _as_values(planned: SearchAnswer, layout: Evaluated) -> dict[str, Any]:
 
 
 def _print_dropped(console: Console, planned: SearchAnswer) -> None:
-    """Why layouts were dropped, the most frequent reason first, with an example each."""
     table = _table(("dropped", "right"), ("why", "left"), ("such as", "left"))
     table.columns[1].max_width = _WIDEST_REASON
     found, misfit = planned.found, planned.found.misfit
@@ -133,7 +130,7 @@ def _print_dropped(console: Console, planned: SearchAnswer) -> None:
 
 
 def _print_best(console: Console, ranked: list[Evaluated]) -> None:
-    """The best layouts; on a narrow console without the columns of `_IF_ROOM`, so that no number is cut off."""
+    """Print the best layouts; a narrow console drops the columns of `_IF_ROOM`, so that no number is cut off."""
     columns: dict[str, list[str]] = {
         "": [str(place) for place in range(1, len(ranked) + 1)],
         "layout": [str(each.choice.spec) for each in ranked],
@@ -174,7 +171,6 @@ def _limit(layout: Evaluated) -> str:
 
 
 def _told(budget: Budget) -> str:
-    """A budget in words."""
     dollars = ""
     if budget.dollars is not None:
         dollars = f", ${_rounded(budget.dollars)} at ${budget.dollars_per_hour:.2f} per GPU-hour"

@@ -56,7 +56,7 @@ def simulate(
 ) -> None:
     """Simulate a step under a pipeline schedule: its bubble, its time and what each stage holds.
 
-    The actions are those that a run has. The bubble is (cost − m(F + B + W)) / cost,
+    The actions are the same as in a run. The bubble is (cost − m(F + B + W)) / cost,
     where cost is the longest time of a stage from its first action to its last.
     """
     from threefold.cli.options import times, whole_number
@@ -97,7 +97,6 @@ def simulate(
 
 
 def _chunks(number: int, schedule: "Schedule") -> int:
-    """Stages of a rank, which most schedules have of themselves."""
     fixed = schedule.stages_per_rank
     if fixed not in (None, number):
         stages = "1 stage" if fixed == 1 else f"{fixed} stages"
@@ -109,7 +108,7 @@ def _chunks(number: int, schedule: "Schedule") -> int:
 
 
 def _count(text: str | None, option: str, of_file: int | None) -> int:
-    """The number of an option, which a schedule of a file has of itself."""
+    """Return the number of an option, or the one that a schedule file fixes."""
     from threefold.cli.options import whole_number
 
     if text is not None:
@@ -123,7 +122,7 @@ _MOST_ROWS: Final = 24
 
 
 def print_simulation(found: "Simulation") -> None:
-    """Print what each rank does and holds, and the bubble in one line."""
+    """Print what each rank does and holds, and a line about the bubble."""
     timeline, several = found.timeline, found.timeline.program.stages > found.pp
     micro_batches = _number(found.micro_batches, "micro-batch", "es")
     typer.echo(f"{_named(found)}.")
@@ -143,14 +142,13 @@ def print_simulation(found: "Simulation") -> None:
 
 
 def timeline_title(found: "Simulation") -> str:
-    """The title of the picture: what is simulated, its bubble and the time of a step."""
+    """Return the title of the timeline: the schedule, its bubble and the time of a step."""
     length = found.timeline.length
     time = f"{length:,.0f}" if length >= 1000 else f"{length:.4g}"
     return f"{_named(found)}: bubble {found.timeline.bubble:.1%}, step {time} ms"
 
 
 def _named(found: "Simulation") -> str:
-    """The schedule with its numbers of stages, ranks and micro-batches."""
     stages = found.timeline.program.stages
     of_ranks = f" on {_number(found.pp, 'rank')}" if stages > found.pp else ""
     return (
@@ -160,7 +158,7 @@ def _named(found: "Simulation") -> str:
 
 
 def _rows(found: "Simulation") -> list[tuple[str, ...]]:
-    """A row for each rank; bubbles are shares of the longest rank's time, so that their mean is that of all."""
+    """Return a row per rank; bubbles are shares of the longest rank's time, so that their mean is the total bubble."""
     facts, longest, deferring = found.facts(), found.timeline.longest, found.schedule.defers_weight_gradients
     rows: list[tuple[str, ...]] = []
     for rank in range(found.pp):

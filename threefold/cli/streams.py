@@ -1,4 +1,4 @@
-"""Standard streams that may be closed or full, or whose reader is gone."""
+"""Standard streams that may be closed or full, or without a reader."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ from threefold.errors import CLOSED_OUTPUT, OutputLost, UserError
 def guard_streams() -> None:
     """Open closed standard streams on /dev/null, and raise `OutputLost` when standard output cannot be written.
 
-    A closed descriptor would be reused by the next file that is opened, and output would be written into that file.
+    Otherwise the next file to be opened would reuse a closed descriptor, and output would go into that file.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -28,11 +28,7 @@ def guard_streams() -> None:
 
 
 def read_standard_input() -> str:
-    """Read all of standard input as UTF-8, whatever the locale.
-
-    Raises:
-        UserError: it is not UTF-8.
-    """
+    """Read all of standard input as UTF-8, whatever the locale; raise a `UserError` if it is not UTF-8."""
     source = getattr(sys.stdin, "buffer", None)
     if source is None:
         return sys.stdin.read()
@@ -53,7 +49,7 @@ def _guarded(stream: TextIO | None) -> TextIO:
 
 
 class _Output(io.RawIOBase):
-    """Descriptor 1. Raises at the first failure; later output is dropped."""
+    """Descriptor 1; raises at the first failure and drops later output."""
 
     def __init__(self) -> None:
         super().__init__()

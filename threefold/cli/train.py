@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class ResumeChoice(StrEnum):
-    """Whether to resume."""
-
     NO = "no"
     YES = "yes"
     AUTO = "auto"
@@ -40,12 +38,14 @@ _RESUME: Final[dict[ResumeChoice, bool | Literal["auto"]]] = {
 _NUMBER: Final = re.compile(r"[+-]?\d+")
 _PROFILE_STEPS: Final = 3
 _MOST_PROFILED: Final = 100
-"""Steps: a trace of more does not open in a browser."""
+"""Limit on `--profile`; longer traces do not open in a browser."""
 
 
 class TrainCommand(TyperCommand):
-    """`--resume` alone means `--resume=yes`, and the argument after it is never its value; `--profile` alone means
-    `--profile=3`, and the argument after it is its value if it is a number."""
+    """Parser for `--resume` and `--profile` without a value.
+
+    `--resume` means `--resume=yes` and takes no next argument; `--profile` means `--profile=3`, or takes a number.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -102,7 +102,7 @@ def train(
 ) -> None:
     """Train the model of CONFIG, on dp · tp · pp · cp local processes, or as ranks of torchrun or srun.
 
-    SIGINT (Ctrl-C), SIGTERM and SIGUSR1 end the run after the current step, with a checkpoint; a second one at once.
+    SIGINT (Ctrl-C), SIGTERM or SIGUSR1 ends the run after the current step, with a checkpoint; a second signal at once.
     """
     from threefold.launch.process import StopRequested, StopSignals
 
@@ -118,7 +118,7 @@ def train(
                 from threefold.checkpoint.code import remembered_model
 
                 require_folder(folder)
-                # A config that names another architecture is not that of the checkpoint, which resuming tells.
+                # A config that names another architecture does not belong to the checkpoint; resuming reports that.
                 of_another = given.is_given("model.architecture") and given.model.architecture != OWN
                 if not of_another and (remembered := remembered_model(folder, trust_code)):
                     given = read_config(config, overrides, remembered, trust_code)
@@ -126,7 +126,7 @@ def train(
             if debug_rank is not None:
                 _require_ranks((debug_rank,), given, "--debug-rank is")
                 _require_own_ranks(debug_rank)
-            with Bars() as bars:  # its thread must end before the workers are forked
+            with Bars() as bars:  # the bar's thread must end before the workers are forked
                 run = prepare_training(given, folder, resume=_RESUME[resume], progress=bars, profile_steps=profiled)
             if run.finished:
                 _say(
@@ -139,7 +139,7 @@ def train(
             stopped = run.start(console, signals, lambda: _tell(run.config.compact()), debug_rank)
         except StopRequested as request:
             if not request.again:
-                # Nothing is imported here: the signal may have arrived during an import.
+                # Import nothing here, because the signal may have arrived during an import.
                 _say(f"Stopped by {request} before training began; start again with:\n  {_command()}")
                 raise typer.Exit(_status(request.number)) from None
             _explain(folder, request.number, None)
@@ -160,12 +160,10 @@ def _explain(folder: Path, number: int | str, step: int | None) -> None:
 
 
 def _status(number: int) -> int:
-    """Exit status of a run that a signal stopped after a checkpoint."""
     return 128 + number if number == signal.SIGINT else 0
 
 
 def _command() -> str:
-    """The command line of this process."""
     return shlex.join(["threefold", *sys.argv[1:]])
 
 
@@ -193,7 +191,6 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _profile_steps(text: str | None) -> int:
-    """The value of --profile; 0 without it."""
     if text is None:
         return 0
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_PROFILED:
@@ -207,7 +204,7 @@ def _profile_steps(text: str | None) -> int:
 
 
 def _require_own_ranks(debug_rank: int) -> None:
-    """Check that no launcher has started this rank, as its process has no terminal."""
+    """Check that no launcher started this rank: its process would have no terminal."""
     from threefold.errors import UserError
     from threefold.launch.environment import find_launched_rank
 
@@ -219,7 +216,6 @@ def _require_own_ranks(debug_rank: int) -> None:
 
 
 def _require_ranks(ranks: tuple[int, ...], config: "Config", option: str = "--console-ranks has") -> None:
-    """Check that the layout has the ranks of an option."""
     from threefold.comm.layout import Layout
     from threefold.errors import UserError
 

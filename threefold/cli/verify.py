@@ -77,7 +77,7 @@ def verify(
     from threefold.cli.verify_view import (
         JsonView,
         TableView,
-    )  # import torch, which error messages above need not wait for
+    )  # import torch; the error messages above should not wait for it
     from threefold.models.source import ConfigSource, FileSource
     from threefold.parallel.forward_check import layout_check
     from threefold.verify.verifier import Verification, choose_batches, verifier
@@ -101,7 +101,7 @@ def verify(
 def _select(
     config: "Config", specs: "list[LayoutSpec]", ranks: int, every: bool, check: "Check | None" = None
 ) -> "Selection":
-    """The layouts to verify; `check` is of a model that the config alone does not describe."""
+    """Return the layouts to verify; `check` tests layouts of a model that the config alone does not describe."""
     from threefold.verify import verifier as layout_selection
 
     check = check or layout_selection.suits

@@ -1,4 +1,4 @@
-"""Output of `threefold verify`: a table row per layout as it finishes, and a summary line; or one JSON document."""
+"""Output of `threefold verify`: a table row per layout as it finishes and a summary line, or one JSON document."""
 
 import json
 import sys
@@ -35,16 +35,11 @@ _MARKS = {
 }
 _WIDTH_OF_A_FILE = 150
 _LAYOUT, _WHERE, _WIDEST_WHERE = 16, 24, 44
-"""Minimum width of the layout column; minimum and maximum width of the column of the worst error."""
+"""Minimum width of the layout column; minimum and maximum width of the column with the worst error."""
 
 
 class View:
-    """Shows results as layouts finish; a context manager, so that the live line ends with it.
-
-    Args:
-        task: what is verified.
-        selection: the layouts.
-    """
+    """Base class of views: a context manager that receives results as layouts finish."""
 
     def __init__(self, task: Verification, selection: Selection) -> None:
         self.task, self.selection = task, selection
@@ -61,18 +56,17 @@ class View:
         pass
 
     def begin(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """The single-process run is done; `shapes` are the shapes of the parameters by name."""
+        """Handle the end of the single-process run; `shapes` maps parameter names to shapes."""
         self.shapes = shapes
 
     def running(self, spec: LayoutSpec) -> None:
-        """Called when a layout starts."""
+        """Handle the start of a layout."""
 
     def add(self, result: LayoutResult) -> None:
-        """Called when a layout is done."""
         self.results.append(result)
 
     def finish(self) -> None:
-        """Called when all layouts are done."""
+        """Handle the end of all layouts."""
 
     @property
     def all_equal(self) -> bool:
@@ -84,12 +78,12 @@ class View:
 
     @property
     def parameters(self) -> int:
-        """Parameter count of the verified model; tied embeddings are counted once."""
+        """Parameter count of the verified model; tied embeddings count once."""
         return sum(prod(shape) for shape in self.shapes.values())
 
 
 class JsonView(View):
-    """One document at the end (docs/verify.md has its schema)."""
+    """View that prints one JSON document at the end (schema in docs/verify.md)."""
 
     def finish(self) -> None:
         config = self.task.config
@@ -115,7 +109,7 @@ class JsonView(View):
 
 
 class TableView(View):
-    """A table that grows row by row, with a live line below it on a terminal.
+    """Table that grows row by row, with a live line below it on a terminal.
 
     Args:
         before: the config before it was shrunk.
@@ -183,7 +177,6 @@ class TableView(View):
                 self.console.print(Text(f"  {count:>4} × {reason}"), style="dim", soft_wrap=True)
 
     def _facts(self) -> Table:
-        """The lines above the table: what is compared."""
         config, task = self.task.config, self.task
         size = "as it is" if task.full else f"shrunk (--full: as it is) {', '.join(changes(self.before, config))}"
         facts = {
@@ -225,7 +218,7 @@ class TableView(View):
 
 @dataclass(frozen=True)
 class _Columns:
-    """Column widths of the table: each row is printed as its own table of these widths, as soon as it is known."""
+    """Column widths of the table, whose rows are printed one by one as results arrive."""
 
     layout: int
     where: int
@@ -235,7 +228,7 @@ class _Columns:
 
     @classmethod
     def fitting(cls, specs: Sequence[LayoutSpec], width: int) -> Self:
-        """For these layouts and a terminal of `width`; without the columns of bytes where they do not fit."""
+        """Fit the columns to the layouts and the terminal; columns of bytes are dropped if they do not fit."""
         layout = max(_LAYOUT, *(len(str(spec)) for spec in specs))
         axes = tuple(axis for axis in AXES if any(spec.layout.size(axis) > 1 for spec in specs))
         for shown in (axes, ()):
@@ -277,11 +270,7 @@ class _Columns:
 
 
 def explanation(result: LayoutResult, parameters: int) -> list[str]:
-    """The lines below the row of a layout that is not equal.
-
-    Args:
-        parameters: number of parameter tensors of the model.
-    """
+    """Return the lines that explain a layout that is not equal, for a model with this number of parameter tensors."""
     lines = [result.message] if result.message else []
     if result.first:
         first = result.first
@@ -304,7 +293,7 @@ def _optimizer(config: Config) -> str:
 
 
 def _further(task: Verification, every: int) -> str:
-    """What is compared beside the steps; the second run of every so many-th layout."""
+    """Describe the comparisons beside the steps; one layout in `every` has the second run."""
     evaluation, second = "the loss in evaluation mode between gradients and update", task.second
     if second is None:
         return evaluation
@@ -320,7 +309,6 @@ def _further(task: Verification, every: int) -> str:
 
 
 def _count(parameters: int) -> Text:
-    """The largest parameter count of a rank; in billions where it does not fit."""
     if not parameters:
         return Text("·", "dim")
     return Text(f"{parameters:,}" if parameters < 1e9 else f"{parameters / 1e9:,.2f} bn")

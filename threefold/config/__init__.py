@@ -1,4 +1,4 @@
-"""The settings of a run: typed sections, how they are loaded and resolved, and the rules between them."""
+"""Settings of a run: typed sections, loading, resolving, and the rules between settings."""
 
 from threefold.config.loading import load_config
 from threefold.config.resolve import resolve

@@ -1,7 +1,6 @@
-"""Every feature that may be combined with others, its settings, and which combinations are supported.
+"""All features that can be combined, their settings, and which combinations are supported.
 
-The page docs/compatibility.md is made from here and from the checks of a config (`compatibility_page.py`); the test
-suite runs every pair.
+The page docs/compatibility.md is generated from this table and the checks of a config; the test suite runs every pair.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,15 +22,14 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """Something to switch on.
+    """Feature that can be switched on.
 
     Attributes:
-        name: short, as in the tables.
-        title: what it is.
-        group: the heading that it stands under.
-        settings: what switches it on.
-        needs: the settings that it requires, at least; another feature may require larger ones.
-        part_of: names that rules may call it by too: what it is a kind of, and what it needs.
+        name, title: short name in the tables, and description.
+        group: heading of the feature in the page.
+        settings: settings that switch the feature on.
+        needs: minimum settings that the feature requires; another feature may require larger ones.
+        part_of: other names under which rules refer to the feature: its kind, and features that it needs.
     """
 
     name: str
@@ -46,7 +44,7 @@ class Feature:
         return frozenset((self.name, *self.part_of))
 
     def excludes(self, other: "Feature") -> bool:
-        """Whether both are values of one setting, so that there is nothing to combine."""
+        """Return whether both features are values of one setting, so that there is nothing to combine."""
         return any(self.settings[key] != other.settings[key] for key in self.settings.keys() & other.settings.keys())
 
 
@@ -166,7 +164,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "compressed")
-"""Features that compute or sum in 16 bits, whose results are near those of fp64 but not equal up to its rounding."""
+"""Features that compute or sum in 16 bits, with results close to those of fp64 but not equal up to rounding."""
 
 _BASE: dict[str, Settings] = {
     "data": {"path": "tokens", "sequence_length": 8},
@@ -184,18 +182,15 @@ _BASE: dict[str, Settings] = {
     "precision": {"dtype": "fp64"},
     "optimizer": {"warmup_steps": 0, "lr": 3e-3, "eps": 1e-5},
 }
-"""A small model with nothing switched on."""
+"""A small model without any feature."""
 
 
 def config_with(features: Iterable[Feature], further: Settings | None = None) -> Config:
-    """A small config with these features on, resolved.
+    """Return a small resolved config with these features; raise a `UserError` if they cannot be combined.
 
     Args:
-        features: to switch on.
-        further: settings that override theirs.
-
-    Raises:
-        UserError: they cannot be combined.
+        features: features to switch on.
+        further: settings that override those of the features.
     """
     chosen = tuple(features)
     settings: Settings = {}
@@ -215,11 +210,7 @@ def config_with(features: Iterable[Feature], further: Settings | None = None) ->
 
 @dataclass(frozen=True)
 class Cell:
-    """Two features side by side.
-
-    Attributes:
-        reason: why they cannot be combined, the sentence of the error; empty where they can.
-    """
+    """Pair of features; `reason` says why they cannot be combined, and is empty if they can."""
 
     first: Feature
     second: Feature
@@ -231,7 +222,7 @@ class Cell:
 
     @property
     def rule(self) -> Rule | None:
-        """The rule that names both features, or what they are kinds of or need."""
+        """Rule that names both features, or their kinds or needs; None if there is none."""
         pair = (self.first.names, self.second.names)
         for rule in RULES:
             if any(rule.first in one and rule.second in other for one, other in (pair, pair[::-1])):
@@ -240,7 +231,7 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """Every pair of features that is not two values of one setting."""
+    """Yield every pair of features that are not values of one setting."""
     for first, second in combinations(FEATURES, 2):
         if first.excludes(second):
             continue
@@ -252,13 +243,7 @@ def cells() -> Iterator[Cell]:
 
 
 class Refusal(NamedTuple):
-    """Features that cannot be combined with others, for one reason.
-
-    Attributes:
-        first, second: names; none of the first can be combined with any of the second.
-        why: the reason.
-        instead: what to use.
-    """
+    """Features that cannot be combined with others (no `first` with any `second`), why, and what to use instead."""
 
     first: tuple[str, ...]
     second: tuple[str, ...]
@@ -267,12 +252,11 @@ class Refusal(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """Two features whose sizes have to fit for them to go together.
+    """Condition under which two features can be combined.
 
     Attributes:
-        first, second: their names.
-        rule: what has to fit.
-        broken: settings that break it, added to those of the two.
+        rule: the condition in words.
+        broken: settings that break the condition, added to those of the two features.
     """
 
     first: str
@@ -320,11 +304,11 @@ CONDITIONS: Final = (
         {"train.gradient_accumulation_steps": 2},
     ),
 )
-"""What goes together under a condition. A config that breaks it is refused with the nearest value that works."""
+"""Pairs with a condition; a config that breaks it is refused with the nearest value that works."""
 
 
 def refusals(pairs: Iterable[Cell]) -> list[Refusal]:
-    """What cannot be combined of all pairs, each reason once."""
+    """Return all refused combinations, one entry per reason."""
     by_rule: dict[Rule, list[Cell]] = {}
     for cell in pairs:
         if cell.rule is not None:
@@ -342,7 +326,7 @@ def refusals(pairs: Iterable[Cell]) -> list[Refusal]:
 
 
 def markdown() -> str:
-    """The page: what cannot be combined and what to use instead, the conditions, the features by group."""
+    """Return the page: refused combinations with alternatives, conditions, and features by group."""
     pairs = list(cells())
     refused = refusals(pairs)
     lines = [_INTRODUCTION.format(features=len(FEATURES), pairs=sum(cell.works for cell in pairs))]
@@ -360,11 +344,7 @@ def markdown() -> str:
 
 
 def features_named(names: Sequence[str]) -> list[Feature]:
-    """The features of these names.
-
-    Raises:
-        UserError: there is no such feature; says what there is.
-    """
+    """Return the features with these names; raise a `UserError` for an unknown name."""
     known = {feature.name: feature for feature in FEATURES}
     for name in names:
         if name not in known:
@@ -373,7 +353,7 @@ def features_named(names: Sequence[str]) -> list[Feature]:
 
 
 def answers(features: Sequence[Feature]) -> Iterator[str]:
-    """For one feature what it cannot be combined with, for several whether they go together; a sentence each."""
+    """Yield what a single feature cannot be combined with, or whether several can be combined; a sentence each."""
     if len(features) == 1:
         (feature,) = features
         others = (other for other in FEATURES if other is not feature and not feature.excludes(other))
@@ -394,7 +374,6 @@ def answers(features: Sequence[Feature]) -> Iterator[str]:
 
 
 def _obstacle(features: Sequence[Feature]) -> str:
-    """Why features cannot be combined, as a sentence; empty where they can."""
     for first, second in combinations(features, 2):
         if first.excludes(second):
             key = next(key for key in first.settings if first.settings[key] != second.settings.get(key))
@@ -407,7 +386,7 @@ def _obstacle(features: Sequence[Feature]) -> str:
 
 
 def switches(feature: Feature) -> str:
-    """The settings that switch a feature on, and those that it needs."""
+    """Format the settings that switch a feature on, and those that it needs, as Markdown."""
     given = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in feature.settings.items())
     needs = ", ".join(
         f"`{key}` {_yaml(value)}" + (" or more" if type(value) is int else "") for key, value in feature.needs.items()
@@ -438,7 +417,6 @@ def _grouped() -> dict[str, list[Feature]]:
 
 
 def _partners(feature: Feature, refused: Sequence[Refusal]) -> list[str]:
-    """Names of the features that one cannot be combined with, in order."""
     found = {name for each in refused if feature.name in each.first for name in each.second}
     found |= {name for each in refused if feature.name in each.second for name in each.first}
     return [other.name for other in FEATURES if other.name in found]

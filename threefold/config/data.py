@@ -1,4 +1,4 @@
-"""The `data` section of a config, and the ranges of steps that it may have."""
+"""The `data` section of a config, and ranges of steps."""
 
 import re
 from bisect import bisect_right
@@ -17,17 +17,13 @@ _WRITTEN = "a list of steps and ranges of steps from 1 on, such as [120, 300-320
 
 @dataclass(frozen=True)
 class StepRanges:
-    """A set of steps, 1 being the first.
-
-    Attributes:
-        ranges: first and last step of each, in order, none touching another.
-    """
+    """Set of steps, counted from 1; `ranges` are (first, last), ascending, disjoint and not adjacent."""
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]]) -> "StepRanges":
-        """The union of ranges, of which each may be in any place."""
+        """Return the union of ranges given in any order, overlapping or not."""
         joined: list[tuple[int, int]] = []
         for first, last in sorted(ranges):
             if joined and first <= joined[-1][1] + 1:
@@ -38,17 +34,13 @@ class StepRanges:
 
     @classmethod
     def parse(cls, given: Any) -> "StepRanges":
-        """The steps of a setting: a list of whole numbers and of ranges as text, or one of either.
-
-        Raises:
-            ValueError: what it must be instead, as the end of a sentence.
-        """
+        """Parse a list of whole numbers and ranges as text, or one of either; a ValueError says what it must be."""
         entries = given if isinstance(given, list | tuple) else [given]
         return cls.of(_parsed(entry) for entry in entries)
 
     @property
     def written(self) -> tuple[int | str, ...]:
-        """As the setting is written."""
+        """Steps and ranges as they are written in a config, such as `(120, "300-320")`."""
         return tuple(first if first == last else f"{first}-{last}" for first, last in self.ranges)
 
     def __contains__(self, step: int) -> bool:
@@ -58,17 +50,16 @@ class StepRanges:
         return ", ".join(str(entry) for entry in self.written)
 
     def around(self, step: int) -> tuple[int, int] | None:
-        """The range that a step is in; None where it is in none."""
+        """Return the range that contains a step, or None."""
         place = bisect_right(self.ranges, (step, MOST_STEPS + 1)) - 1
         return self.ranges[place] if place >= 0 and step <= self.ranges[place][1] else None
 
     def next_outside(self, step: int) -> int:
-        """The first step from `step` on that is in no range."""
+        """Return the first step from `step` on that is in no range."""
         found = self.around(step)
         return step if found is None else found[1] + 1
 
     def with_range(self, first: int, last: int) -> "StepRanges":
-        """The same with a further range."""
         return StepRanges.of([*self.ranges, (first, last)])
 
 
@@ -98,52 +89,49 @@ SkippedSteps = Annotated[tuple[int | str, ...], BeforeValidator(_step_ranges)]
 
 
 class DataConfig(Section):
-    """The data of a run."""
+    """Training data of a run: its files, tokenizer and samples."""
 
     path: PathText = derived(min_length=1)
-    """Folder that `threefold data prepare` wrote, or token files of Megatron-LM (`PREFIX.bin`, `PREFIX.idx`) or Fleet
-    (`PREFIX_ids.npy`, `PREFIX_idx.npz`; `PREFIX_ids.npz`): their folder, their prefix or one of them; or a file of JSON
-    lines (`.jsonl`, `.json`, also as `.gz` or `.zst`), each of them a sample or a conversation; or the import path of a
-    map-style `torch.utils.data.Dataset` of tokens, or for a model of your own of any nesting of tensors, or of a
-    function that makes one, `package.module:Name` or `my_data.py:make` (docs/training.md). Default: must be given, or
-    `mixture`."""
+    """Folder written by `threefold data prepare`; or token files of Megatron-LM (`PREFIX.bin`, `PREFIX.idx`) or Fleet
+    (`PREFIX_ids.npy`, `PREFIX_idx.npz`; `PREFIX_ids.npz`), given as their folder, their prefix or one of the files; or
+    a JSON Lines file (`.jsonl`, `.json`, also as `.gz` or `.zst`) with a text or a conversation on each line; or the
+    import path, `package.module:Name` or `my_data.py:make`, of a map-style `torch.utils.data.Dataset` of tokens or of a
+    function that returns one (docs/training.md; for a model of your own, samples may be any nesting of tensors).
+    Default: must be given, or `mixture`."""
     mixture: dict[PathText, Annotated[float, Field(gt=0)]] = derived(min_length=1)
-    """Several corpora in place of `path`: the path of each and its share of the samples, of which only the ratios
-    count, such as `{books: 3, code: 1}`; they must have one tokenizer. Default: none."""
+    """Several corpora in place of `path`: maps the path of each to its weight. Only the ratios of the weights matter,
+    such as `{books: 3, code: 1}`. All corpora must have the same tokenizer. Default: none."""
     tokenizer: PathText = derived(min_length=1)
-    """The `tokenizer.json` of JSON lines, and of token files of other systems, which have none of their own; without it
-    these need `model.vocab_size`. Default: none."""
+    """The `tokenizer.json` for JSON Lines, and for token files of other systems, which do not include one; without it,
+    such token files need `model.vocab_size`. Default: none."""
     eod: int = derived(ge=0, le=MOST_IDS)
-    """Id of the token that ends a document in token files of other systems, after which nothing is predicted, and that
-    is put after each JSON line. Default: that of the tokenizer, if documents end with it; else none, and no document's
-    first token is predicted."""
+    """Id of the end-of-document token: nothing is predicted after it in token files of other systems, and it is
+    appended to each JSON line. Default: the tokenizer's, if documents end with it; otherwise none, and the first token
+    of a document is never predicted."""
     key: str = Field(default="text", min_length=1)
-    """Which key of a JSON line has its text, or a list of messages. Where no line has it, `messages` is looked for, and
-    then `prompt` and `completion`."""
+    """Key of a JSON line that holds its text or messages. Fallback: `messages`, then `prompt` with `completion`."""
     special_tokens: Literal["parse", "text"] = derived()
-    """What becomes of text that spells a special token, such as `<|im_start|>`: `parse` makes it that token, as
-    `transformers` does; `text` keeps it as text, for untrusted sources. Default: `parse`; token files were
-    made with one or the other, which holds for them."""
+    """How text that spells a special token, such as `<|im_start|>`, is encoded: `parse` as that token, as in
+    `transformers`; `text` as plain text, for untrusted sources. Default: `parse`; token files keep their choice."""
     chat_template: PathText = derived(min_length=1)
-    """File with the chat template of conversations in JSON lines: `.jinja`, or a `tokenizer_config.json`. Default: the
-    one in the folder of `tokenizer`."""
+    """File with the chat template for conversations in JSON Lines: a `.jinja` file or a `tokenizer_config.json`.
+    Default: the one in the folder of `tokenizer`."""
     loss_tokens: Literal["answers", "all"] = "answers"
-    """Which tokens of conversations and of prompts with completions have labels: `answers`, those of the assistant's
-    turns and the completions, or `all`."""
+    """Tokens with labels in conversations and prompts with completions: `answers` (assistant, completion) or `all`."""
     cache: PathText = derived(min_length=1)
-    """Folder for the tokens of JSON lines, which are encoded once. Default: `FILE.cache` beside the file, or
-    `~/.cache/threefold` (under `XDG_CACHE_HOME` where that is set) where that cannot be written."""
+    """Folder that caches the tokens of JSON Lines, so that they are encoded only once. Default: `FILE.cache` beside the
+    file or, if that is not writable, `~/.cache/threefold` (under `XDG_CACHE_HOME` if it is set)."""
     sequence_length: int = derived(ge=1, le=MOST_TOKENS)
     """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
     split: str = "949,50,1"
-    """Weights of the training, validation and test parts, over documents; a part that is left out has 0."""
+    """Weights by which documents are split into training, validation and test parts; an omitted weight is 0."""
     separate_documents: bool = False
-    """Whether attention stops at the bounds of the documents packed into a sample. Default: false; true where the data
-    is conversations, or prompts with completions."""
+    """Whether attention is limited to tokens of the same document in samples that pack several. Default: false; true
+    for conversations and for prompts with completions."""
     skip_steps: SkippedSteps = derived(strict=False, examples=["[120, 300-320]"])
-    """Steps of the run, 1 being the first, that are skipped on purpose: a list of steps and of ranges with both ends,
-    such as `[120, 300-320]`. Their samples are not read and no update is made; the step counter, and with it the
-    learning rate and the samples of every other step, goes on as if they had been made. Default: none."""
+    """Steps of the run to skip on purpose, counted from 1: a list of steps and inclusive ranges, such as
+    `[120, 300-320]`. A skipped step reads no samples and makes no update, but the step counter advances, so the
+    learning rate and the samples of all other steps stay the same. Default: none."""
 
     @model_validator(mode="after")
     def _check_one_is_given(self) -> Self:
@@ -155,10 +143,10 @@ class DataConfig(Section):
 
     @property
     def skipped(self) -> StepRanges:
-        """The steps of `skip_steps`."""
+        """Steps of `skip_steps` as ranges."""
         return StepRanges.parse(self.skip_steps or ())
 
     @property
     def corpora(self) -> dict[str, float]:
-        """The path of each corpus and its weight."""
+        """Weight of each corpus, by path."""
         return {self.path: 1.0} if self.mixture is None else self.mixture

@@ -1,7 +1,7 @@
 """YAML of a config: plain values, and the line of each setting.
 
-A config may come from anyone, so what a YAML file can do beyond plain values is refused in one sentence: tags that name
-types, values that contain themselves, and aliases or nesting that would grow without bound.
+Configs may come from untrusted sources. Anything beyond plain values is refused with a one-sentence error: tags that
+name types, values that contain themselves, and aliases or nesting that grow without bound.
 """
 
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ from threefold.errors import UserError
 from threefold.files import read_text, shown
 
 LARGEST_DOCUMENT: Final = 256 << 10
-"""Bytes of the largest config that is read; one of every setting has less than 10 KiB."""
+"""Size limit of a config in bytes; a config that sets everything has less than 10 KiB."""
 MOST_VALUES: Final = 20_000
-"""Largest number of keys and values of a document, with aliases expanded."""
+"""Limit on the keys and values of a document, with aliases expanded."""
 _TOO_MANY: Final = f"it holds more than {MOST_VALUES:,} values, with aliases (*) expanded"
 _DEEPEST: Final = 20
 _LONGEST_NUMBER: Final = 400
-"""Characters of a number; the largest double has 309 digits."""
+"""Limit on the characters of a number; the largest double has 309 digits."""
 _PREFIX: Final = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 but for numbers: 1e-3 is a number, and nothing is a date or counted in sixties; `=` is text."""
+    """YAML 1.1 with the numbers of YAML 1.2: 1e-3 is a number, nothing is a date or base 60, and `=` is text."""
 
     _depth = _count = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """As in every loader, but bounded, so that neither the stack nor the time runs out."""
+        """Compose a node like the base class, within bounds on depth and size that keep stack and time finite."""
         if self._depth > _DEEPEST:
             raise RecursionError
         if self._count > MOST_VALUES:
@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _FLOAT = r"^[-+]?(?:(?:[0-9][0-9_]*)?\.?[0-9][0-9_]*\.?(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"
-"""YAML 1.2's numbers; tried after whole numbers."""
+"""Numbers of YAML 1.2; tried after whole numbers."""
 _INT = r"^[-+]?(?:0|[1-9][0-9_]*)$"
 
 
@@ -62,25 +62,21 @@ _set_number_rules()
 
 
 def parse_value(text: str, where: str) -> Any:
-    """The value of an override.
-
-    Raises:
-        UserError: `text` is not YAML, or more than plain values.
-    """
+    """Parse the value of an override; raise a `UserError` if it is not YAML, or more than plain values."""
     if len(text) > LARGEST_DOCUMENT:
         raise UserError(f"{where}: its value has {len(text):,} characters and {LARGEST_DOCUMENT:,} are allowed.")
     return _parse(text, where)[0]
 
 
 def read_document(path: Path, called: str = "the config ") -> tuple[Any, dict[tuple[str, ...], int]]:
-    """Values of a YAML file, and the line (from 1) of each key by its path of names.
+    """Read the values of a YAML file, and the line (from 1) of each key by its path of names.
 
     Args:
-        path: of the file.
-        called: what it is, before its path in sentences.
+        path: path of the file.
+        called: description of the file for error messages, written before its path.
 
     Raises:
-        UserError: the file cannot be read, is not YAML or more than plain values, or sets a key twice.
+        UserError: the file cannot be read, is not YAML, holds more than plain values, or sets a key twice.
     """
     value, keys = _parse(read_text(path, called, LARGEST_DOCUMENT), shown(path))
     lines: dict[tuple[str, ...], int] = {}
@@ -121,7 +117,6 @@ def _require_plain(loader: _Loader, node: yaml.Node, where: str) -> None:
     sizes: dict[yaml.Node, int | None] = {}
 
     def size(node: yaml.Node) -> int:
-        """Values in `node`, in time proportional to the size of the file."""
         at = f"{where}, line {node.start_mark.line + 1}"
         if node in sizes:
             known = sizes[node]

@@ -1,4 +1,4 @@
-"""The error of an invalid setting, in one sentence, and the setting that was meant by a name that is none."""
+"""Loading of a config from YAML and overrides, with one-sentence errors that suggest the nearest valid setting."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -38,17 +38,17 @@ _ELSEWHERE = {
     "dtype": "mixed_precision amp",
     "recompute": "gradient_checkpointing activation_checkpointing activation_checkpoint",
 }
-"""Settings, and what Megatron-LM, torchtitan, nanoGPT, Hugging Face, Lightning, DeepSpeed or Paddle call them."""
+"""Our setting → its names in Megatron-LM, torchtitan, nanoGPT, Hugging Face, Lightning, DeepSpeed and Paddle."""
 
 
 def problem(config: Config, key: str, rule: str, value: Any = _UNSET) -> UserError:
-    """The error that `key` (`section.name`) breaks `rule`, which is what follows 'but'.
+    """Build the error for a setting that breaks a rule.
 
     Args:
-        config: of the setting; has the line it was set on.
-        key: `section.name`.
-        rule: the rule and the nearest value that works.
-        value: what the setting is, when that is a default that `config` does not hold yet.
+        config: config with the setting; knows the line that set it.
+        key: the setting as `section.name`.
+        rule: the rule and the nearest value that works; follows 'but' in the sentence.
+        value: the setting's value if it is a default that `config` does not hold yet.
     """
     section, name = key.split(".")
     value = getattr(getattr(config, section), name) if value is _UNSET else value
@@ -59,7 +59,7 @@ def problem(config: Config, key: str, rule: str, value: Any = _UNSET) -> UserErr
 
 
 def nearest_setting(key: str, known: Sequence[str], sections: Sequence[str]) -> str:
-    """The setting that was most likely meant; a section when a section's name was misspelt.
+    """Return the setting most likely meant by an unknown key; a section if the name of a section was misspelt.
 
     Args:
         key: `section.name`, or a name alone.
@@ -87,19 +87,19 @@ def _name(key: str) -> str:
 
 
 Overrides = Iterable[str] | Mapping[str, Any]
-"""Settings as `section.key=value`, the value as in YAML, or as a mapping from `section.key` to values."""
+"""Settings as `section.key=value` with the value in YAML, or a mapping from `section.key` to values."""
 
 
 def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
-    """Read a YAML file and apply overrides in their order.
+    """Read a config from a YAML file and apply overrides in order.
 
     Args:
-        path: of the file.
+        path: path of the YAML file.
         overrides: a mapping from settings to values, such as `{"parallel.tp": 2}`; or settings in the form
             `section.key=value`, the value as in YAML, such as `parallel.tp=2`.
 
     Returns:
-        the config, whose sections are its attributes.
+        the config, with its sections as attributes.
 
     Raises:
         UserError: unreadable file, bad YAML, unknown key, wrong type or impossible value.
@@ -145,7 +145,6 @@ def config_of(
 
 
 def _named(values: Any) -> Any:
-    """A mapping with its keys as they are written; anything else as it is."""
     if not isinstance(values, dict):
         return values
     return {shown(key) if isinstance(key, str) else _shown(key): value for key, value in values.items()}
@@ -189,12 +188,12 @@ def _put(key: str, value: Any, origin: str, values: dict[Any, Any], origins: dic
 
 
 def known_keys() -> list[str]:
-    """Every setting as `section.key`, in order."""
+    """Return every setting as `section.key`, in order."""
     return [f"{section}.{key}" for section, settings in section_settings().items() for key in settings]
 
 
 def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str, str], file: str) -> str:
-    """The first problem in the file, unknown keys before all (a misspelt key explains a missing one)."""
+    """Describe the first problem; unknown keys come first, because a misspelt key explains a missing one."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first: Any = problems[0]
     key = ".".join(str(part) for part in first["loc"][:2])
@@ -228,14 +227,13 @@ def _first(section: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as it is written in YAML, cut where it is long."""
     if value is None:
         return "null"
     return shown(str(value).lower() if isinstance(value, bool) else repr(value))
 
 
 _LONGEST_NAME = 100
-"""Characters that are compared with the names there are."""
+"""Characters of an unknown key that are compared with known names."""
 _MIXTURE = "each above 0, such as {books: 3, code: 1}"
 _OF_SEVERAL_KINDS = {
     "optimizer.betas": "a list of two numbers",
@@ -257,7 +255,6 @@ _EXPECTED = {
 
 
 def _expected(problem: Any) -> str:
-    """What a value must be, from pydantic's kind of problem."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "literal_error":
         return _choice(problem["input"], context["expected"])
@@ -276,7 +273,7 @@ def _expected(problem: Any) -> str:
 
 
 def _number(limit: float) -> str:
-    """A limit, so that what is written is exactly it."""
+    """Format a limit so that the text is exactly its value."""
     return short if not isinstance(limit, int) and float(short := f"{limit:g}") == limit else str(limit)
 
 

@@ -1,4 +1,4 @@
-"""How a model's Python file is named: `FILE.py`, or `FILE.py:NAME`."""
+"""The `model` section of a config, with the settings that all model families share."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -17,14 +17,11 @@ from threefold.plugins import Registry
 
 
 def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
-    """The file, and the name in it, which may be empty.
+    """Split `FILE.py[:NAME]` into the resolved path and the name, which is empty if not given.
 
     Args:
-        text: as given.
-        setting: what it was given as.
-
-    Raises:
-        UserError: there is no such file.
+        text: the value to split.
+        setting: option or setting that has this value, for the error if there is no such file.
     """
     file, _, name = text.partition(":")
     if not Path(file).is_file():
@@ -35,16 +32,17 @@ def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
 
 
 def is_made_from_section(file: Path, name: str) -> bool:
-    """Whether a file's function `make_model` makes the model from the `model` section of the config, of whatever
-    architecture it is, and not a class or function of that name.
+    """Return whether a file's `make_model` builds the model from the `model` section, whatever its architecture.
+
+    A class called `name` in the file takes precedence.
 
     Args:
-        file: is read and not executed; it may be no valid Python.
-        name: in it, which may be empty.
+        file: Python file; parsed but not executed, and may be invalid Python.
+        name: name given after the file; may be empty.
     """
     try:
         body = ast.parse(file.read_bytes()).body
-    except (SyntaxError, ValueError):  # importing it says what is wrong
+    except (SyntaxError, ValueError):  # importing the file reports the error
         return False
     functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     return "make_model" in functions and not any(isinstance(node, ast.ClassDef) and node.name == name for node in body)
@@ -61,16 +59,16 @@ FOR_SCALED_ROPE: Final = (
     "rope_beta_slow",
     "rope_attention_factor",
 )
-"""Settings that mean nothing without `rope_scaling`."""
+"""Settings that have no effect without `rope_scaling`."""
 _RAMPS: Final = (("rope_low_frequency_factor", "rope_high_frequency_factor"), ("rope_beta_slow", "rope_beta_fast"))
-"""Where frequencies begin to be divided less, and where they stay: turns in the original positions."""
+"""Pairs of settings between which frequencies are divided gradually less, in turns within the original positions."""
 MOST_LAYERS: Final = 1024
 MOST_HEADS: Final = 2**16
 WIDEST: Final = 2**20
 WIDEST_FFN: Final = 2**24
 
 OWN: Final = "own"
-"""The family of models of a user's own file or program."""
+"""Family of models from a user's own file or program."""
 
 FAMILIES: Final = Registry(
     "model.architecture",
@@ -81,17 +79,17 @@ FAMILIES: Final = Registry(
         "own": "threefold.models.own:FAMILY",
     },
 )
-"""The families of models, each a `threefold.models.family.Family`; its `config` is the class of its `model` section."""
+"""Model families, each a `threefold.models.family.Family`, whose `config` is the class of its `model` section."""
 
 if TYPE_CHECKING:
     unless_setting = property
 else:
 
     class unless_setting:
-        """A property that a derived class may declare as a setting instead.
+        """Property that a subclass may override with a setting of the same name.
 
-        A field's value is in the instance's own `__dict__`, which Python searches before a descriptor without
-        `__set__`; and as the class itself has no such attribute, pydantic finds no field that shadows one.
+        A field's value is in the instance's `__dict__`, which Python searches before a descriptor without `__set__`.
+        Access on the class raises AttributeError, so pydantic sees no field that shadows an attribute.
         """
 
         def __init__(self, value: Callable[[Any], Any]) -> None:
@@ -104,96 +102,95 @@ else:
 
 
 class ModelConfig(Section):
-    """The network: a decoder in the style of GPT-2, or of Llama and those that followed it."""
+    """The model: a decoder like GPT-2, or like Llama and its successors."""
 
     model_config = ConfigDict(ignored_types=(unless_setting,))
 
     preset: PresetName = derived()
-    """A published model whose sizes are taken; settings given beside it override the preset's."""
+    """Published model whose sizes are used; settings given beside it override the preset's."""
     architecture: Annotated[str, NameIn(FAMILIES)] = "gpt"
-    """The family: `gpt` (layer norms, biases, GELU), or `llama` (root-mean-square norms, rotary positions, SwiGLU), of
-    which Qwen, Mistral and, with `num_experts`, Mixtral are kinds; or `own`, the model of `file`."""
+    """Model family: `gpt` (LayerNorm, biases, GELU); `llama` (RMSNorm, rotary positions, SwiGLU), which includes Qwen,
+    Mistral and, with `num_experts`, Mixtral; or `own`, the model in `file`."""
     num_layers: int = Field(default=8, ge=1, le=MOST_LAYERS)
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     hidden_size: int = Field(default=256, ge=1, le=WIDEST)
-    """Width of the residual stream; for `gpt` a multiple of `num_attention_heads`."""
+    """Width of the residual stream; a multiple of `num_attention_heads` for `gpt`."""
     num_attention_heads: int = Field(default=8, ge=1, le=MOST_HEADS)
     """Attention heads in each block; a multiple of `parallel.tp`."""
     ffn_hidden_size: int = derived(ge=1, le=WIDEST_FFN)
-    """Width inside the feed-forward network; a multiple of `parallel.tp`. Default: 4 · `hidden_size` for `gpt`; 8/3 of
-    it, up to a multiple of 16, for `llama`."""
+    """Width of the feed-forward network; a multiple of `parallel.tp`. Default: 4 · `hidden_size` for `gpt`; 8/3 ·
+    `hidden_size`, rounded up to a multiple of 16, for `llama`."""
     vocab_size: int = derived(ge=1, le=MOST_IDS)
-    """Rows of the embedding; at least the tokenizer's vocabulary, divisible by `parallel.tp` or not. Default: the
+    """Rows of the embedding: at least the tokenizer's vocabulary; need not be divisible by `parallel.tp`. Default: the
     tokenizer's vocabulary (a preset's: the published one)."""
     max_position_embeddings: int = derived(ge=1, le=MOST_TOKENS)
-    """Longest sequence the model can read. Default: `data.sequence_length`."""
+    """Longest sequence that the model can read. Default: `data.sequence_length`."""
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of dropping an element of the embeddings (of `gpt`: unless `embedding_dropout` is given) and of what
-    each block adds to the residual stream."""
+    """Dropout probability of the outputs that each block adds to the residual stream, and of the embeddings (for `gpt`,
+    unless `embedding_dropout` is given)."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of dropping an attention weight."""
+    """Dropout probability of attention weights."""
     position_embedding: Literal["learned", "rope"] = derived()
-    """How positions are encoded: `learned`, a vector for each position, or `rope` (rotary position embedding), which
-    rotates queries and keys; the width of a head is even for it. `llama` has `rope`. Default:
-    `learned` for `gpt`."""
+    """Position encoding: `learned`, one vector per position, or `rope` (rotary position embedding), which rotates
+    queries and keys and needs an even head width. `llama` always has `rope`. Default: `learned` for `gpt`."""
     rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the angles of `rope`; a larger one suits longer sequences."""
+    """Base of the angles of `rope`; longer sequences need a larger one."""
     rope_scaling: RopeMethod = "none"
-    """How `rope` is stretched to sequences longer than the model was first trained on: `linear` (positions divided by
-    `rope_factor`), `dynamic` (a larger base, as far as a sequence is too long), `llama3` (low frequencies divided) or
-    `yarn` (low frequencies divided, and attention sharpened)."""
+    """How `rope` is extended to sequences longer than the model was first trained on: `linear` (positions divided by
+    `rope_factor`), `dynamic` (a base that grows with the excess length), `llama3` (low frequencies divided) or `yarn`
+    (low frequencies divided, attention sharpened)."""
     rope_factor: float = Field(default=1.0, ge=1)
-    """By how much `rope_scaling` stretches."""
+    """Factor by which `rope_scaling` extends the context."""
     rope_original_positions: int = derived(ge=1, le=MOST_TOKENS)
     """Longest sequence before `rope_scaling`. Default: `max_position_embeddings`."""
     rope_low_frequency_factor: float = Field(default=1.0, gt=0)
-    """For `llama3`: frequencies that turn fewer times than this in `rope_original_positions` are divided fully."""
+    """For `llama3`: frequencies with fewer turns than this in `rope_original_positions` are divided fully."""
     rope_high_frequency_factor: float = Field(default=4.0, gt=0)
-    """For `llama3`: frequencies that turn more often than this stay."""
+    """For `llama3`: frequencies with more turns than this stay unchanged."""
     rope_beta_fast: float = Field(default=32.0, gt=0)
-    """For `yarn`: frequencies that turn more often than this stay."""
+    """For `yarn`: frequencies with more turns than this stay unchanged."""
     rope_beta_slow: float = Field(default=1.0, gt=0)
-    """For `yarn`: frequencies that turn fewer times than this are divided fully."""
+    """For `yarn`: frequencies with fewer turns than this are divided fully."""
     rope_attention_factor: float = derived(gt=0)
-    """For `yarn`: what turned queries and keys are multiplied by. Default: 0.1 · ln `rope_factor` + 1."""
+    """For `yarn`: factor applied to rotated queries and keys. Default: 0.1 · ln `rope_factor` + 1."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """What norms add to a variance."""
+    """Epsilon that norms add to the variance."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
     tie_embeddings: bool = derived()
     """Whether the output head shares the token embedding's weight. Default: `true` for `gpt`, `false` for `llama`."""
 
     comes_after: ClassVar[dict[str, str]] = {}
-    """Own setting → the common one after which a config lists it and those declared below it; else at the end."""
+    """Own setting of a family → the common setting after which it and its successors are listed; else at the end."""
 
     _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
-    """Given settings that other families have and this one lacks, each with a config that holds it."""
+    """Given settings that belong to another family, each with a config that holds it."""
 
-    # Properties of every model, with their values where a family does not have the setting.
+    # Values for families that do not have the setting.
 
     @unless_setting
     def num_key_value_heads(self) -> int:
-        """Heads of keys and values; fewer than those of the queries in grouped-query attention (GQA)."""
+        """Number of key and value heads; less than the query heads in grouped-query attention (GQA)."""
         return self.num_attention_heads
 
     @unless_setting
     def head_dim(self) -> int:
-        """Width of a head."""
+        """Width of an attention head."""
         return self.hidden_size // self.num_attention_heads
 
     @unless_setting
     def embedding_dropout(self) -> float:
-        """Probability of dropping an element of the embeddings."""
+        """Dropout probability of the embeddings."""
         return self.hidden_dropout
 
     @unless_setting
     def activation(self) -> str:
-        """The activation function of a feed-forward network that is not gated."""
+        """Activation function of a feed-forward network without a gate."""
         return "gelu_tanh"
 
     @unless_setting
     def qk_norm(self) -> bool:
-        """Whether there is QK-norm: a norm of each head's queries and keys."""
+        """Whether the queries and keys of each head are normalized (QK-norm)."""
         return False
 
     @unless_setting
@@ -218,17 +215,17 @@ class ModelConfig(Section):
 
     @unless_setting
     def expert_ffn_hidden_size(self) -> int:
-        """Width inside an expert."""
+        """Width of an expert's feed-forward network."""
         return 0
 
     @unless_setting
     def shared_expert_ffn_hidden_size(self) -> int:
-        """Width inside the shared expert; 0 for none."""
+        """Width of the shared expert; 0 for none."""
         return 0
 
     @unless_setting
     def moe_every(self) -> int:
-        """Every so many-th layer has experts."""
+        """Interval of the layers that have experts; 1 for every layer."""
         return 1
 
     @unless_setting
@@ -238,31 +235,31 @@ class ModelConfig(Section):
 
     @unless_setting
     def file(self) -> str:
-        """The Python file of an own model; empty where there is none."""
+        """Python file of an own model; empty for other families."""
         return ""
 
     @unless_setting
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of an own model's constructor."""
+        """Keyword arguments for the constructor of an own model."""
         return {}
 
     @property
     def blocks(self) -> int | None:
-        """How many blocks there are; None where the config does not say."""
+        """Number of blocks; None if the config does not determine it."""
         return self.num_layers
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, from 0, has experts."""
+        """Return whether a layer, counted from 0, has experts."""
         return self.num_experts > 0 and layer >= self.dense_layers and (layer + 1) % self.moe_every == 0
 
     def window(self, layer: int) -> int:
-        """How many positions back the tokens of a layer attend; 0 for all."""
+        """Return how many positions back the tokens of a layer attend; 0 for all."""
         return self.sliding_window if layer >= self.full_attention_layers else 0
 
     # Defaults that a family may override.
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
-        """Values of the settings that follow from others."""
+        """Return the values of the settings that are derived from others."""
         positions = self.max_position_embeddings or sequence_length
         return {
             "ffn_hidden_size": self.default_ffn_hidden_size(),
@@ -274,17 +271,17 @@ class ModelConfig(Section):
         }
 
     def default_ffn_hidden_size(self) -> int:
-        """Width inside the feed-forward network where it is not given."""
+        """Return the width of the feed-forward network if it is not given."""
         return 4 * self.hidden_size
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Settings without effect, given the values of others; each with the rule against setting it."""
+        """Yield settings without effect, each with the rule against setting it."""
         if self.rope_scaling == "none":
             for name in FOR_SCALED_ROPE:
                 yield name, "model.rope_scaling is none; use rope_scaling linear or leave it out"
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
-        """Settings of a resolved config that break a rule of the family; each with the rule, as it follows 'but'."""
+        """Yield settings of a resolved config that break a rule of the family, with the rule as it follows 'but'."""
         yield from self.broken_by_setting_unused()
         yield from self.broken_by_heads()
         if self.position_embedding == "rope" and self.head_dim % 2:
@@ -296,10 +293,10 @@ class ModelConfig(Section):
             )
         yield from self.broken_by_rope()
 
-    # Parts of these rules, for a family to choose from.
+    # Parts of `broken_rules`, for a family to choose from.
 
     def broken_by_setting_unused(self) -> Iterator[tuple[str, str]]:
-        """A setting without effect is an error, unless it has its default value."""
+        """Yield settings without effect, unless they have their default value."""
         for name in self.setting_names():
             if (other := self._of_others.get(name)) and not other.is_as_unset(name):
                 rule = f"model.architecture is {self.architecture}, which has no such thing"
@@ -324,12 +321,12 @@ class ModelConfig(Section):
             if getattr(self, low) >= end:
                 yield low, f"must be below model.{high} {end:g}; use {end / 4:g}"
 
-    # How a section is read and written.
+    # Reading and writing of a section.
 
     @model_validator(mode="wrap")
     @classmethod
     def _read_as_family(cls, given: Any, read: Callable[[Any], "ModelConfig"]) -> "ModelConfig":
-        """The class of the family in place of the base; settings of other families set aside for `broken_rules`."""
+        """Validate as the family's own class; settings of other families are set aside for `broken_rules`."""
         if not isinstance(given, dict):
             return read(given)
         preset = given.get("preset")
@@ -351,20 +348,20 @@ class ModelConfig(Section):
 
     @classmethod
     def setting_names(cls) -> list[str]:
-        """The settings of all families in the order in which a config has them."""
+        """Return the settings of all families, in the order of a config."""
         return list(model_settings())
 
     def value_of(self, name: str) -> Any:
-        """A setting as given, whether or not this family has it."""
+        """Return the given value of a setting, whether or not this family has it."""
         return getattr(self._of_others.get(name, self), name)
 
     def is_as_unset(self, name: str) -> bool:
-        """Whether a setting has its default value."""
+        """Return whether a setting has its default value."""
         unset = self.filled(self.max_position_embeddings or 0).get(name, type(self).model_fields[name].default)
         return bool(getattr(self, name) == unset)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that have a value, without those that mean nothing in this family and are as they were."""
+        """Return the settings that have a value, except settings without effect that have their default."""
         idle = {name for name, _ in self.unused() if self.is_as_unset(name)}
         values = {name: value for name, value in super().settings().items() if name not in idle}
         if not values.keys() - ModelConfig.model_fields.keys() and not self._of_others:
@@ -374,7 +371,7 @@ class ModelConfig(Section):
 
 
 def model_settings() -> dict[str, FieldInfo]:
-    """Every setting of the section, of whatever family, in order."""
+    """Return the settings of the `model` section of all families, in order."""
     fields = dict(ModelConfig.model_fields)
     order = list(fields)
     for name in FAMILIES.names():
@@ -392,6 +389,5 @@ def model_settings() -> dict[str, FieldInfo]:
 
 
 def _class_with(setting: Any) -> type[ModelConfig] | None:
-    """The class of the first family that has a setting; None where none has."""
     kinds: Iterator[type[ModelConfig]] = (FAMILIES.load(name).config for name in FAMILIES.names())
     return next((kind for kind in kinds if setting in kind.model_fields), None)

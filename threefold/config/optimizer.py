@@ -1,7 +1,7 @@
 """The `optimizer` section, and the tables of the optimizers and learning-rate schedules that it can name.
 
-An optimizer is one file of `train/optimizers/` and one row of `BUILT_IN`; a learning-rate schedule one file of
-`train/lr_schedules/` and one row of `LR_SCHEDULES`. Other packages add theirs through entry points.
+An optimizer is one file in `train/optimizers/` and one row of `BUILT_IN`. A learning-rate schedule is one function in
+`train/lr_schedules.py` and one row of `LR_SCHEDULES`. Other packages add theirs through entry points.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,12 +14,12 @@ from threefold.plugins import Registry
 
 
 class OptimizerRow(NamedTuple):
-    """An optimizer of the package.
+    """Built-in optimizer.
 
     Attributes:
         implementation: `module:attribute` of its `UpdateRule`.
-        reads: which of `HYPER_PARAMETERS` it reads, and their defaults (None: as the section says).
-        states: (the section, whether a weight is a hidden matrix) → tensors of its shape that it keeps for the weight.
+        reads: the settings of `HYPER_PARAMETERS` that it reads, and their defaults (None: the section's default).
+        states: (section, whether a weight is a hidden matrix) → number of state tensors of the weight's shape.
     """
 
     implementation: str
@@ -45,7 +45,7 @@ BUILT_IN: Final = {
     ),
 }
 HYPER_PARAMETERS: Final = ("betas", "eps", "momentum", "nesterov", "newton_schulz_steps", "lr_scaling")
-"""Settings that only some optimizers read; every other setting of the section is for all of them."""
+"""Settings that only some optimizers read; all other settings of the section apply to every optimizer."""
 
 OPTIMIZERS: Final = Registry(
     "optimizer.name",
@@ -69,55 +69,53 @@ class OptimizerConfig(Section):
     """The optimizer and its learning rate: linear warm-up to `lr`, then decay to `min_lr`."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
-    """Optimizer; `adam` adds weight decay to the gradient, `adamw`, `lion` and `muon` decay the weights themselves.
-    `muon` orthogonalises the momentum of the weight matrices between the first and the last layer, and updates all
-    other weights as `adamw` does. Or an import path of any `torch.optim.Optimizer`, `package.module:Class` or
+    """Optimizer. `adam` adds weight decay to the gradient; `adamw`, `lion` and `muon` decay the weights directly.
+    `muon` orthogonalizes the momentum of the weight matrices between the first and the last layer, and updates all
+    other weights like `adamw`. Any other `torch.optim.Optimizer` is given by its import path, `package.module:Class` or
     `my_file.py:Class` (docs/training.md)."""
     arguments: dict[str, Any] = derived()
-    """Arguments of an optimizer that is given as an import path, beside its parameters, `lr` and `weight_decay`, such
-    as `{betas: [0.9, 0.99]}`. Default: none."""
+    """Arguments of an optimizer given by its import path, other than its parameters, `lr` and `weight_decay`, such as
+    `{betas: [0.9, 0.99]}`. Default: none."""
     lr: float = Field(default=6e-4, gt=0)
-    """Highest learning rate."""
+    """Peak learning rate."""
     min_lr: float = derived(ge=0)
     """Learning rate at the end of the decay; at most `lr`. Default: a tenth of `lr`."""
     warmup_steps: int = derived(ge=0, le=MOST_STEPS)
     """Steps of linear warm-up from 0. Default: a tenth of `decay_steps`, at most 100."""
     decay: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
-    """Shape of the decay after the warm-up; `wsd` (warm-up, stable, decay) holds `lr` for `stable_steps` and then
-    decays linearly."""
+    """Shape of the decay after the warm-up. `wsd` (warm-up, stable, decay) is linear after `stable_steps` at `lr`."""
     decay_steps: int = derived(ge=1, le=MOST_STEPS)
     """Step at which `min_lr` is reached, warm-up included. Default: `train.max_steps`."""
     stable_steps: int = derived(ge=0, le=MOST_STEPS)
-    """Steps at `lr` between warm-up and decay, for `wsd` only. Default: up to four fifths of `decay_steps`."""
+    """For `wsd`: steps at `lr` between warm-up and decay. Default: until four fifths of `decay_steps`."""
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
-    """Decay rates of the first and second moment for `adamw`, `adam` and `muon`; for `lion` the weight of the momentum
-    in the update and its decay rate. Each in [0, 1)."""
+    """For `adamw`, `adam` and `muon`: decay rates of the first and second moment. For `lion`: weight of the momentum in
+    the update, and its decay rate. Each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0)
-    """Guard against division by zero of `adamw`, `adam` and `muon`."""
+    """For `adamw`, `adam` and `muon`: term that prevents division by zero."""
     momentum: float = derived(ge=0, lt=1)
-    """Decay rate of the momentum, for `sgd` and `muon` only. Default: 0 for `sgd`, 0.95 for `muon`."""
+    """For `sgd` and `muon`: decay rate of the momentum. Default: 0 for `sgd`, 0.95 for `muon`."""
     nesterov: bool = derived()
-    """Whether the momentum is Nesterov's, for `sgd` and `muon` only. Default: false for `sgd`, true for `muon`."""
+    """For `sgd` and `muon`: whether to use Nesterov momentum. Default: false for `sgd`, true for `muon`."""
     newton_schulz_steps: int = derived(ge=1, le=99)
-    """Newton–Schulz iterations of an update, for `muon` only. Default: 5."""
+    """For `muon`: Newton–Schulz iterations per update. Default: 5."""
     lr_scaling: Literal["match_rms_adamw", "original"] = derived()
-    """What `muon` multiplies `lr` by for a weight matrix of A × B: `match_rms_adamw` 0.2 · √max(A, B), so that one
-    `lr` suits all weights, `original` √max(1, A / B). Default: `match_rms_adamw`."""
+    """For `muon`: factor on `lr` for a weight matrix of A × B. `match_rms_adamw` is 0.2 · √max(A, B), so that one `lr`
+    suits all weights; `original` is √max(1, A / B). Default: `match_rms_adamw`."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of the weight matrices, decoupled from the gradient but for `adam` and `sgd`; biases and norms have
-    none."""
+    """Decay of the weight matrices (not biases and norms), decoupled from the gradient except for `adam` and `sgd`."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
-    """Largest global norm of the gradient; 0 for no limit."""
+    """Limit on the global norm of the gradient; 0 for no limit."""
 
 
 def hyper_parameters(name: str) -> Mapping[str, Any]:
-    """Which of `HYPER_PARAMETERS` an optimizer reads, and their defaults (None: as the section says).
+    """Return the settings of `HYPER_PARAMETERS` that an optimizer reads, with their defaults (None: the section's).
 
     Raises:
-        UserError: it is another package's and cannot be imported.
+        UserError: the optimizer belongs to another package and cannot be imported.
     """
     if name in BUILT_IN:
         return BUILT_IN[name].reads
-    if OPTIMIZERS.is_path(name):  # is not imported, which takes time, nor need it be there to read a checkpoint
+    if OPTIMIZERS.is_path(name):  # importing takes time, and the class need not exist to read a checkpoint
         return {}
     return getattr(OPTIMIZERS.load(name), "reads", {})

@@ -1,9 +1,8 @@
-"""Published sizes of the models that people train.
+"""Published sizes of well-known models.
 
-GPT-2: Radford et al. 2019 and the released weights. GPT-3: Brown et al. 2020, table 2.1, with two misprints of that
-table corrected as everyone does: 1.3B has 16 heads (24 do not divide its width), 13B has width 5120 (40 heads of 128).
-Llama and those that followed it: the `config.json` published with the weights. The weights of the experts' auxiliary
-losses are left to the run.
+GPT-2: Radford et al. 2019 and the released weights. GPT-3: Brown et al. 2020, table 2.1, with the usual corrections of
+two misprints: 1.3B has 16 heads (24 do not divide its width), 13B has width 5120 (40 heads of 128). Llama and its
+successors: the `config.json` published with the weights. The experts' auxiliary loss weights are left to the run.
 """
 
 from typing import Any, Literal
@@ -59,7 +58,7 @@ def _gpt(num_layers: int, hidden_size: int, num_attention_heads: int, max_positi
 
 
 def _llama(layers: int, hidden: int, heads: tuple[int, int], ffn: int, **others: Any) -> Sizes:
-    """`heads` are those of the queries, and those of keys and values."""
+    """Build the sizes of a Llama-style model; `heads` counts query heads, then key and value heads."""
     return {
         "architecture": "llama",
         "num_layers": layers,
@@ -189,7 +188,7 @@ FAMILIES: dict[str, dict[str, Sizes]] = {
         "qwen3-30b-a3b": _llama(48, 2048, (32, 4), 6144, **_QWEN_3_MOE),
     },
 }
-"""Settings of `model` by preset, by family."""
+"""Family → preset → settings of `model`."""
 
 PRESETS: dict[str, Sizes] = {name: sizes for family in FAMILIES.values() for name, sizes in family.items()}
-"""Settings of `model` by preset."""
+"""Preset → settings of `model`."""

@@ -1,4 +1,4 @@
-"""The reference of all settings as Markdown, from the schema itself."""
+"""Reference of all settings as Markdown, generated from the schema."""
 
 from collections.abc import Iterator
 from types import UnionType
@@ -48,7 +48,7 @@ _TYPES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or f
 
 
 def markdown() -> str:
-    """The whole page: an introduction, a table for each section, the presets."""
+    """Return the whole page: an introduction, a table for each section, the presets."""
     return "\n".join([_INTRODUCTION, *_sections(), *_presets()])
 
 
@@ -83,7 +83,7 @@ def _value(field: FieldInfo) -> str:
 
 
 def _limit(number: float) -> str:
-    """A limit for a narrow column: powers of ten as such."""
+    """Format a limit for a narrow column, with powers of ten as such."""
     power = len(str(number)) - 1
     return f"10^{power}" if power >= 5 and number == 10**power else str(number)
 
@@ -111,7 +111,6 @@ def _presets() -> Iterator[str]:
 
 
 def _preset_table(title: str, family: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """What differs within a family as a table, above it what is the same for all."""
     first, *rest = family.values()
     keys = list(dict.fromkeys(key for sizes in family.values() for key in sizes))
     same = [key for key in keys if all(key in sizes and sizes[key] == first.get(key) for sizes in rest)]

@@ -1,4 +1,4 @@
-"""Resolving a config: every default filled, every rule checked."""
+"""Resolving a config: fill every default, check every rule."""
 
 from typing import Any
 
@@ -11,31 +11,31 @@ from threefold.config.section import MOST_STEPS
 DEFAULT_SEQUENCE_LENGTH = 256
 LONGEST_DEFAULT_WARMUP = 100
 LARGEST_LOGITS = 128 << 20
-"""Bytes of fp32 logits that a micro-batch may take on a rank before they are computed in chunks."""
+"""Limit on the bytes of a micro-batch's fp32 logits on a rank; larger ones are computed in chunks."""
 _LIKELY_VOCABULARY = 50257
 PINNED = frozenset(("train.global_batch_size",))
-"""Derived settings that are stored as if they had been given: from another layout another model would follow."""
+"""Derived settings that are stored as if given: derived for another layout, they would train another model."""
 LARGEST_TOKENS = {"cpu": 8192, "cuda": 32768}
-"""Tokens of a rank that a micro-batch has at most by default. Larger ones are no faster: on a CPU as measured
-(docs/training.md); on a GPU matrices of so many rows fill it, and more would cut the logits into thinner chunks."""
+"""Largest default micro-batch, in tokens of a rank. More is no faster: measured on a CPU (docs/training.md); on a GPU,
+matrices with this many rows fill it, and more rows would cut the logits into thinner chunks."""
 ENOUGH_TOKENS = 1024
-"""Tokens from which on a CPU loses less by small micro-batches than by logits in chunks, which are computed twice."""
+"""Tokens above which a CPU loses less to small micro-batches than to chunked logits, which are computed twice."""
 
 
 def resolve(config: Config, vocab_size: int, largest_micro_batch: int | None = None) -> Config:
-    """Fill what was not given and check that the settings go together.
+    """Fill every setting that is not given, and check that the settings go together.
 
     Args:
-        config: as given, or already resolved (resolving twice changes nothing).
-        vocab_size: tokens of the data's tokenizer.
-        largest_micro_batch: sequences that a rank's memory has room for, where no setting says how large a micro-batch
-            is; None for what suits a CPU.
+        config: config as given, or already resolved (resolving twice changes nothing).
+        vocab_size: vocabulary size of the data's tokenizer.
+        largest_micro_batch: sequences that fit into a rank's memory, used if no setting determines the micro-batch
+            size; None for the default of a CPU.
 
     Raises:
-        UserError: settings that cannot go together; the sentence names the nearest value that works.
+        UserError: settings that cannot go together; the message names the nearest value that works.
     """
     if config.train.epochs is not None and "train.max_steps" not in config.derived:
-        config = _of_steps(config, MOST_STEPS)  # as many as may be, until `with_epochs` knows
+        config = _of_steps(config, MOST_STEPS)  # as many as allowed, until `with_epochs` knows the number
     filled = {name: dict(values) for name, values in config.sections().items()}
     if config.train.eval_every_epochs is not None:
         if config.train.eval_every and config.is_given("train.eval_every"):
@@ -57,18 +57,17 @@ def resolve(config: Config, vocab_size: int, largest_micro_batch: int | None = N
 
 
 def with_epochs(config: Config, samples: int, global_batch_size: int) -> Config:
-    """The config with `train.max_steps` from `train.epochs`: so many steps that each sample is read in each epoch.
+    """Return the config with `train.max_steps` derived from `train.epochs`, so that each epoch reads every sample.
 
-    The last step is filled up with the first samples of the next epoch, so the order of the samples does not depend on
-    where a run ends.
+    Samples of the next epoch fill up the last step, so their order does not depend on where a run ends.
 
     Args:
-        config: as given.
-        samples: of the training part.
-        global_batch_size: resolved.
+        config: config as given.
+        samples: number of training samples.
+        global_batch_size: resolved global batch size.
 
     Raises:
-        UserError: `train.max_steps` is given too, and is not as many.
+        UserError: `train.max_steps` is given too, with a different value.
     """
     epochs = config.train.epochs
     if epochs is None:
@@ -81,7 +80,6 @@ def with_epochs(config: Config, samples: int, global_batch_size: int) -> Config:
 
 
 def _of_steps(config: Config, steps: int) -> Config:
-    """The config with `train.max_steps` as a derived setting, unless it is given."""
     if config.is_given("train.max_steps"):
         return config
     found = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})})
@@ -89,22 +87,18 @@ def _of_steps(config: Config, steps: int) -> Config:
 
 
 def check_settings(config: Config) -> None:
-    """Check what can be known of a config before its data is opened.
-
-    Raises:
-        UserError: as `resolve`, whatever the data is.
-    """
+    """Check everything about a config that does not depend on its data; raises as `resolve` does."""
     tp = config.parallel.tp
-    unknown = -(-_LIKELY_VOCABULARY // tp) * tp  # one that no rule about the vocabulary refuses
+    unknown = -(-_LIKELY_VOCABULARY // tp) * tp  # a size that no rule about the vocabulary refuses
     resolve(config, 1 if config.model.vocab_size else unknown)
 
 
 def default_largest(config: Config, chunk_given: bool, device: str = "cpu") -> int:
-    """Sequences that a micro-batch has at most by default, memory aside; one at least.
+    """Return the largest default micro-batch in sequences, at least 1, regardless of memory.
 
     Args:
-        config: all but the batch sizes filled.
-        chunk_given: whether `train.loss_chunk_size` is, whatever the micro-batch.
+        config: config with everything but the batch sizes filled.
+        chunk_given: whether `train.loss_chunk_size` is given.
         device: `cpu` or `cuda`.
     """
     tokens = LARGEST_TOKENS[device]
@@ -115,11 +109,11 @@ def default_largest(config: Config, chunk_given: bool, device: str = "cpu") -> i
 
 
 def with_micro_batch(config: Config, size: int) -> Config:
-    """The same run with another micro-batch than the default, and all that follows from it.
+    """Return the run with another default micro-batch size, and everything that is derived from it.
 
     Args:
-        config: resolved, its micro-batch not given.
-        size: another default, such as another machine has.
+        config: resolved config whose micro-batch size is not given.
+        size: another default, such as that of another machine.
     """
     filled = config.sections()
     for key in ("micro_batch_size", "gradient_accumulation_steps", "loss_chunk_size"):
@@ -130,28 +124,27 @@ def with_micro_batch(config: Config, size: int) -> Config:
 
 
 def is_derived(config: Config, key: str) -> bool:
-    """Whether a setting of a resolved config, as `section.key`, was not given but follows from others."""
+    """Return whether a setting of a resolved config, as `section.key`, was derived and not given."""
     return key in config.derived
 
 
 def loss_chunk_size(config: Config) -> int:
-    """Columns of the logits that take `LARGEST_LOGITS` on a rank, or 0 where all of them take no more.
+    """Return the number of vocabulary entries whose logits take `LARGEST_LOGITS` on a rank, or 0 if all fit.
 
     Args:
-        config: all else filled.
+        config: config with everything else filled.
     """
     tokens = config.train.micro_batch_size * -(-config.data.sequence_length // config.parallel.cp)
     return logits_chunk(tokens, -(-config.model.vocab_size // config.parallel.tp))
 
 
 def logits_chunk(tokens: int, columns: int) -> int:
-    """The same from the tokens of a micro-batch and the columns of the logits that a rank has."""
+    """Return the loss chunk size for a micro-batch's tokens and the logits' columns on a rank; 0 if all fit."""
     fitting = max(1, LARGEST_LOGITS // (4 * tokens))
     return 0 if columns <= fitting else fitting
 
 
 def _derived(config: Config, vocab_size: int) -> dict[str, Any]:
-    """Values of the settings that follow from others."""
     model, optimizer = config.model, config.optimizer
     sequence = config.data.sequence_length or model.max_position_embeddings or DEFAULT_SEQUENCE_LENGTH
     decay_steps = optimizer.decay_steps or config.train.max_steps
@@ -165,7 +158,7 @@ def _derived(config: Config, vocab_size: int) -> dict[str, Any]:
         "data.sequence_length": sequence,
         "parallel.stage_chunks": config.parallel.pipeline_schedule.default_stages_per_rank,
         "parallel.zero_shards": config.parallel.dp,
-        "optimizer.min_lr": float(f"{optimizer.lr / 10:.12g}"),  # no 5.9999999999999995e-05
+        "optimizer.min_lr": float(f"{optimizer.lr / 10:.12g}"),  # not 5.9999999999999995e-05
         "optimizer.warmup_steps": warmup,
         "optimizer.decay_steps": decay_steps,
         "optimizer.stable_steps": stable,

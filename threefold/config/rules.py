@@ -1,4 +1,4 @@
-"""Rules between the settings: what goes with what, what divides what, and the sentences for what does not."""
+"""Rules between settings: compatible features, divisibility, and the error sentences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Rule:
     """Two features that cannot be combined.
 
     Attributes:
-        first, second: their names in the table (`features.py` has them all).
-        key: the setting that the error is about, `section.name`.
-        broken: whether a resolved config breaks the rule.
-        reason: what follows 'but' in the error: why not, and what to use instead; `{config}` fields are filled in.
+        first, second: names of the features in `compatibility_page.FEATURES`.
+        key: setting that the error is about, as `section.name`.
+        broken: returns whether a resolved config breaks the rule.
+        reason: text after 'but' in the error: why not, and what to use instead; `{config}` fields are filled in.
     """
 
     first: str
@@ -58,11 +58,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_together(config: Config) -> None:
-    """Check that the features of a resolved config can be combined.
-
-    Raises:
-        UserError: the first rule that is broken.
-    """
+    """Check that the features of a config can be combined; raise a `UserError` for the first rule that is broken."""
     for rule in RULES:
         if rule.broken(config):
             raise problem(config, rule.key, rule.reason.format(config=config))
@@ -72,7 +68,7 @@ DEFAULT_GLOBAL_BATCH_SIZE = 32
 
 
 class BatchSizes(NamedTuple):
-    """The three sizes of `train`, all known."""
+    """The three batch sizes of `train`, all known."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -80,17 +76,17 @@ class BatchSizes(NamedTuple):
 
 
 def batch_sizes(config: Config, largest: int) -> BatchSizes:
-    """Derive the sizes that were not given from those that were.
+    """Derive the batch sizes that were not given.
 
-    The global batch never follows from the layout alone, or another dp would train another model: what is not given is
-    32, and a layout that cannot divide it is refused.
+    The global batch size is never derived from the layout alone, because another dp would then train another model: it
+    defaults to 32, and a layout that does not divide it is refused.
 
     Args:
-        config: as given.
-        largest: sequences that a micro-batch has at most where its size is not given.
+        config: config as given.
+        largest: limit on the sequences of a micro-batch if its size is not given.
 
     Raises:
-        UserError: the sizes given disagree, or one does not divide the other.
+        UserError: the given sizes disagree, or one does not divide the other.
     """
     train, dp = config.train, config.parallel.dp
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
@@ -116,16 +112,11 @@ def batch_sizes(config: Config, largest: int) -> BatchSizes:
 
 
 def default_micro_batches(config: Config) -> list[int]:
-    """What the default micro-batch may be, the largest first.
-
-    Args:
-        config: resolved.
-    """
+    """Return the possible default micro-batch sizes of a resolved config, largest first."""
     return _default_micro_batches(config, config.train.global_batch_size // config.parallel.dp)
 
 
 def _share(config: Config, total: int) -> int:
-    """Sequences of one replica in a step."""
     dp = config.parallel.dp
     if total % dp:
         rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
@@ -134,7 +125,6 @@ def _share(config: Config, total: int) -> int:
 
 
 def _quotient(config: Config, share: int, key: str) -> int:
-    """share / (the setting `key`), which must be whole."""
     factor = int(getattr(config.train, key.split(".")[1]))
     if share % factor:
         total = share * config.parallel.dp
@@ -147,8 +137,7 @@ def _quotient(config: Config, share: int, key: str) -> int:
 
 
 def _default_micro_batches(config: Config, share: int) -> list[int]:
-    """Divisors of a replica's share that keep a pipeline busy, by a number of them that its schedule takes, the largest
-    first; the smallest divisor where none does."""
+    """Return divisors of a replica's share that fit the schedule and keep it busy, largest first; else the smallest."""
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1
     counts = divisors(share)
@@ -158,11 +147,7 @@ def _default_micro_batches(config: Config, share: int) -> list[int]:
 
 
 def check_model(config: Config, vocab_size: int) -> None:
-    """Check the sizes of the model.
-
-    Raises:
-        UserError: the first rule that is broken.
-    """
+    """Check the sizes of the model; raise a `UserError` for the first rule that is broken."""
     model = config.model
     for name, rule in model.broken_rules():
         raise problem(config, f"model.{name}", rule, model.value_of(name))
@@ -173,13 +158,9 @@ def check_model(config: Config, vocab_size: int) -> None:
 
 
 def check_division(config: Config) -> None:
-    """Check that the tensor and the expert axis divide what the family's sharding table says that they divide.
-
-    Raises:
-        UserError: the first rule that is broken.
-    """
+    """Check that tp and ep divide what the family's sharding table shards over them, or raise a `UserError`."""
     model, parallel = config.model, config.parallel
-    if model.architecture == OWN:  # importing it takes seconds; `parallel.plan_check` checks it
+    if model.architecture == OWN:  # importing the model takes seconds; `parallel.plan_check` checks it later
         return _check_expert_axis(config)
     plan = FAMILIES.load(model.architecture).make_plan(model, 1)
     units = plan.units("tp")
@@ -216,11 +197,7 @@ PARTITIONS = ("cost", "uniform", "uniform-chunks")
 
 
 def check_pipeline(config: Config) -> None:
-    """Check the settings of the pipeline's stages.
-
-    Raises:
-        UserError: the first rule that is broken.
-    """
+    """Check the settings of the pipeline stages; raise a `UserError` for the first rule that is broken."""
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     _check_partition(config)
     if parallel.pp == 1 and (schedule.ranks is not None or schedule.stages_per_rank != 1):
@@ -233,11 +210,7 @@ def check_pipeline(config: Config) -> None:
 
 
 def check_micro_batches(config: Config) -> None:
-    """Check that the schedule takes the number of micro-batches.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that the schedule accepts the number of micro-batches, or raise a `UserError`."""
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     if parallel.pp > 1 and not schedule.accepts(parallel.pp, config.train.gradient_accumulation_steps):
         raise problem(config, "train.gradient_accumulation_steps", _micro_batch_rule(config))
@@ -257,7 +230,7 @@ def _check_stages(config: Config) -> None:
         other = "interleaved" if needed == 1 else "zero-bubble"
         rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
         raise problem(config, "parallel.stage_chunks", rule)
-    if layers is None:  # an own model, whose plan has the layers
+    if layers is None:  # layers of an own model are known from its plan
         return
     if parallel.pp > layers:
         rule = f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
@@ -272,7 +245,6 @@ def _check_stages(config: Config) -> None:
 
 
 def _fewer(config: Config) -> str:
-    """A setting that leaves each stage a layer."""
     parallel, layers = config.parallel, config.model.num_layers + 2
     schedule = parallel.pipeline_schedule
     if schedule.stages_per_rank is None:
@@ -281,7 +253,7 @@ def _fewer(config: Config) -> str:
 
 
 def _micro_batch_rule(config: Config) -> str:
-    """What the schedule needs, and the nearest number of micro-batches, with the same global batch if there is one."""
+    """Say what the schedule needs, and the nearest number of micro-batches, at the same global batch if possible."""
     train, schedule, pp, dp = config.train, config.parallel.pipeline_schedule, config.parallel.pp, config.parallel.dp
     given, share = train.gradient_accumulation_steps, train.global_batch_size // dp
     need = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}"
@@ -294,25 +266,21 @@ def _micro_batch_rule(config: Config) -> str:
 
 
 LEAST_TIMEOUT = 2
-"""Seconds: ranks show twice in a second that they run."""
+"""Least timeout in seconds; ranks send a heartbeat twice a second."""
 
 
 def check(config: Config, vocab_size: int) -> None:
-    """Check a config whose settings are all filled.
-
-    Raises:
-        UserError: the first rule that is broken.
-    """
+    """Check a config whose settings are all filled; raise a `UserError` for the first rule that is broken."""
     check_model(config, vocab_size)
     for rule in rules():
         rule(config)
 
 
 def rules() -> tuple[Callable[[Config], None], ...]:
-    """The rules between settings, in the order in which they are checked; each raises a `UserError` where it is broken.
+    """Return the rules between settings in checking order; each raises a `UserError` if it is broken.
 
-    A rule reads settings of the config alone, as its attributes, so that one that holds of a config holds of every
-    config with the same values of those that it reads: `plan.search` asks each only once for all of these.
+    A rule reads only settings, as attributes of the config. Its result therefore holds for all configs with the same
+    values of these settings, and `planner.search` evaluates it once for all of them.
     """
     return (
         _check_data,
@@ -370,7 +338,7 @@ def _check_zero(config: Config) -> None:
 
 
 def _nearest_shards(config: Config) -> int:
-    """The number of replicas nearest to `parallel.zero_shards` that can share a copy beside shared experts."""
+    """Return the valid number of replicas per copy nearest to `parallel.zero_shards`, with experts shared over ep."""
     ep, cp, given = config.parallel.ep, config.parallel.cp, config.parallel.zero_shards
     fitting = (
         count for count in divisors(config.parallel.dp) if count % ep == 0 or (ep % count == 0 and count * cp > 1)
@@ -477,4 +445,4 @@ def _check_device(config: Config) -> None:
 
 
 _ACCEPTED = {("sgd", "betas"), ("sgd", "eps")}
-"""Optimizer and setting that it does not read, which configs of earlier versions may give together."""
+"""(optimizer, setting) pairs that configs of earlier versions may have, although the optimizer ignores the setting."""

@@ -1,9 +1,8 @@
-"""The actions of a pipeline schedule: those of each rank, in order, and CSV files of them.
+"""Pipeline schedules: their table, the order of each rank's actions, and CSV files of actions.
 
-A schedule file has the compute-only CSV format of `torch.distributed.pipelining` (what `_dump_csv` of its schedules
-writes and `_load_csv` reads): one line for each pipeline rank, its actions separated by commas, each a stage, a kind
-and a micro-batch, such as `0F0,0F1,0B0,0B1`. Empty fields and the grouping of `(0F2;1B0)OVERLAP_F_B` have no effect on
-the order and are left out.
+A schedule file has the compute-only CSV format of `torch.distributed.pipelining` (written by `_dump_csv` and read by
+`_load_csv` of its schedules): one line per pipeline rank, with comma-separated actions, each a stage, a kind and a
+micro-batch, such as `0F0,0F1,0B0,0B1`. Empty fields and the grouping of `(0F2;1B0)OVERLAP_F_B` are ignored.
 """
 
 import re
@@ -19,19 +18,19 @@ from threefold.files import read_text, shown
 from threefold.plugins import one_of
 
 LARGEST_FILE: Final = 16 << 20
-"""Bytes of the largest schedule file that is read: some two million actions."""
+"""Size limit of a schedule file in bytes: some two million actions."""
 _ACTION: Final = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _EXAMPLE: Final = "such as 0F2, the forward pass of micro-batch 2 on stage 0"
 
 
 class Action(NamedTuple):
-    """A pass of one micro-batch through one stage.
+    """Pass of one micro-batch through one stage.
 
     Attributes:
-        stage: its number in the whole pipeline.
-        kind: `F` forward, `B` full backward, `I` backward for the input alone, `W` the weight gradients that it left.
-        micro_batch: its number in the step.
+        stage: number of the stage in the whole pipeline.
+        kind: `F` forward, `B` full backward, `I` backward for the input only, `W` the weight gradients deferred by `I`.
+        micro_batch: number of the micro-batch in the step.
     """
 
     stage: int
@@ -43,11 +42,11 @@ class Action(NamedTuple):
 
 
 Orders = tuple[tuple[Action, ...], ...]
-"""For each pipeline rank its actions, in order."""
+"""Actions of each pipeline rank, in order."""
 
 
 class StuckError(ValueError):
-    """Ranks wait for one another forever, or for an action that no rank has.
+    """Deadlock of a schedule: ranks wait for each other, or for an action that no rank has.
 
     Attributes:
         rank: the first rank that cannot continue.
@@ -61,31 +60,30 @@ class StuckError(ValueError):
 
 
 def result_of(action: Action) -> Action:
-    """The result of an action: both kinds of backward pass (`B`, `I`) compute the gradient for the previous stage."""
+    """Return the result of an action: `B` and `I` both compute the gradient for the previous stage."""
     return action._replace(kind="I") if action.kind == "B" else action
 
 
 def stage_count(orders: Sequence[Sequence[Action]]) -> int:
-    """Stages of the pipeline: one more than the largest number of a stage."""
+    """Return the number of stages of the pipeline, which are numbered from 0."""
     return 1 + max((action.stage for order in orders for action in order), default=0)
 
 
 def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, int]]:
-    """Every action after all that it waits for, those of a rank in their order, in time linear in their number.
+    """Yield all actions in an order that respects dependencies and the order within each rank, in linear time.
 
-    A forward pass waits for that of the stage before; a backward pass for the stage's own forward pass and the backward
-    pass of the stage after; weight gradients for the stage's own backward pass.
+    A forward pass depends on the forward pass of the previous stage; a backward pass on the forward pass of its own
+    stage and the backward pass of the next stage; weight gradients on the backward pass of their own stage.
 
     Returns:
-        the rank of each action, the action, and the number (from 0, as they are returned) of the action of the
-        neighbouring stage that it waits for; -1 where it waits for none.
+        the rank of each action, the action, and the index of the neighboring stage's action that it depends on, or -1.
 
     Raises:
         StuckError: no rank can continue.
     """
     stages = stage_count(orders)
     count = 1 + max((action.micro_batch for order in orders for action in order), default=0)
-    backward = stages * count  # results are numbers: of forward passes first, then of backward passes
+    backward = stages * count  # results as numbers: first all forward passes, then all backward passes
     made: dict[int, int] = {}
     waiting: dict[int, list[int]] = {}
     following, ready, number = [0] * len(orders), list(reversed(range(len(orders)))), 0
@@ -125,11 +123,10 @@ def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, 
 
 
 def read_schedule_file(path: str) -> Orders:
-    """The actions in a CSV file, checked: each stage on one rank, and each micro-batch there once forward and once
-    backward, in an order that can run to its end.
+    """Read the actions of a CSV file, and check that every stage is complete, on one rank, and can run to its end.
 
     Args:
-        path: relative to the working directory.
+        path: path relative to the working directory.
 
     Raises:
         UserError: the file cannot be read, or the first rule that its actions break.
@@ -151,11 +148,7 @@ def read_schedule_file(path: str) -> Orders:
 
 
 def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
-    """Write actions as a CSV file that `read_schedule_file` reads.
-
-    Raises:
-        UserError: the name has another ending, there is another file, or it cannot be written.
-    """
+    """Write actions as a CSV file; raise a `UserError` if it cannot be written or exists with other actions."""
     text = "".join(",".join(map(str, order)) + "\n" for order in orders)
     check_schedule_path(path)
     if len(text) > LARGEST_FILE:
@@ -172,11 +165,7 @@ def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
 
 
 def check_schedule_path(path: Path) -> None:
-    """Refuse a path that no schedule can be written to, before the work for it.
-
-    Raises:
-        UserError: the ending is not .csv, or there is no such folder.
-    """
+    """Check that a schedule can be written to a path, before computing it; raise a `UserError` if not."""
     if path.suffix.lower() != ".csv":
         use = shown(path.with_suffix(".csv"))
         raise UserError(
@@ -189,8 +178,6 @@ def check_schedule_path(path: Path) -> None:
 
 
 class _File:
-    """The state of reading a schedule file."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self._line_of: dict[int, int] = {}
@@ -200,7 +187,6 @@ class _File:
         return UserError(f"parallel.schedule {self.name}, line {line}: {rule}.")
 
     def parse(self, line: str, number: int) -> Iterator[Action]:
-        """The actions of line `number` (from 1)."""
         empty = True
         for text in _OVERLAP.sub(lambda found: found[1].replace(";", ","), line).split(","):
             if word := text.strip().strip('"'):
@@ -252,7 +238,6 @@ class _File:
 
 
 def _as_written(result: Action, orders: Orders) -> Action:
-    """The action of a file that gives `result`."""
     return next((each for order in orders for each in order if result_of(each) == result), result)
 
 
@@ -260,19 +245,19 @@ FILE_SUFFIX: Final = ".csv"
 
 
 SENDS_UNDER_WAY: Final = 4
-"""Sends of a rank that are not waited for yet, where they are operations by themselves: about the last micro-batch each
-way, and the one before it."""
+"""Sends of a rank that may be in flight when they are separate operations: those of the last micro-batch in each
+direction, and of the one before it."""
 
 
 class Schedule(ABC):
-    """In which order the ranks of a pipeline compute the micro-batches of a step.
+    """Order in which the ranks of a pipeline compute the micro-batches of a step.
 
     Attributes:
-        name: as in `parallel.schedule`.
-        stages_per_rank: how many stages each rank has; None where `parallel.stage_chunks` says.
+        name: name in `parallel.schedule`.
+        stages_per_rank: number of stages of each rank; None if `parallel.stage_chunks` sets it.
         defers_weight_gradients: whether backward passes defer weight gradients.
-        ranks: how many pipeline ranks it is for; None for any.
-        micro_batches: how many micro-batches it is for; None where `accepts` says.
+        ranks: number of pipeline ranks that the schedule requires; None for any.
+        micro_batches: number of micro-batches that the schedule requires; None if `accepts` decides.
     """
 
     name: str
@@ -283,51 +268,46 @@ class Schedule(ABC):
 
     @property
     def default_stages_per_rank(self) -> int:
-        """Stages of each rank where `parallel.stage_chunks` is not given."""
+        """Stages of each rank if `parallel.stage_chunks` is not given."""
         return self.stages_per_rank or 2
 
     @property
     def one_backward_per_micro_batch(self) -> bool:
-        """Whether autograd gives each parameter of a rank one gradient for each micro-batch."""
+        """Whether autograd computes one gradient of each parameter of a rank per micro-batch."""
         return self.stages_per_rank == 1 and not self.defers_weight_gradients
 
     @property
     def sends_apart(self) -> bool:
-        """Whether its sends are operations by themselves, not one with a receive."""
+        """Whether sends are separate operations, not batched with a receive."""
         return True
 
     @abstractmethod
     def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-        """The coordinate on the pp axis of each stage.
-
-        Args:
-            pp: size of the axis.
-            stages_per_rank: as in `parallel.stage_chunks`.
-        """
+        """Return the pp coordinate of each stage, for a pp axis and number of stages per rank."""
 
     @abstractmethod
     def accepts(self, pp: int, micro_batches: int) -> bool:
-        """Whether it works with so many micro-batches a step."""
+        """Return whether the schedule works with this number of micro-batches per step."""
 
     @abstractmethod
     def micro_batch_rule(self, pp: int, micro_batches: int) -> str:
-        """What it needs instead of so many micro-batches, after its name."""
+        """Say which number of micro-batches the schedule needs instead, as text that follows its name."""
 
     @abstractmethod
     def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
-        """Micro-batches, of all its stages, whose activations a rank holds at once at most; None for all.
+        """Return the peak number of micro-batches, over all stages of a rank, whose activations it holds; None for all.
 
-        Micro-batches whose weight gradients wait count as whole ones.
+        Micro-batches with deferred weight gradients count in full.
         """
 
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """Which numbers of micro-batches a schedule works with.
+    """Numbers of micro-batches that a schedule works with.
 
     Attributes:
-        accepts: (pp, micro-batches) → whether it works with them.
-        sentence: what it needs, after the schedule's name; `{pp}` and `{rounds}` are filled in.
+        accepts: (pp, micro-batches) → whether the schedule works with them.
+        sentence: what the schedule needs, as text that follows its name; `{pp}` and `{rounds}` are filled in.
     """
 
     accepts: Callable[[int, int], bool]
@@ -346,16 +326,14 @@ TWO_FOR_EACH_RANK: Final = MicroBatchRule(
 
 @dataclass(frozen=True)
 class TorchSchedule(Schedule):
-    """A schedule that `torch.distributed.pipelining` has a class for.
+    """Schedule with a class in `torch.distributed.pipelining`.
 
     Attributes:
-        name, stages_per_rank, defers_weight_gradients: as `Schedule` says.
+        name, stages_per_rank, defers_weight_gradients: as for `Schedule`.
         torch_class: name of the class.
-        shape: `loop` where stage n is on rank n modulo pp; `v` where the second half of the stages comes back from the
-            last rank to the first.
-        rule: of its number of micro-batches.
-        passes: (pp, rank, stages per rank) → passes of a micro-batch through one stage whose activations a rank holds
-            at once at most; None for all.
+        shape: `loop` (stage n on rank n modulo pp), or `v` (the second half of the stages returns from the last rank).
+        rule: rule for the number of micro-batches.
+        passes: (pp, rank, stages per rank) → peak passes of micro-batches whose activations a rank holds; None for all.
     """
 
     name: str
@@ -368,7 +346,7 @@ class TorchSchedule(Schedule):
 
     @property
     def sends_apart(self) -> bool:
-        return self.stages_per_rank != 1  # torch has loops of their own for schedules of one stage a rank
+        return self.stages_per_rank != 1  # torch has separate loops for schedules with one stage per rank
 
     def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
         if self.shape == "v":
@@ -385,16 +363,16 @@ class TorchSchedule(Schedule):
         return None if self.passes is None else self.passes(pp, rank, stages_per_rank) / stages_per_rank
 
     def __reduce__(self) -> tuple[Callable[[str], Schedule], tuple[str]]:
-        return find_schedule, (self.name,)  # with the config of a run; what a row computes with cannot be pickled
+        return find_schedule, (self.name,)  # pickled with a run's config, and a row's functions cannot be pickled
 
 
 def _warm_up(pp: int, rank: int, stages: int) -> int:
-    """Passes before a rank's first backward pass, as Megatron-LM counts them, and that one's."""
+    """Return a rank's forward passes up to the one before its first backward pass, as Megatron-LM counts them."""
     return pp - rank - 1 + (stages - 1) * pp + 1
 
 
 _ROWS: Final = (
-    # name, torch's class, stages per rank, shape, micro-batches, defers weight gradients, passes held at once
+    # name, torch's class, stages per rank, shape, micro-batches, defers weight gradients, peak passes
     TorchSchedule("1f1b", "Schedule1F1B", 1, "loop", ANY, False, lambda pp, rank, stages: pp - rank),
     TorchSchedule("gpipe", "ScheduleGPipe", 1, "loop", ANY, False, None),
     TorchSchedule(
@@ -428,16 +406,11 @@ _ROWS: Final = (
     ),
 )
 SCHEDULES: Final = {row.name: row for row in _ROWS}
-"""Name in `parallel.schedule` → row. The first is the default."""
+"""Name in `parallel.schedule` → schedule; the first is the default."""
 
 
 class FileSchedule(Schedule):
-    """A schedule of a CSV file (`schedule_actions` has the format).
-
-    Args:
-        path: of the file.
-        orders: its actions.
-    """
+    """Schedule of a CSV file: its path, and the actions of each rank."""
 
     def __init__(self, path: str, orders: Orders) -> None:
         self.name, self.orders = path, orders
@@ -473,16 +446,15 @@ def _stages_of(order: Sequence[tuple[int, str, int]]) -> set[int]:
 
 
 def is_schedule_file(name: str) -> bool:
-    """Whether `parallel.schedule` names a CSV file."""
+    """Return whether `parallel.schedule` names a CSV file."""
     return name.lower().endswith(FILE_SUFFIX)
 
 
 def schedule_name(given: str) -> str:
-    """The name in `SCHEDULES` of what `parallel.schedule` may also call by torch's class, in any case; the path of a
-    file as it is.
+    """Return the name in `SCHEDULES` of a name or torch class, in any case; the path of a file is unchanged.
 
     Raises:
-        ValueError: there is no such schedule; says what there is.
+        ValueError: unknown schedule; the message lists the known ones.
     """
     if is_schedule_file(given):
         return given
@@ -495,12 +467,7 @@ def schedule_name(given: str) -> str:
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule that `parallel.schedule` names; a file is read and checked.
-
-    Raises:
-        UserError: the file cannot be read or its actions break a rule.
-        ValueError: there is no such schedule.
-    """
+    """Return the schedule that `parallel.schedule` names; a file is read and checked, and may raise a `UserError`."""
     if is_schedule_file(name):
         return FileSchedule(name, read_schedule_file(name))
     return SCHEDULES[schedule_name(name)]

@@ -1,4 +1,4 @@
-"""The base class of the sections of a config."""
+"""Base class of the sections of a config."""
 
 import re
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from threefold.plugins import Registry, one_of
 
 MOST_RANKS: Final = 10**6
-"""Of an axis of the mesh."""
+"""Limit on the size of a mesh axis."""
 MOST_STEPS: Final = 10**12
 MOST_SECONDS: Final = 10**9
 MOST_SEQUENCES: Final = 10**9
-"""Of a step."""
+"""Limit on the sequences of a step."""
 MOST_TOKENS: Final = 10**8
-"""Of a sequence."""
+"""Limit on the tokens of a sequence."""
 MOST_IDS: Final = 2**31 - 1
-"""Of a vocabulary."""
+"""Limit on the size of a vocabulary."""
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
 
 
@@ -43,12 +43,12 @@ def _require_address(text: str) -> str:
 
 
 AddressText = Annotated[str, AfterValidator(_require_address)]
-"""Text that may be an address of `fsspec`."""
+"""Text that may be an `fsspec` address."""
 
 
 @dataclass(frozen=True)
 class NameIn:
-    """Marks text as one of the names of a registry: `Annotated[str, NameIn(registry)]`."""
+    """Annotation of text that names an entry of a registry: `Annotated[str, NameIn(registry)]`."""
 
     registry: Registry
 
@@ -62,12 +62,12 @@ class NameIn:
 
 
 def derived(**limits: Any) -> Any:
-    """A setting that `resolve` fills when it is not given."""
+    """Declare a setting that `resolve` fills when it is not given."""
     return Field(default=None, **limits)
 
 
 class Section(BaseModel):
-    """Settings that belong together; null in a file means the default."""
+    """Section of a config; null in a file means the default."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -84,23 +84,23 @@ class Section(BaseModel):
         return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     def settings(self) -> dict[str, Any]:
-        """The settings that have a value, as plain YAML values."""
+        """Return the settings that have a value, as plain YAML values."""
         values = {key: getattr(self, key) for key in type(self).model_fields}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
 
 
 def nearest_multiple(value: int, divisor: int) -> int:
-    """The positive multiple of `divisor` nearest to `value`."""
+    """Return the positive multiple of `divisor` nearest to `value`."""
     return max(1, round(value / divisor)) * divisor
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a positive number, ascending, in the time of its square root."""
+    """Return the divisors of a positive number, ascending, in time proportional to its square root."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     large = [number // divisor for divisor in reversed(small) if divisor * divisor != number]
     return small + large
 
 
 def nearest_divisor(value: int, number: int) -> int:
-    """The divisor of `number` nearest to `value`, the smaller of two."""
+    """Return the divisor of `number` nearest to `value`; the smaller one in a tie."""
     return min(divisors(number), key=lambda divisor: (abs(divisor - value), divisor))

@@ -1,4 +1,4 @@
-"""Converts configs of Megatron-LM, PaddleFleetX and Colossal-AI; each system has a key mapping."""
+"""Conversion of configs of Megatron-LM, PaddleFleetX and Colossal-AI, with a key mapping for each system."""
 
 from threefold.convert.conversion import KINDS, Converted, Kind, convert, unmapped_lines
 

@@ -1,4 +1,4 @@
-"""Colossal-AI: converts the Python file of `--config`, which is parsed but never run."""
+"""Colossal-AI: converts the Python file of `--config`, which is parsed but never executed."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ from threefold.convert.shell_values import constant, parsed
 from threefold.errors import UserError
 
 USED = "used by other settings"
-"""Pseudo-key: names that other settings use."""
+"""Pseudo-key for the names that other settings use."""
 
 TABLE = (
     Same("seed", "train.seed", whole, 1024),
@@ -96,7 +96,7 @@ _SIZES = {
 }
 """Sizes of Colossal-AI's own model functions, by a word of their name."""
 _ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu"}
-"""Its names of activation functions, and torch's."""
+"""Colossal-AI's name of an activation function → torch's."""
 _DROPOUTS = ("model.hidden_dropout", "model.attention_dropout", "model.embedding_dropout")
 REASONS = {
     "NUM_EPOCHS": "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size",
@@ -118,13 +118,12 @@ REASONS = {
 
 
 def read(path: Path) -> Given:
-    """The settings of a config file as `name` or `name.key`, and the names that other settings use.
+    """Read the settings of a config file as `name` or `name.key`, and the names that other settings use.
 
-    Settings are assignments, also inside `CONFIG = dict(…)`, and in a training script the model and the optimizer that
-    its functions make.
+    Settings are assignments, also inside `CONFIG = dict(…)`; in a script, also models and optimizers made in functions.
 
     Raises:
-        UserError: not Python, or nothing is set there.
+        UserError: the file is not Python, or sets nothing.
     """
     text = foreign_text(path)
     reader = _Reader()
@@ -152,7 +151,7 @@ _CODE: Final = "code is not run, so what it sets is not known; set it here if it
 
 
 class _Reader:
-    """Collects the assignments of a Python file, without running it."""
+    """Collector of the assignments of a Python file, without executing it."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -205,7 +204,6 @@ _OPTIMIZER_CALL: Final = re.compile(r"(?i)adam|sgd|lamb|lars")
 
 
 def _is_local(node: ast.expr, names: Mapping[str, Any]) -> bool:
-    """Whether a value is a local variable of the function, whose value is not known."""
     return isinstance(node, ast.Name) and node.id not in names
 
 
@@ -235,7 +233,7 @@ def _model(mapping: KeyMapping) -> None:
     parts = re.split(r"[^a-z0-9]+", name.lower())
     sizes = next((sizes for part, sizes in _SIZES.items() if part in parts), None)
     if sizes is not None:
-        # Its classes for pipelines drop nothing by default, the others a tenth.
+        # The pipeline classes have no dropout by default, the others 0.1.
         dropout = dict.fromkeys(_DROPOUTS, 0.0 if "pipeline" in parts else 0.1)
         for key, value in {**{f"model.{key}": value for key, value in sizes.items()}, **dropout}.items():
             mapping.settings.setdefault(key, value)

@@ -1,4 +1,4 @@
-"""Detection of the system of a config file, from its content."""
+"""Conversion of a config file: detect its system, read its settings, map them and check the result."""
 
 import ast
 import re
@@ -46,12 +46,9 @@ _COLOSSAL_NAMES: Final = frozenset(
 
 
 def detected(path: Path) -> tuple[Kind, str]:
-    """The system of a file, and how it was detected.
+    """Detect the system of a file and how it was detected; raise a `UserError` if the file cannot be read.
 
-    A file without content of any system is classified by its name, so that the reader of that system reports the error.
-
-    Raises:
-        UserError: it cannot be read.
+    A file without content of any system is classified by its name; the reader of that system then reports the error.
     """
     text = foreign_text(path)
     shell = text.startswith("#!")
@@ -71,7 +68,6 @@ def detected(path: Path) -> tuple[Kind, str]:
 
 
 def _colossal(text: str) -> str:
-    """The name of a Colossal-AI setting that a Python file assigns; empty where there is none."""
     try:
         body = ast.iter_child_nodes(parsed(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -103,15 +99,15 @@ _SYSTEMS: Final[dict[Kind, _System]] = {
 
 
 class Converted(NamedTuple):
-    """A converted config.
+    """Converted config.
 
     Attributes:
-        kind: the system of the file.
-        evidence: how the system was detected; empty where the caller gave it.
+        kind: system of the file.
+        evidence: how the system was detected; empty if the caller gave it.
         sections: our settings that are not the default.
         notes: foreign settings without an exact counterpart.
         invalid: why the converted config is invalid, in one sentence; empty if it is valid.
-        unset: our settings that it cannot run without and that the file does not say, each with what to set.
+        unset: settings of ours that a run needs but the file does not give → what to set.
     """
 
     kind: Kind
@@ -123,25 +119,25 @@ class Converted(NamedTuple):
 
     @property
     def unsupported(self) -> list[Unmapped]:
-        """The notes on settings that change the training and are left out, or that are unknown."""
+        """Notes on settings that are left out but change the training, or that are unknown."""
         return [note for note in self.notes if note.unsupported]
 
     def to_yaml(self) -> str:
-        """Our settings as YAML that `load_config` reads, with what is still to be set as comments at its head."""
+        """Format our settings as YAML for `load_config`, with comments at its head about what must still be set."""
         head = "".join(f"# Still to be set: {key}: {what}.\n" for key, what in self.unset.items())
         return head + to_yaml(self.sections)
 
 
 def convert(path: Path, kind: Kind | None = None, world_size: int | None = None) -> Converted:
-    """Convert a file of another system.
+    """Convert a config file of another system.
 
     Args:
-        path: the file.
-        kind: its system; detected from its content if not given.
-        world_size: number of ranks, which gives `parallel.dp` where the file does not.
+        path: path of the file.
+        kind: system of the file; detected from its content if not given.
+        world_size: number of ranks, from which `parallel.dp` follows if the file does not set it.
 
     Raises:
-        UserError: it cannot be read, or a value in it is invalid.
+        UserError: the file cannot be read, or a value in it is invalid.
     """
     try:
         return _converted(path, kind, world_size)
@@ -176,7 +172,7 @@ _NAMES: Final[dict[Kind, str]] = {
 
 
 def unmapped_lines(converted: Converted, path: Path) -> list[str]:
-    """Lines with the detected system, what is still to be set, and all notes, unsupported settings first."""
+    """Return lines with the detected system, what must still be set, and all notes, unsupported settings first."""
     whose = _NAMES[converted.kind]
     lines = [f"{path} is taken for {whose}'s" + (f" by {converted.evidence}." if converted.evidence else ".")]
     if converted.unset:
@@ -209,7 +205,6 @@ def _config(mapping: KeyMapping) -> Config:
 
 
 def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings that differ from their default, or whose default is derived."""
     differing: dict[str, dict[str, Any]] = {}
     for name, known in section_settings().items():
         for key, value in getattr(config, name).settings().items():
@@ -220,12 +215,11 @@ def _differing(config: Config, settings: Mapping[str, Any]) -> dict[str, dict[st
 
 
 def _unset(config: Config) -> dict[str, str]:
-    """The settings that a run needs and that the file did not say, and what to set."""
     found: dict[str, str] = {}
     paths = list(config.data.corpora)
     if paths == [_PLACE_OF_DATA]:
         found["data.path"] = f"{_PLACE_OF_DATA} is a placeholder; name your folder or token files"
-        return found  # which says how many tokens there are
+        return found  # the data determines the vocabulary
     open_paths = [path for path in paths if "$" in path or "<" in path]
     if open_paths:
         key = "data.path" if config.data.mixture is None else "data.mixture"

@@ -1,4 +1,4 @@
-"""Key mapping: the settings of another system that are taken one by one, ours made of them, and the unmapped rest."""
+"""Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,13 +15,12 @@ NOT_KNOWN = "unknown to this converter"
 
 
 class Same(NamedTuple):
-    """A foreign setting with an equal one of ours.
+    """Foreign setting with an equivalent among ours.
 
     Attributes:
-        theirs: foreign key.
-        ours: `section.key`.
-        kind: converts the value; raises ValueError with what it must be.
-        default: foreign default; None where it is ours too, or where there is none.
+        theirs, ours: foreign key, and our key as `section.key`.
+        kind: converter of the value; raises ValueError with what it must be.
+        default: foreign default; None if ours is equal, or if there is none.
     """
 
     theirs: str
@@ -31,13 +30,12 @@ class Same(NamedTuple):
 
 
 class Unmapped(NamedTuple):
-    """A setting of the other system without an exact counterpart, which is reported to the user.
+    """Foreign setting without an exact counterpart, which is reported to the user.
 
     Attributes:
-        key: foreign key.
-        value: foreign value.
+        key, value: foreign key and value.
         reason: what is used instead, or why nothing is.
-        unsupported: whether leaving it out changes the training, or it is unknown.
+        unsupported: whether the setting is unknown, or leaving it out changes the training.
     """
 
     key: str
@@ -47,13 +45,8 @@ class Unmapped(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The settings of a foreign file.
-
-    Attributes:
-        settings: by foreign key.
-        notes: from reading the file.
-        spelled: key → its spelling in the file, where that differs.
-    """
+    """Settings of a foreign file by key, notes from reading it, and keys that it spells differently (key →
+    spelling)."""
 
     settings: Mapping[str, Any]
     notes: Sequence[Unmapped] = ()
@@ -61,12 +54,12 @@ class Given(NamedTuple):
 
 
 class KeyMapping:
-    """The foreign settings that are not mapped yet, ours so far, and notes.
+    """Foreign settings that are not mapped yet, our settings so far, and notes.
 
     Args:
         where: name of the foreign file, for messages.
         given: foreign settings.
-        spelled: key → its spelling in the file, where that differs.
+        spelled: key → its spelling in the file, if different.
     """
 
     def __init__(self, where: str, given: Mapping[str, Any], spelled: Mapping[str, str] | None = None) -> None:
@@ -77,11 +70,7 @@ class KeyMapping:
         self.notes: list[Unmapped] = []
 
     def take(self, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
-        """Remove `key` and return its converted value, or the default.
-
-        Raises:
-            UserError: `kind` rejects the value.
-        """
+        """Remove `key` and return its value converted by `kind`, or the default; a rejected value is a `UserError`."""
         if key not in self.given:
             return default
         value = self.given.pop(key)
@@ -95,30 +84,27 @@ class KeyMapping:
             raise UserError(f"{self.where}: {self._spelled.get(key, key)} is {shown} but must be {error}.") from None
 
     def given_whole(self, key: str, default: int) -> int:
-        """The whole number of `key`, which is not removed."""
+        """Return the value of `key` as a whole number without removing it, or the default."""
         value = self.given.get(key)
         return int(str(value)) if str(value).isdecimal() else default
 
     def put(self, key: str, value: Any) -> None:
-        """Set ours, unless the value is None."""
         if value is not None:
             self.settings[key] = value
 
     def move(self, table: Iterable[Same]) -> None:
-        """Map the settings of a table."""
         for theirs, ours, kind, default in table:
             self.put(ours, self.take(theirs, kind, default))
 
     def note(self, key: str, value: Any, reason: str, unsupported: bool = False) -> None:
-        """Add a note about a foreign setting."""
         self.notes.append(Unmapped(self._spelled.get(key, key), value, reason, unsupported))
 
     def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
-        """Add a note for every remaining setting, with the reason of the first pattern that matches.
+        """Add a note for every remaining setting, with the reason of the first matching pattern.
 
         Args:
-            reasons: pattern → reason, of settings that need no counterpart.
-            unsupported: pattern → reason, of settings that change the training and have no counterpart.
+            reasons: pattern → reason, for settings that need no counterpart.
+            unsupported: pattern → reason, for settings that change the training and have no counterpart.
         """
         for key, value in self.given.items():
             changing = next((why for pattern, why in (unsupported or {}).items() if fnmatchcase(key, pattern)), None)
@@ -128,36 +114,32 @@ class KeyMapping:
 
 
 def foreign_text(path: Path) -> str:
-    """The text of a file of another system.
-
-    Raises:
-        UserError: it cannot be read, is too large, or is not UTF-8.
-    """
+    """Read the text of a foreign file; raise a `UserError` if it is unreadable, too large, or not UTF-8."""
     return read_text(path, limit=LARGEST_FILE)
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """Text on one line of a message, truncated if it is long."""
+    """Format text for one line of a message, truncated if it is long."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def whole(value: Any) -> int:
-    """A whole number."""
+    """Convert to a whole number."""
     if isinstance(value, bool) or float(_number(value, "a whole number")) % 1:
         raise ValueError("a whole number")
     return int(float(value)) if not isinstance(value, int) else value
 
 
 def count(value: Any) -> int:
-    """A whole number above 0."""
+    """Convert to a whole number above 0."""
     if (result := whole(value)) < 1:
         raise ValueError("at least 1")
     return result
 
 
 def number(value: Any) -> float:
-    """A number."""
+    """Convert to a finite number."""
     return _number(value, "a number")
 
 
@@ -174,7 +156,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def switch(value: Any) -> bool:
-    """Yes or no."""
+    """Convert to true or false."""
     if isinstance(value, bool):
         return value
     if str(value).lower() in ("true", "false"):
@@ -183,28 +165,24 @@ def switch(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """Text, or a number as text."""
+    """Convert text or a number to text."""
     if isinstance(value, list | dict):
         raise ValueError("text")
     return str(value)
 
 
 def texts(value: Any) -> list[str]:
-    """One text or several."""
+    """Convert one text or several to a list."""
     return [str(part) for part in value] if isinstance(value, list) else [text(value)]
 
 
 def anything(value: Any) -> Any:
-    """The value unchanged."""
+    """Return the value unchanged."""
     return value
 
 
 def dp_of(mapping: KeyMapping, world: int | None, others: int, where: str) -> int:
-    """The number of data-parallel replicas; 1, with a note, if the number of ranks is not known.
-
-    Raises:
-        UserError: the number of ranks is not a multiple of the other axes.
-    """
+    """Return `world / others` replicas (a `UserError` if not whole), or 1 with a note if `world` is unknown."""
     if world is None:
         mapping.note(where, "not given", "parallel.dp is 1; set --world-size, the number of ranks, for another value")
         return 1
@@ -218,7 +196,7 @@ def dp_of(mapping: KeyMapping, world: int | None, others: int, where: str) -> in
 
 
 def put_optimizer(mapping: KeyMapping, name: str, key: str, value: Any) -> None:
-    """Set an optimizer of theirs that decays every weight by adding to its gradient: `adam`, `sgd`."""
+    """Set `adam` or `sgd`, which in the other system apply weight decay to every weight through its gradient."""
     mapping.put("optimizer.name", name)
     if mapping.settings.get("optimizer.weight_decay"):
         mapping.note(
@@ -227,11 +205,11 @@ def put_optimizer(mapping: KeyMapping, name: str, key: str, value: Any) -> None:
 
 
 def put_activation(mapping: KeyMapping, key: str, known: Mapping[str, str]) -> None:
-    """Set a GPT's activation function.
+    """Set the activation function of a GPT.
 
     Args:
-        key: foreign key; its value is a name, perhaps with a module before it, as in `nn.functional.gelu`.
-        known: foreign name → that of `model.activation`.
+        key: foreign key; its value is a name, with or without a module, such as `nn.functional.gelu`.
+        known: foreign name → name in `model.activation`.
     """
     name = mapping.take(key, text)
     if name is None:
@@ -251,7 +229,7 @@ def put_zero(mapping: KeyMapping, stage: int, key: str, value: Any) -> None:
 
 
 def put_chunks(mapping: KeyMapping, chunks: int, key: str) -> None:
-    """Set stages per rank, if there is a pipeline."""
+    """Set the stages per rank, if there is a pipeline."""
     if chunks > 1 and mapping.settings["parallel.pp"] > 1:
         mapping.settings.update({"parallel.schedule": "interleaved", "parallel.stage_chunks": chunks})
     elif chunks > 1:
@@ -259,7 +237,7 @@ def put_chunks(mapping: KeyMapping, chunks: int, key: str) -> None:
 
 
 def take_sequence_parallel(mapping: KeyMapping, key: str) -> None:
-    """Set sequence parallelism where `key` is true, if there is tensor parallelism."""
+    """Set sequence parallelism if `key` is true and there is tensor parallelism."""
     if mapping.take(key, switch, False):
         if mapping.settings["parallel.tp"] > 1:
             mapping.put("parallel.sequence_parallel", True)
@@ -268,15 +246,11 @@ def take_sequence_parallel(mapping: KeyMapping, key: str) -> None:
 
 
 MOST_SETTINGS = 20_000
-"""Largest number of settings of a file."""
+"""Limit on the settings of a file."""
 
 
 def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Flatten nested settings to dotted keys; an empty section is a value.
-
-    Raises:
-        UserError: there are more than `MOST_SETTINGS`, as with sections that contain each other.
-    """
+    """Flatten nested settings to dotted keys, at most `MOST_SETTINGS`; an empty section is a value."""
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in reversed(list(values.items()))]
     seen = 0

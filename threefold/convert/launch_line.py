@@ -1,4 +1,4 @@
-"""Finds the training command of a script: its flags, and the number of ranks."""
+"""Training command of a launch script: its flags, and the number of ranks."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -18,14 +18,14 @@ _VARIABLE: Final = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)")
 
 @dataclass(frozen=True)
 class Launch:
-    """The training command of a script.
+    """Training command of a script.
 
     Attributes:
-        script: the Python file or module; empty where the text has only flags.
-        flags: by name, without dashes; True, a text or a list of texts. A text with `$` is not set in the file.
-        launcher: the words before the Python file.
+        script: Python file or module; empty if the text has only flags.
+        flags: name without dashes → True, a text or a list of texts. A text with `$` is not set in the file.
+        launcher: words before the Python file.
         world: number of ranks; None if it is not given.
-        remarks: key, value and reason of each decision, for the user.
+        remarks: (key, value, reason) of each decision, for the user.
         unread: words that belong to no flag.
     """
 
@@ -44,17 +44,17 @@ def launch_of(
     renamed: Mapping[str, str] = MappingProxyType({}),
     several: Collection[str] = (),
 ) -> Launch:
-    """The last training command of a script; or the flags of a text.
+    """Find the last training command of a script, or the flags of a text.
 
     Args:
-        text: of the file.
-        path: of the file.
-        switches: flags without a value: words after them do not belong to them.
+        text: content of the file.
+        path: path of the file.
+        switches: flags without a value; words after them do not belong to them.
         renamed: short option → flag.
         several: flags that may be repeated; their values are lists.
 
     Raises:
-        UserError: it is not a shell script, has no flags, or needs a file that does not exist.
+        UserError: the file is not a shell script, has no flags, or needs a file that does not exist.
     """
     script = follow(text, path)
     remarks = [(f"line {line}, {what}", "a branch", reason) for line, what, reason in map(_remark, script.remarks)]
@@ -88,7 +88,6 @@ def _remark(remark: Any) -> tuple[int, str, str]:
 
 
 def _training(script: Script, remarks: list[tuple[str, Any, str]]) -> Command | None:
-    """The last training command; None where the text has only flags."""
     started = [command for command in script.commands if _start(command.words)]
     trainings = [command for command in started if not _PREPARES.search(_name(command))] or started
     named = [command for command in trainings if _TRAINS.search(_name(command))] or trainings
@@ -105,7 +104,7 @@ def _name(command: Command) -> str:
 
 
 def _start(words: list[str]) -> int:
-    """The index after the training's Python file; 0 where there is none."""
+    """Return the index after the Python file of the training; 0 if there is none."""
     files = [place for place, word in enumerate(words) if word.endswith(".py")]
     named = [place for place in files if _TRAINS.search(Path(words[place]).name)]
     if files:
@@ -115,7 +114,7 @@ def _start(words: list[str]) -> int:
 
 
 def _loose(script: Script) -> list[str]:
-    """The flags of a text that is not a script, or of a script that only sets variables."""
+    """Return the flags of a text that is not a script, or of a script that only sets variables."""
     words = [word for command in script.commands for word in command.words]
     if any(word.startswith("--") for word in words):
         return words
@@ -128,7 +127,7 @@ def _loose(script: Script) -> list[str]:
 
 
 def _check_missing(script: Script, words: list[str], where: str, found: bool) -> None:
-    """Check that no file is missing whose variables the flags use."""
+    """Check that no missing file would set variables that the flags use."""
     if not script.missing:
         return
     line, name = script.missing[0]
@@ -171,7 +170,7 @@ def _flags(words: list[str], unread: list[str]) -> Iterator[tuple[str, list[str]
 
 
 def _pieces(word: str) -> list[str]:
-    """A word; a flag with its value in one quoted word, as arrays often have it, becomes several."""
+    """Split a flag and its value written as one quoted word, as is common in arrays; other words stay whole."""
     return re.findall(r"(?:<[A-Za-z][^<>]*>|'[^']*'|\"[^\"]*\"|\S)+", word) if word.startswith("--") else [word]
 
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's model flags: chooses the family (gpt or llama) and converts the section `model`."""
+"""Megatron-LM: converts the flags of a launch script or of a YAML with `MODEL_ARGS`."""
 
 import re
 from pathlib import Path
@@ -57,7 +57,7 @@ _NO_EXPERTS = "--num-experts is not given, so there are none"
 
 
 def fill_model(mapping: KeyMapping) -> None:
-    """Choose the family and fill the section `model`."""
+    """Choose the family (gpt or llama) and fill the section `model`."""
     mapping.move(MODEL_TABLE)
     llama = _is_llama(mapping)
     mapping.put("model.tie_embeddings", not mapping.take("untie-embeddings-and-output-weights", switch, False))
@@ -82,7 +82,7 @@ def fill_model(mapping: KeyMapping) -> None:
 
 
 def _is_llama(mapping: KeyMapping) -> bool:
-    """Whether norms and feed-forward are Llama's; notes what does not fit the family."""
+    """Return whether norms and feed-forward are Llama's; note what does not fit the family."""
     norm, swiglu = mapping.take("normalization", text, "LayerNorm"), mapping.take("swiglu", switch, False)
     position = mapping.take("position-embedding-type", text, "learned_absolute")
     bare = mapping.take("disable-bias-linear", switch, False)
@@ -109,8 +109,7 @@ def _differ(found: list[tuple[str, Any, str]], differs: bool, key: str, value: A
 
 
 def _activation(mapping: KeyMapping) -> None:
-    """The activation function of a GPT: GELU fused with the bias is its tanh approximation, as OpenAI's is, and GELU
-    without that fusion is exact."""
+    """Set the activation of a GPT: GELU is exact if unfused, else (or as OpenAI's) its tanh approximation."""
     squared, tanh = mapping.take("squared-relu", switch, False), mapping.take("openai-gelu", switch, False)
     exact = mapping.take("no-bias-gelu-fusion", switch, False)
     mapping.put("model.activation", "relu2" if squared else "gelu" if exact and not tanh else "gelu_tanh")
@@ -161,7 +160,7 @@ def _experts(mapping: KeyMapping) -> None:
 
 
 def _layer_pattern(text: str, layers: int) -> dict[str, int] | None:
-    """Settings for a list such as `([0]*3+[1]*58)`, if only the first layers are dense."""
+    """Return settings for a list such as `([0]*3+[1]*58)`, if only the first layers are dense."""
     parts = text.replace(" ", "").strip("()").split("+")
     found = [re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,6}))?", part) for part in parts]
     kinds: list[str] = []
@@ -176,7 +175,7 @@ def _layer_pattern(text: str, layers: int) -> dict[str, int] | None:
 
 
 def _rope_scaling(mapping: KeyMapping) -> None:
-    """Llama 3.1's scaling, with the constants that Megatron-LM has for it."""
+    """Set the scaling of Llama 3.1, with Megatron-LM's constants."""
     factor = mapping.take("rope-scaling-factor", number, 8.0)
     if mapping.take("use-rope-scaling", switch, False):
         mapping.settings |= {
@@ -223,7 +222,7 @@ OLD_NAMES = {
 
 
 _OTHER_MODELS: Final = re.compile(r"bert|t5|mamba|hybrid|retro|ict|vision|vlm|mimo|dino|inpaint|multimodal|rl", re.I)
-"""Words in a script's name for models that are not decoder-only."""
+"""Words in a script's name that stand for models other than decoder-only ones."""
 _OTHER_FLAGS: Final = {
     "hybrid-layer-pattern": "Mamba layers",
     "hybrid-override-pattern": "Mamba layers",
@@ -240,7 +239,7 @@ _OTHER_FLAGS: Final = {
 
 
 def read(path: Path) -> Given:
-    """The flags of a script or of a YAML with `MODEL_ARGS`, without dashes, and `world-size`, if it is known.
+    """Read the flags, without dashes, of a script or a YAML with `MODEL_ARGS`, and `world-size` if it is known.
 
     Raises:
         UserError: the file cannot be read, has no flags, or trains a model that is not a decoder-only transformer.
@@ -262,7 +261,7 @@ def read(path: Path) -> Given:
 
 
 def _of_yaml(path: Path) -> Launch:
-    """The flags of a YAML whose section MODEL_ARGS maps each flag to its value; false means not given."""
+    """Read the flags of a YAML whose section MODEL_ARGS maps each flag to its value; false means not given."""
     document, _ = read_document(path)
     found = document.get("MODEL_ARGS") if isinstance(document, dict) else None
     if not isinstance(found, dict) or not found:
@@ -294,7 +293,7 @@ def _check_model(launch: Launch, path: Path) -> None:
 
 
 def fill(mapping: KeyMapping, world: int | None) -> None:
-    """Convert the flags."""
+    """Convert the flags of Megatron-LM."""
     for old, new in OLD_NAMES.items():
         if old in mapping.given:
             value = mapping.given.pop(old)

@@ -1,4 +1,4 @@
-"""Megatron-LM flags without a counterpart, with reasons; the first matching pattern applies."""
+"""Reasons for Megatron-LM flags without a counterpart; the first matching pattern applies."""
 
 from typing import Final
 
@@ -178,7 +178,7 @@ SATISFIED: Final = {
     "rotary-interleaved": ("false",),
     "softmax-type": ("vanilla",),
 }
-"""Flag → values that equal our behaviour; the loss, for example, is the mean over all tokens of a step."""
+"""Flag → values that equal our behavior; the loss, for example, is the mean over all tokens of a step."""
 SWITCHES: Final = _names(
     "add-qkv-bias apply-layernorm-1p apply-query-key-layer-scaling accumulate-allreduce-grads-in-fp32 async-save "
     "attention-softmax-in-fp32 bf16 calculate-per-token-loss checkpoint-activations cross-entropy-loss-fusion "
@@ -197,4 +197,4 @@ SWITCHES: Final = _names(
     "use-cpu-initialization use-dist-ckpt use-distributed-optimizer use-flash-attn use-legacy-models "
     "use-mcore-models use-megatron-fsdp use-rope-scaling use-rotary-position-embeddings use-torch-fsdp2"
 )
-"""Flags without a value: a word after them does not belong to them."""
+"""Flags without a value; a word after them does not belong to them."""

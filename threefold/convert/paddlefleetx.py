@@ -1,4 +1,4 @@
-"""PaddleFleetX and PaddleNLP: maps the flags of a GPT pre-training script to the keys of Fleet's YAML."""
+"""PaddleFleetX and PaddleNLP: converts Fleet's YAML, and the flags of GPT pre-training scripts through its keys."""
 
 import os
 import re
@@ -125,19 +125,19 @@ _SECTION: Final = re.compile(r"^(?:Global|Engine|Model|Distributed|Data|Optimize
 
 
 def is_script(text: str) -> bool:
-    """Whether a text is a script with flags, not YAML."""
+    """Return whether a text is a script with flags, not YAML."""
     return bool(_SCRIPT.search(text)) and (text.startswith("#!") or not _SECTION.search(text))
 
 
 def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
-    """The flags of a script as keys of Fleet's YAML; and the YAML of its `-c`, overridden by each `-o`.
+    """Read the flags of a script as keys of Fleet's YAML, or the YAML of its `-c` with each `-o` applied.
 
     Args:
-        path: of the script.
-        of_yaml: reads a YAML.
+        path: path of the script.
+        of_yaml: reader of a YAML file.
 
     Raises:
-        UserError: it has no flags, or the YAML does not exist.
+        UserError: the script has no flags, or the YAML does not exist.
     """
     launch = launch_of(foreign_text(path), path, renamed={"-c": "--config", "-o": "--override"}, several=("override",))
     notes = [Unmapped(*remark) for remark in launch.remarks]
@@ -166,7 +166,6 @@ def read_flags(path: Path, of_yaml: Callable[[Path], dict[str, Any]]) -> Given:
 def _of_overrides(
     flags: dict[str, Any], path: Path, of_yaml: Callable[[Path], dict[str, Any]], notes: list[Unmapped]
 ) -> dict[str, Any] | None:
-    """The settings of the YAML that a script names, with its overrides; None where it names none."""
     name = flags.pop("config", None)
     overrides = flags.pop("override", [])
     if not isinstance(name, str):
@@ -202,7 +201,6 @@ def _put_sizes(flags: dict[str, Any], settings: dict[str, Any], notes: list[Unma
 
 
 def _typed(key: str, value: Any) -> Any:
-    """The value of a flag's text in YAML."""
     if key.startswith(f"{_PRECISION}.") and not key.endswith("scale_loss") and not key.endswith("dtype"):
         return value is True or value in _SWITCHED
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -211,14 +209,13 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def _mix(settings: dict[str, Any]) -> None:
-    """Half precision is on if either flag sets it."""
     pure, mixed = (settings.get(f"{_PRECISION}.{key}") for key in ("use_pure_fp16", "enable"))
     if (pure or mixed) and mixed is not False:
         settings[f"{_PRECISION}.enable"] = True
 
 
 def _accumulate(settings: dict[str, Any], notes: list[Unmapped]) -> None:
-    """PaddleNLP's newer names: micro-batch size of a device, and gradient accumulation steps."""
+    """Map PaddleNLP's newer names: micro-batch size per device, and gradient accumulation steps."""
     micro = settings.pop("per_device_train_batch_size", None)
     steps = settings.pop("gradient_accumulation_steps", None)
     if micro is not None:
@@ -230,7 +227,7 @@ def _accumulate(settings: dict[str, Any], notes: list[Unmapped]) -> None:
 
 
 END_OF_TEXT = 50256
-"""The token of GPT-2's vocabulary that ends a document, which Fleet's GPTDataset assumes."""
+"""End-of-document token of GPT-2's vocabulary, which Fleet's GPTDataset assumes."""
 
 
 def _split(value: Any) -> str:
@@ -267,7 +264,7 @@ OLD_NAMES = {
     "Optimizer.adam_beta": "Optimizer.beta",
     "Optimizer.adam_epsilon": "Optimizer.epsilon",
 }
-"""Beginnings of keys of the first versions, and what they became."""
+"""Beginnings of keys in the first versions → their current beginnings."""
 REASONS = {
     "Global.device": "train.device auto takes the GPUs that are there",
     "Global.logging_freq": "Fleet reads it under Engine, where log.every comes from",
@@ -301,7 +298,7 @@ REASONS = {
     "Profiler.*": "the step log has times; there is no profiler in a config",
 }
 ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
-"""Its names of activation functions; its GPTs compute GELU by the tanh approximation."""
+"""Fleet's name of an activation function → ours; its GPTs compute GELU by the tanh approximation."""
 IMPLIED = {
     "Model.module": ("GPTModule", "GPTModuleAuto"),
     "Model.name": ("GPT",),
@@ -311,11 +308,11 @@ IMPLIED = {
     "Distributed.sharding.sharding_offload": (False,),
     "Profiler.enable": (False,),
 }
-"""Key → values that equal our behaviour."""
+"""Key → values that equal our behavior."""
 
 
 def read(path: Path) -> Given:
-    """The settings of a Fleet YAML and its base files, or of a script with Fleet's flags.
+    """Read the settings of a Fleet YAML with its base files, or of a script with Fleet's flags.
 
     Raises:
         UserError: not YAML, not a mapping, a missing or circular base file; or no flags.
@@ -326,7 +323,6 @@ def read(path: Path) -> Given:
 
 
 def _of_yaml(path: Path) -> dict[str, Any]:
-    """The settings of a YAML as `Section.key`."""
     return {key: value for key, value in flat(_merged(path, ()), str(path)).items() if value != {}}
 
 

@@ -1,4 +1,4 @@
-"""Evaluates conditions of shell scripts, as far as the script itself determines them."""
+"""Interpreter of shell scripts, as far as a script itself determines its course; nothing is executed."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -25,12 +25,12 @@ _OF_FILES: Final = ("-f", "-d", "-e", "-s", "-r", "-x", "-w", "-h", "-L")
 
 
 def holds(condition: list[Node], scope: Scope, assumed: list[str]) -> bool | None:
-    """The truth of a condition; None where it is the result of a command.
+    """Return the truth of a condition, or None if it depends on the result of a command.
 
     Args:
-        condition: the commands between `if` and `then`; the last one decides.
-        scope: the variables.
-        assumed: gets the names that the result depends on and that the script does not set; they are empty.
+        condition: commands between `if` and `then`; the last one decides.
+        scope: variables of the script.
+        assumed: receives the names that affect the result but that the script does not set; they count as empty.
     """
     node = condition[-1] if condition else None
     if isinstance(node, Block):
@@ -77,7 +77,7 @@ def _simple(words: list[str], scope: Scope, assumed: list[str]) -> bool | None:
 
 
 class _Test:
-    """Recursive-descent evaluation of the words inside `[ ]` or `[[ ]]`."""
+    """Recursive-descent evaluator of the words inside `[ ]` or `[[ ]]`."""
 
     def __init__(self, words: list[str], scope: Scope) -> None:
         self._words, self._scope, self._place = words, scope, 0
@@ -165,19 +165,17 @@ _SCRIPT_RUNNERS: Final = ("bash", "sh", "zsh", "sbatch", "qsub")
 _SBATCH: Final = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _FLAG: Final = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 _TEXT: Final = re.compile(r"\S\s.*\.py(?=[\s;]|$)|\.py\s", re.DOTALL)
-"""A command line that is one word of another command, as after `bash -c`."""
+"""A command line given as one word of another command, as after `bash -c`."""
 _MOST_COMMANDS: Final = 20_000
 _DEEPEST: Final = 12
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that a script starts.
+    """Command that a script starts.
 
     Attributes:
-        words: expanded.
-        line: from 1, of its script.
-        batch: the words of `#SBATCH` lines above it, and of the commands whose argument it is part of.
+        batch: words of the `#SBATCH` lines above it, and of the commands that have it as an argument.
     """
 
     words: list[str]
@@ -187,13 +185,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Remark:
-    """A decision about a part of a script.
-
-    Attributes:
-        line: from 1.
-        what: the part.
-        reason: the decision and the flags that are left out.
-    """
+    """Decision about a part (`what`) of a script, with the reason and the flags that are left out."""
 
     line: int
     what: str
@@ -202,13 +194,11 @@ class Remark:
 
 @dataclass
 class Script:
-    """Result of interpreting a script.
+    """Result of interpreting a script: its scope at the end, and the commands that it starts, in order.
 
     Attributes:
-        scope: its variables at the end.
-        commands: in the order in which it starts them.
-        remarks: on parts that depend on facts outside the script.
-        missing: files that it reads and that do not exist, each with its line.
+        remarks: decisions about parts that depend on facts outside the script.
+        missing: (line, name) of each file that the script reads and that does not exist.
     """
 
     scope: Scope
@@ -218,7 +208,7 @@ class Script:
 
 
 class _Ended(Exception):
-    """`exit`, or `return` outside a function."""
+    """End of the script by `exit`, or by `return` outside a function."""
 
 
 class _Runner:
@@ -229,7 +219,6 @@ class _Runner:
         self.depth = self.count = 0
 
     def text(self, text: str, where: str) -> None:
-        """Interpret a script's text in the same shell."""
         self.depth += 1
         if self.depth > _DEEPEST:
             raise UserError(
@@ -265,7 +254,7 @@ class _Runner:
             self.nodes(node.body)
 
     def chain(self, chain: Chain) -> None:
-        """`a && b || c`: commands other than tests are assumed to succeed."""
+        """Interpret `a && b || c`, assuming that commands other than tests succeed."""
         success: bool | None = True
         for operator, node in chain.parts:
             if (operator == "&&" and success is False) or (operator == "||" and success is not False):
@@ -406,7 +395,6 @@ class _Runner:
         self.depth -= 1
 
     def start(self, words: list[str], node: Simple) -> None:
-        """A command that is not a shell builtin."""
         texts = [word for word in words[1:] if _TEXT.search(re.sub(r"<[^<>]*>", "", word))]
         scripts = [word for word in words if word.endswith((".sh", ".slurm", ".sbatch"))]
         if texts or (node.heredoc and words[0] in (*_SCRIPT_RUNNERS, "srun", "ssh")):
@@ -422,7 +410,6 @@ class _Runner:
             self.script.commands.append(Command(words, node.line, list(self.batch)))
 
     def _inside(self, text: str) -> None:
-        """Interpret a command line that is given as text."""
         try:
             self.text(text, self.scope.where)
         except _Ended:
@@ -462,7 +449,7 @@ def _assumption(unset: list[str]) -> str:
 
 
 def _ends(body: list[Node]) -> bool:
-    """Whether a branch ends the script, as after an error message."""
+    """Return whether a branch ends the script, as after an error message."""
     return any(
         (isinstance(node, Simple) and node.words and node.words[0].text in ("exit", "return"))
         or (isinstance(node, Block) and _ends(node.body))
@@ -472,7 +459,6 @@ def _ends(body: list[Node]) -> bool:
 
 
 def _flags_in(nodes: list[Node]) -> Iterator[str]:
-    """The flags of commands, except commands that never start a training."""
     for node in nodes:
         if isinstance(node, Simple):
             if node.words and not _SILENT.fullmatch(node.words[0].text):
@@ -494,11 +480,11 @@ def follow(text: str, path: Path) -> Script:
     """Interpret a script without arguments in an empty environment.
 
     Args:
-        text: of the script.
-        path: of its file; files that it reads are searched beside it.
+        text: content of the script.
+        path: path of the script; files that it reads are looked up beside it.
 
     Raises:
-        UserError: it cannot be parsed as a shell script, or does not end.
+        UserError: the text cannot be parsed as a shell script, or does not end.
     """
     script = Script(Scope(str(path), path.parent))
     try:

@@ -1,4 +1,4 @@
-"""Reads the flags of a training from the shell script that launches it, without running anything."""
+"""Lexer and parser of shell scripts, with the syntax tree as dataclasses."""
 
 import re
 from dataclasses import dataclass, field
@@ -17,14 +17,7 @@ DEEPEST: Final = 60
 
 @dataclass(frozen=True)
 class Word:
-    """A word as written, with its quotes; or an operator.
-
-    Attributes:
-        text: as written; of an array `NAME=(…)`, `NAME=`.
-        line: from 1.
-        operator: whether it is one.
-        items: the words of an array.
-    """
+    """Word with its quotes, or operator; `items` are the words of an array, whose `text` is `NAME=`."""
 
     text: str
     line: int
@@ -34,8 +27,6 @@ class Word:
 
 @dataclass
 class Lexer:
-    """Splits a script into words."""
-
     text: str
     where: str
     place: int = 0
@@ -45,11 +36,7 @@ class Lexer:
     bodies: dict[int, str] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Read the whole text into `words` and `bodies`, the heredocs by the place of the word before each.
-
-        Raises:
-            UserError: something does not close.
-        """
+        """Read the text into `words`, and into `bodies` the heredocs by the index of the word before each."""
         while self.place < len(self.text):
             self._step()
 
@@ -115,7 +102,7 @@ class Lexer:
 
     def _word(self) -> None:
         end = self._word_end(self.place)
-        if end == self.place:  # a character that begins nothing
+        if end == self.place:  # a character that begins no word
             end += 1
         text = self.text[self.place : end]
         self.words.append(Word(text, self.line))
@@ -144,18 +131,17 @@ class Lexer:
         return min(place, len(self.text))
 
     def find(self, wanted: str, place: int) -> int:
-        """Where `wanted` is, from `place` on."""
         found = self.text.find(wanted, place)
         if found < 0:
             raise self.error("a quote in it does not close")
         return found
 
     def quote_end(self, place: int) -> int:
-        """The place after the single quote that closes the one at `place`."""
+        """Return the index after the single quote that closes the one at `place`."""
         return self.find("'", place + 1) + 1
 
     def double_end(self, place: int) -> int:
-        """The place after the double quote that closes the one at `place`."""
+        """Return the index after the double quote that closes the one at `place`."""
         place += 1
         while place < len(self.text) and self.text[place] != '"':
             if self.text[place] == "\\":
@@ -171,7 +157,7 @@ class Lexer:
         return place + 1
 
     def nested(self, place: int) -> int:
-        """The place after what opens at `place` with `(` or `{`."""
+        """Return the index after the bracket that closes the `(` or `{` at `place`."""
         closing = [_CLOSING[self.text[place]]]
         place += 1
         while closing and place < len(self.text):
@@ -220,13 +206,12 @@ class Lexer:
         self.heredocs.clear()
 
     def error(self, what: str) -> UserError:
-        """The error that the script cannot be read, with the line."""
         return UserError(f"{self.where}, line {self.line}: not a shell script that can be read: {what}.")
 
 
 @dataclass
 class Simple:
-    """A simple command: its words and its heredoc."""
+    """Simple command: its words and its heredoc."""
 
     line: int
     words: list[Word]
@@ -271,15 +256,13 @@ class Loop:
 
 @dataclass
 class Function:
-    """The definition of a function."""
-
     name: str
     body: list["Node"]
 
 
 @dataclass
 class Block:
-    """A group in braces or parentheses."""
+    """Group in braces or parentheses."""
 
     body: list["Node"]
 
@@ -446,11 +429,7 @@ class _Parser:
 
 
 def parse(text: str, where: str) -> list[Node]:
-    """The commands of a script.
-
-    Raises:
-        UserError: a quote, a parenthesis or a compound command is not closed, or out of place.
-    """
+    """Parse the commands of a script; raise a `UserError` if something is not closed or is out of place."""
     lexer = Lexer(text, where)
     lexer.run()
     return _Parser(lexer).script()

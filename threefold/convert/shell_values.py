@@ -1,4 +1,4 @@
-"""Evaluates constant expressions of Python and shell arithmetic, without running code."""
+"""Values in foreign configs: constant Python expressions, and shell words with variables and arithmetic."""
 
 import ast
 import operator
@@ -28,22 +28,18 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "min": 
 
 
 _MOST_PARTS = 10_000
-"""Largest number of elements of a list or dict, nested ones included; a larger one stays source text."""
+"""Limit on the elements of a list or dict, including nested ones; a larger one stays source text."""
 
 
 def parsed(text: str, expression: bool = False) -> ast.AST:
-    """The syntax tree of foreign Python code, without Python's warnings.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is not Python, or nested too deeply.
-    """
+    """Parse foreign Python code, which may be invalid or too deeply nested, without Python's warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text, mode="eval" if expression else "exec")
 
 
 def constant(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of numbers, names, arithmetic, lists and `dict(…)`; anything else stays source text."""
+    """Evaluate numbers, names, arithmetic, lists and `dict(…)`; anything else stays source text."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name) and node.id in names:
@@ -94,7 +90,7 @@ def _applied(node: ast.expr, function: Callable[..., Any], values: list[Any]) ->
 
 
 def _bounded(value: Any, node: ast.expr) -> Any:
-    """A list or dict; its source text where its names expand to more than `_MOST_PARTS` elements."""
+    """Return a list or dict, or its source text if its names expand to more than `_MOST_PARTS` elements."""
     waiting, count = [value], 0
     while waiting and count <= _MOST_PARTS:
         part = waiting.pop()
@@ -117,7 +113,7 @@ def _is_number(value: Any) -> bool:
 
 Value = str | list[str]
 LONGEST_VALUE: Final = 1_000_000
-"""Largest length of a variable, in characters."""
+"""Length limit of a variable, in characters."""
 _NAMED: Final = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _PIECES: Final = re.compile(r"(?:<[A-Za-z][^<>\n]*>|\S)+")
 """Words of an unquoted value; a placeholder such as `<path to the data>` is one word."""
@@ -125,13 +121,11 @@ _PIECES: Final = re.compile(r"(?:<[A-Za-z][^<>\n]*>|\S)+")
 
 @dataclass
 class Scope:
-    """The variables of a script.
+    """Variables of a script.
 
     Attributes:
-        where: name of the script, for messages.
-        folder: of the script.
-        variables: texts, and arrays as lists.
-        positional: `$1` and so on.
+        variables: name → text, or a list for an array.
+        positional: positional parameters, from `$1`.
         unset: names that were used but never set, in order of use.
     """
 
@@ -142,7 +136,7 @@ class Scope:
     unset: list[str] = field(default_factory=list)
 
     def get(self, name: str) -> Value | None:
-        """The value of a variable or parameter; None if it is not set."""
+        """Return the value of a variable or parameter, or None if it is not set."""
         if name.isdecimal():
             place = int(name) if len(name) < 4 else len(self.positional) + 1
             if place == 0:
@@ -159,29 +153,25 @@ class Scope:
         return self.variables.get(name)
 
     def put(self, name: str, value: Value) -> None:
-        """Set a variable.
-
-        Raises:
-            UserError: its value is too long, as for a variable that doubles repeatedly.
-        """
+        """Set a variable; raise a `UserError` if its value is too long, as when a variable doubles repeatedly."""
         if (len(value) if isinstance(value, str) else sum(len(item) + 1 for item in value)) > LONGEST_VALUE:
             raise UserError(f"{self.where}: a variable in it grows beyond {LONGEST_VALUE:,} characters.")
         self.variables[name] = value
 
 
 class Expander:
-    """Expands words of a script.
+    """Expansion of shell words with the variables of a script.
 
     Args:
-        scope: the variables.
-        empty: whether unset variables are empty, as in a test; else they stay as written, as `$NAME`.
+        scope: variables of the script.
+        empty: whether unset variables are empty, as in a test; otherwise they stay as written, as `$NAME`.
     """
 
     def __init__(self, scope: Scope, empty: bool = False) -> None:
         self._scope, self._empty = scope, empty
 
     def fields(self, raw: str) -> list[str]:
-        """The words that a word expands to; an unquoted value is split into words."""
+        """Expand a word to words; unquoted values are split at spaces."""
         done: list[str] = []
         current: str | None = None
         for text, kind in self._parts(raw):
@@ -210,12 +200,12 @@ class Expander:
         return done if current is None else [*done, current]
 
     def text(self, raw: str) -> str:
-        """The expansion of a word as one text, as in an assignment."""
+        """Expand a word to a single text, as in an assignment."""
         parts = (" ".join(text) if isinstance(text, list) else text for text, _ in self._parts(raw))
         return "".join(parts)
 
     def _parts(self, raw: str) -> Iterator[tuple[Value, str]]:
-        """Pieces of a word: literal ("kept"), or to be split into words ("split")."""
+        """Yield the pieces of a word: literal ("kept"), or to be split into words ("split")."""
         place = 0
         lexer = Lexer(raw, self._scope.where)
         while place < len(raw):
@@ -333,7 +323,7 @@ class Expander:
         return self._edited(value, rest, raw)
 
     def _edited(self, value: str, rest: str, raw: str) -> str:
-        """A value with `%`, `#`, `/`, `,,`, `^^` or `:from:length` done to it."""
+        """Apply `%`, `#`, `/`, `,,`, `^^` or `:from:length` to a value."""
         if not rest:
             return value
         if rest in (",,", "^^"):
@@ -371,7 +361,7 @@ class Expander:
             return raw
 
     def _command(self, inner: str, raw: str) -> str:
-        """What a command inside `$(…)` prints, where it only names paths or adds up."""
+        """Evaluate a command inside `$(…)`, if it only handles paths or does arithmetic."""
         words = [field for part in _words_of(inner, self._scope.where) for field in self.fields(part)]
         known: dict[str, Callable[[list[str]], str]] = {
             "pwd": lambda _: str(self._scope.folder),
