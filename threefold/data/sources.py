@@ -1,4 +1,4 @@
-"""Reading text from parquet files, which needs the extra `parquet` of the package."""
+"""Input files of text: JSON lines, plain text and parquet, also compressed, as documents."""
 
 import gzip
 import hashlib
@@ -24,13 +24,13 @@ _ROWS: Final = 1024
 
 
 def parquet_batches(path: Path, column: str) -> Iterator[tuple[list[str], float]]:
-    """The texts of a column, some rows at a time; rows without one are left out.
+    """Read the texts of a parquet column, some rows at a time; rows without a text are left out.
 
     Yields:
-        the texts, and the share of the file's rows that are read with them; the last is 1.
+        the texts, and the share of the file's rows read so far; the last share is 1.
 
     Raises:
-        UserError: pyarrow is not installed, the file is no parquet file or damaged, or has no such column of text.
+        UserError: pyarrow is not installed, the file is damaged or not parquet, or has no such column of text.
     """
     try:
         import pyarrow
@@ -67,17 +67,17 @@ _PARQUET_SUFFIXES: Final = (".parquet",)
 _COMPRESSED_SUFFIXES: Final = (".gz", ".zst")
 _KNOWN: Final = ", ".join(_JSON_SUFFIXES + _TEXT_SUFFIXES) + ", one of these and .gz or .zst, or .parquet"
 
-# A line that only says this ends a document of a plain-text file, as in other public corpora of plain text.
+# Ends a document of a plain-text file when alone on a line, as in other public corpora.
 DOCUMENT_END: Final = "<|endoftext|>"
-# A long text is cut into documents of about this many characters: at the next blank line, at the latest (4 times as
-# long) at the next line, so that a single big file can be held in memory and divided into splits.
+# Characters after which a long text is cut at the next blank line, or after 4 times as many at the next line, so that
+# a single big file can be held in memory and divided into splits.
 _TEXT_DOCUMENT: Final = 65_536
 _READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
 _CHUNK: Final = 1 << 18
 
 
 def find_inputs(inputs: Iterable[Path]) -> list[Path]:
-    """The files to read: files as given, folders searched for files of a known kind in the order of their names.
+    """Return the files to read: given files, and all files of a known kind in given folders, sorted by name.
 
     Raises:
         UserError: an input does not exist, is of an unknown kind, or is a folder without a file to read.
@@ -99,19 +99,19 @@ def find_inputs(inputs: Iterable[Path]) -> list[Path]:
 
 
 def is_json_lines(path: Path) -> bool:
-    """Whether `path` is a file of JSON lines by its name, compressed or not."""
+    """Return whether `path` is a file named as JSON lines, compressed or not."""
     return _kind(path) == "json" and path.is_file()
 
 
 def holds_chat(path: Path, key: str) -> bool:
-    """Whether a file's first line is a conversation or a prompt and its completion; all its lines are of one kind.
+    """Return whether a file's first line is a conversation or a prompt with a completion; its other lines must match.
 
     Args:
-        path: a file of any known kind.
-        key: which key of a JSON object holds the text or the messages.
+        path: file of any known kind.
+        key: key of the text or the messages in JSON objects.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
         return False
@@ -121,21 +121,21 @@ def holds_chat(path: Path, key: str) -> bool:
     try:
         return is_chat(json.loads(first), key)
     except (ValueError, RecursionError):
-        return False  # for the reader of all lines to refuse
+        return False  # the reader of all lines reports it
 
 
 class SourceReader:
-    """One input file: its documents, and what was read of it so far.
+    """Documents of one input file, and how much of it has been read.
 
     Args:
         path: the file.
-        key: which key of a JSON object, or column of a parquet file, holds the text (or, of an object, the messages).
+        key: key of the text (or the messages) in JSON objects, or column of a parquet file.
         on_read: called with the number of bytes (as stored) at every read.
-        key_given_by: the option or setting that chose `key`.
+        key_given_by: option or setting that chose `key`, for error messages.
 
     Attributes:
-        documents: how many documents it gave.
-        bytes: how many bytes of the file were read.
+        documents: number of documents yielded so far.
+        bytes: bytes of the file read so far.
     """
 
     def __init__(self, path: Path, key: str, on_read: Callable[[int], None], key_given_by: str = "--key") -> None:
@@ -152,10 +152,10 @@ class SourceReader:
         return self._hash.hexdigest()
 
     def texts(self) -> Iterator[str]:
-        """The documents, of which none is a conversation or a pair.
+        """Yield the documents of a file that has no conversations or pairs.
 
         Raises:
-            UserError: as of the documents, or one is.
+            UserError: as in iteration, or a document is a conversation or a pair.
         """
         for document in self:
             if not isinstance(document, str):
@@ -163,7 +163,7 @@ class SourceReader:
             yield document
 
     def __iter__(self) -> Iterator[Document]:
-        """The documents that are not empty.
+        """Yield the non-empty documents.
 
         Raises:
             UserError: the file cannot be read, or a line is malformed.
@@ -181,7 +181,7 @@ class SourceReader:
             size = self.path.stat().st_size
             for texts, share in parquet_batches(self.path, self._key):
                 yield from texts
-                # The file is not read from its beginning to its end, so its hash and the progress come along beside.
+                # parquet is read out of order, so a second reader follows for the hash and the progress
                 while self.bytes < share * size and raw.read(_CHUNK):
                     pass
             while raw.read(_CHUNK):
@@ -192,7 +192,7 @@ class SourceReader:
             stream = io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig")
             lines = iter(lambda: stream.readline(_READ_LINE_LIMIT), "") if _kind(self.path) == "text" else iter(stream)
             yield from _text_documents(lines) if _kind(self.path) == "text" else self._json_documents(lines)
-            while raw.read(1 << 20):  # a decompressor may stop before the last bytes of the file, which the hash covers
+            while raw.read(1 << 20):  # the hash covers the last bytes, which a decompressor may leave unread
                 pass
 
     @contextmanager
@@ -210,19 +210,19 @@ class SourceReader:
         self._on_read(len(data))
 
     def objects(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """The object of each line of JSON, and the line's number.
+        """Yield the object of each line of JSON, and the line's number.
 
         Raises:
-            UserError: the file cannot be read, or a line is no JSON object.
+            UserError: the file cannot be read, or a line is not a JSON object.
         """
         with self._opened() as raw, _explained(self.path):
             yield from self._json_objects(io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig"))
 
     def text_of(self, value: dict[str, Any], number: int) -> str:
-        """The text of the object in a line.
+        """Return the text in the object of a line.
 
         Raises:
-            UserError: it has none under the key.
+            UserError: the object has no text under the key.
         """
         if self._key not in value:
             keys = ", ".join(f'"{key}"' for key in value) or "none"
@@ -329,7 +329,7 @@ def _text_documents(lines: Iterable[str]) -> Iterator[str]:
 
 
 class _Watched(io.RawIOBase):
-    """A raw file that shows every byte it reads to a callback."""
+    """Raw file that passes every byte read to a callback."""
 
     def __init__(self, file: io.RawIOBase, watch: Callable[[memoryview], None]) -> None:
         self._file = file
@@ -345,9 +345,9 @@ class _Watched(io.RawIOBase):
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of a zstd file of any number of frames.
+    """Content of a zstd file with any number of frames.
 
-    A truncated file is an error, which the library's own `stream_reader` takes for an end.
+    Truncation is an error here, while the library's own `stream_reader` takes it for the end.
     """
 
     def __init__(self, file: io.BufferedReader) -> None:
