@@ -38,9 +38,6 @@ def replace_link(path: Path) -> Path:
     """Unlink `path` if it is a symbolic link, so that writing to it does not write to the link's target; return `path`.
 
     A link to a device or a pipe, such as /dev/null, is kept.
-
-    Raises:
-        OSError: the link cannot be removed.
     """
     if path.is_symlink():
         try:
@@ -164,11 +161,7 @@ def check_files_replaceable(prefix: Path, files: Sequence[Path], inputs: Sequenc
 
 
 def check_name(out: Path, place: str) -> None:
-    """Check that a path ends with a name that a new file or folder can have.
-
-    Raises:
-        UserError: the path has no name of its own, such as `.`, `..` or `/`.
-    """
+    """Raise UserError if a path has no name of its own to give to something new, such as `.`, `..` or `/`."""
     if out.name in ("", ".."):
         raise UserError(
             f"{place} {shown(out)} is a folder that other things are in; name one to make, such as "

@@ -49,11 +49,7 @@ class TokenSummary:
 
 
 def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
-    """Compute the statistics in one pass over the tokens.
-
-    Raises:
-        UserError: a token is negative.
-    """
+    """Compute the statistics in one pass over the tokens. Raises UserError if a token is negative."""
     lengths = np.diff(stored.documents)
     filled = np.flatnonzero(lengths)
     some = filled[np.linspace(0, len(filled) - 1, min(len(filled), _ENDS)).astype(np.int64)]
@@ -93,13 +89,7 @@ def _highest(stored: StoredTokens, progress: Progress) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Audit:
-    """One file that was checked.
-
-    Attributes:
-        bytes: size of the file; None if it has none.
-        found: result of the check, in a few words.
-        problem: sentence that says how the file is damaged; empty if it is intact.
-    """
+    """Result of checking one file: its size (None if it has none), the finding, and the problem if it is damaged."""
 
     path: Path
     bytes: int | None
@@ -165,13 +155,11 @@ def _audit_folder(folder: Path, progress: Progress) -> Iterator[Audit]:
 
 
 def _unended(files: TokenFiles) -> int | None:
-    """Return the first document that does not end with the end-of-document token, if any."""
     wrong = files.tokens[np.asarray(files.documents[1:]) - 1] != files.eod
     return int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _cache_of(path: Path) -> Path:
-    """Return the cache folder of a file of JSON lines; any other path as it is."""
     if not (is_json_lines(path) and os.path.isfile(path)):
         return path
     path = path.with_name(path.name + CACHE_ENDING)
@@ -187,7 +175,6 @@ def _entries(cache: Path) -> list[Path]:
 
 
 def _audit_stamps(cache: Path) -> list[Audit]:
-    """Check the hashes that a cache keeps of the files that were encoded."""
     if not os.path.isdir(cache):
         return []
     found = []

@@ -39,7 +39,6 @@ class ReadCorpus:
 
     Attributes:
         files: the token file first, then the files that say where documents start.
-        tokens: the token ids.
         content: known facts about the content; its checksum of the tokens is the one recorded when they were written.
         remedy: how to replace a damaged file, as the end of a sentence.
     """
@@ -74,15 +73,12 @@ def _checksum_of_documents(data: Corpus) -> str:
 
 
 def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:
-    """Compute the checksum of tokens as they are stored in a type.
+    """Compute the checksum of tokens as they are stored in a type. Raises UserError if their file cannot be read.
 
     Args:
         tokens: [N].
         dtype: name of the type.
         advance: called with the bytes of each block that was read.
-
-    Raises:
-        UserError: the file of the tokens cannot be read to its end.
     """
     little = np.dtype(dtype).newbyteorder("<")
 

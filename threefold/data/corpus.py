@@ -90,7 +90,6 @@ class Corpus:
 
     @property
     def holds_chat(self) -> bool:
-        """Whether its documents are conversations, or prompts with completions."""
         return self.loss_mask is not None
 
     @property
@@ -109,21 +108,15 @@ class Corpus:
 
     @cached_property
     def tokenizer_sha256(self) -> str | None:
-        """SHA-256 of the tokenizer.json, if it is known."""
         return None if self.tokenizer_file is None else hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
 
     def check_tokens(self, tokens: NDArray[np.integer], start: int) -> None:
-        """Check that a piece of the corpus, which starts at position `start`, is inside its vocabulary.
-
-        Raises:
-            UserError: a token is outside the vocabulary.
-        """
+        """Check tokens that start at position `start`. Raises UserError if one is outside the vocabulary."""
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
             raise self.outside(int(tokens[place]), start + place)
 
     def document_of(self, place: int) -> int:
-        """Return the index of the document that contains the token at `place`."""
         return int(np.searchsorted(self.documents, place, side="right")) - 1
 
     def outside(self, token: int, place: int, sample: str = "") -> UserError:

@@ -40,11 +40,9 @@ class NamedCorpus:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Dataset of a run: one source, or several that share a vocabulary.
+    """One source, or several that share a vocabulary, in the order of the config.
 
-    Attributes:
-        sources: in the order of the config.
-        settings: the config's `data` section, which may not be resolved yet.
+    `settings` is the config's `data` section, which may not be resolved yet.
     """
 
     sources: tuple[NamedCorpus, ...]
@@ -56,7 +54,6 @@ class Dataset:
 
     @property
     def eod(self) -> int | None:
-        """Id of the end-of-document token; None if there is none."""
         return next((eod for source in self.sources if (eod := source.data.eod) is not None), None)
 
     @property
@@ -66,12 +63,10 @@ class Dataset:
 
     @property
     def holds_chat(self) -> bool:
-        """Whether any source has conversations, or prompts with completions."""
         return any(source.data.holds_chat for source in self.sources)
 
     @property
     def template(self) -> ChatTemplate | None:
-        """Chat template of the conversations, if there are any."""
         return next((template for source in self.sources if (template := source.data.template)), None)
 
     @property
@@ -82,12 +77,10 @@ class Dataset:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """Path of the tokenizer.json, if it is known."""
         return next((file for source in self.sources if (file := source.data.tokenizer_file)), None)
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """SHA-256 of the tokenizer.json, if it is known."""
         return next((sha256 for source in self.sources if (sha256 := source.data.tokenizer_sha256)), None)
 
     def complete(self, config: Config) -> Config:
@@ -137,19 +130,11 @@ class Dataset:
             )
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return the number of tokens and documents of each source; needs resolved settings.
-
-        Raises:
-            UserError: as in `samples`.
-        """
+        """Return the number of tokens and documents of each source; needs resolved settings. Raises like `samples`."""
         return tuple(_size(source.data, self.settings.sequence_length) for source in self.sources)
 
     def contents(self) -> tuple[ReadCorpus, ...]:
-        """Return each source that has files, with its checksums; needs resolved settings.
-
-        Raises:
-            UserError: as in `samples`.
-        """
+        """Return each source that has files, with its checksums; needs resolved settings. Raises like `samples`."""
         length = self.settings.sequence_length
         return tuple(
             content_of(data if isinstance(data := source.data, Corpus) else _encoded(data, length))
@@ -194,11 +179,7 @@ def names_data(config: Config) -> bool:
 
 
 def names_nested_data(config: Config) -> bool:
-    """Return whether a config names a user's own dataset whose samples are not tokens.
-
-    Raises:
-        UserError: there is no such dataset.
-    """
+    """Return whether a config names a user's own dataset without tokens. Raises UserError if there is no dataset."""
     return any(is_own_data(name) and not holds_tokens(Path(name)) and is_nested(name) for name in config.data.corpora)
 
 
@@ -232,7 +213,6 @@ def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
 
 
 def _check_shared(sources: Sequence[NamedCorpus]) -> None:
-    """Check that all sources have the same tokenizer and rules, as far as these are known."""
     for one in sources:
         for other in sources:
             known = one.data.tokenizer_sha256 and other.data.tokenizer_sha256
@@ -291,11 +271,7 @@ USUAL_VOCABULARY: Final = 50257  # GPT-2's
 
 
 def vocabulary(config: Config) -> int | None:
-    """Return the number of token ids of a config's data; None if there is nothing at its paths.
-
-    Raises:
-        UserError: the data is damaged, or does not fit the config.
-    """
+    """Return the number of token ids of a config's data; None without data. Raises like `open_dataset`."""
     return open_dataset(config).vocab_size if names_data(config) else None
 
 

@@ -62,11 +62,7 @@ class DocumentEncoder:
         self._spelled = re.compile("|".join(map(re.escape, sorted(self._specials.values(), key=len, reverse=True))))
 
     def encode(self, document: Document) -> EncodedDocument:
-        """Encode a document.
-
-        Raises:
-            UserError: a conversation has no template, is refused by it, or its answers cannot be located.
-        """
+        """Encode a document. Raises UserError if a conversation has no template or its answers cannot be located."""
         if isinstance(document, str):
             ids = self._ended(self.text.encode(document))
             return EncodedDocument(ids, [True] * len(ids))
@@ -75,11 +71,7 @@ class DocumentEncoder:
         return self._encode_chat(document)
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
-        """Encode a conversation that the assistant is to continue.
-
-        Raises:
-            UserError: as in `encode`.
-        """
+        """Encode a conversation that the assistant is to continue. Raises like `encode`."""
         return self._tokens(self._render(self._marked(messages), where, prompted=True).text)[0]
 
     def end_of_turn(self) -> int | None:
@@ -243,15 +235,7 @@ _AHEAD: Final = 2
 
 @dataclass(frozen=True)
 class EncodingSpec:
-    """Settings of encoding, as workers receive them.
-
-    Attributes:
-        tokenizer: the tokenizer as JSON.
-        eod: id of the end-of-document token.
-        dtype: numpy dtype of the tokens, as a string.
-        rule: how text becomes tokens.
-        template: chat template for conversations.
-    """
+    """Settings of encoding, with the tokenizer as JSON, as they are sent to workers."""
 
     tokenizer: str
     eod: int
@@ -308,7 +292,6 @@ class _Encoder:
 
 
 def texts_in(document: Document) -> Iterator[str]:
-    """Yield the texts that a document consists of."""
     match document:
         case str():
             yield document

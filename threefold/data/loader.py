@@ -116,14 +116,11 @@ class Loader:
         return isinstance(self.train, NestedSamples)
 
     def batch(self, step: int, following: int | None = None) -> Any:
-        """Return the training batch of `step` (from 0), whatever was read before.
+        """Return the training batch of `step`, whatever was read before. Raises UserError if token files are damaged.
 
         Args:
-            step: number of the step.
+            step: number of the step, from 0.
             following: step whose batch is prefetched meanwhile; None for the next one.
-
-        Raises:
-            UserError: the token files are damaged.
         """
         following = step + 1 if following is None else following
         ahead = self._ahead.pop(step, None)
@@ -159,7 +156,6 @@ class Loader:
 
     @property
     def is_mixture(self) -> bool:
-        """Whether several corpora are evaluated."""
         return len(self._heldout_samples().parts) > 1
 
     def eval_parts(self, limit: int | None = None) -> list[tuple[MixturePart, int]]:
@@ -203,7 +199,6 @@ class Loader:
         return min(limit, whole) if limit else whole
 
     def close(self) -> None:
-        """Stop the reading thread."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int) -> Any:
@@ -219,7 +214,6 @@ class Loader:
         return self._placed(batch)
 
     def _placed(self, batch: Any) -> Any:
-        """Copy a batch to pinned memory if requested; called by the thread that reads ahead."""
         if not self.pinned or not isinstance(batch, Batch):
             return batch
         tensors = (getattr(batch, field.name) for field in fields(batch))

@@ -130,25 +130,26 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
 
 class DataLoader:
-    """The batches of this rank from any map-style data set, in an order that does not depend on the layout.
+    """Batches of this rank from any map-style dataset, in an order that does not depend on the layout.
 
-    `for batch in loader` gives the batches that are left in the current epoch; the next loop has the next epoch. A loop
-    that is left early is continued by the next one. What the data set itself draws at random, such as an augmentation,
-    follows from torch's generators and the worker, not from `seed`.
+    `for batch in loader` yields the batches left in the current epoch; the next loop has the next epoch. A loop that is
+    left early is continued by the next one. What the dataset itself draws at random, such as an augmentation, depends
+    on torch's generators and the worker, not on `seed`.
 
     Args:
-        dataset: with `__len__` and `__getitem__`.
-        global_batch_size: samples of a step, over all replicas; a multiple of dp.
-        mesh: whose `dp` axis the samples are divided over; None for one replica.
-        seed: keys the order of each epoch.
-        shuffle: False for the order of the data set.
-        drop_last: as of `DistributedBatchSampler`.
-        num_workers: processes that read ahead, as of `torch.utils.data.DataLoader`; 0 for none.
-        collate_fn: makes a batch of a list of samples; None for torch's.
+        dataset: map-style dataset, with `__len__` and `__getitem__`.
+        global_batch_size: samples per step, over all replicas; a multiple of dp.
+        mesh: mesh whose `dp` axis the samples are divided over; None for one replica.
+        seed: key of each epoch's order.
+        shuffle: False keeps the order of the dataset.
+        drop_last: drop the samples at the end of an epoch that do not fill a global batch, as in
+            `DistributedBatchSampler`.
+        num_workers: processes that read ahead, as in `torch.utils.data.DataLoader`; 0 for none.
+        collate_fn: makes a batch from a list of samples; None uses torch's.
         options: further arguments of `torch.utils.data.DataLoader`, such as `pin_memory` or `persistent_workers`.
 
     Raises:
-        UserError: as `DistributedBatchSampler`.
+        UserError: as in `DistributedBatchSampler`.
 
     Example:
         >>> loader = threefold.DataLoader(dataset, global_batch_size=64, mesh=mesh, seed=0)

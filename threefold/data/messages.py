@@ -51,11 +51,7 @@ class Conversation:
 
 
 def conversation_of(value: Any, where: str, name: str = MESSAGES) -> Conversation:
-    """Parse a list of messages to answer.
-
-    Raises:
-        UserError: the list is malformed, or its last message is the assistant's.
-    """
+    """Parse a list of messages to answer. Raises UserError if it is malformed or ends with the assistant's message."""
     messages = messages_of(value, where, name)
     if messages[-1]["role"] == ASSISTANT:
         raise UserError(
@@ -75,15 +71,12 @@ def is_chat(value: Any, key: str) -> bool:
 
 
 def chat_of(value: dict[str, Any], key: str, where: str) -> Chat | Completion:
-    """Parse the conversation or the pair of a line.
+    """Parse the conversation or the pair of a line. Raises UserError if it is malformed.
 
     Args:
         value: object for which `is_chat` is true.
         key: key of the messages, if the object has it.
         where: file and line.
-
-    Raises:
-        UserError: the object is malformed.
     """
     tools = value.get("tools")
     if tools is not None and not isinstance(tools, list):
@@ -104,11 +97,7 @@ def chat_of(value: dict[str, Any], key: str, where: str) -> Chat | Completion:
 
 
 def messages_of(value: Any, where: str, name: str) -> tuple[dict[str, Any], ...]:
-    """Parse a list of messages, each an object with a known role and content.
-
-    Raises:
-        UserError: the list is malformed.
-    """
+    """Parse a list of messages, each with a known role and content. Raises UserError if it is malformed."""
     if not isinstance(value, list):
         raise UserError(f"{where} has {_shown(value)} under {name!r}; it must be a list of messages.")
     if not value:

@@ -69,9 +69,7 @@ class Blend:
 class MixedSamples:
     """Samples of one split of several corpora: the first corpus's, then the second's, and so on.
 
-    Attributes:
-        parts: the corpora, with weights that sum to 1.
-        blend: order in which a run reads them.
+    The weights of `parts` sum to 1; `blend` is the order in which a run reads them.
     """
 
     parts: tuple[MixturePart, ...]
@@ -79,11 +77,7 @@ class MixedSamples:
 
     @classmethod
     def of(cls, parts: Sequence[MixturePart]) -> "MixedSamples":
-        """Mix parts by their weights, of which only the ratios matter.
-
-        Raises:
-            UserError: a weight is too small a part of the sum.
-        """
+        """Mix parts by their weights, of which only the ratios matter. Raises UserError if a weight is too small."""
         blend = Blend([part.weight for part in parts])
         total = sum(part.weight for part in parts)
         return cls(tuple(MixturePart(part.name, part.samples, part.weight / total) for part in parts), blend)

@@ -62,11 +62,7 @@ class PackedSamples(SingleCorpus):
         return max(0, self.tokens - 1) // self.sequence_length
 
     def read(self, indices: Int64Array) -> NDArray[np.int64]:
-        """Read the samples at `indices` (int64 [rows]): int64 [rows, S + 1].
-
-        Raises:
-            UserError: a token is outside the vocabulary, so the file is damaged.
-        """
+        """Read samples: int64 [rows] → int64 [rows, S + 1]. Raises UserError if a token is outside the vocabulary."""
         places = self._places(indices, self.sequence_length + 1)
         windows: Int64Array = self.files.tokens[places].astype(np.int64)
         if windows.size and not 0 <= windows.min() <= windows.max() < self.files.vocab_size:
@@ -126,8 +122,6 @@ class PackedSamples(SingleCorpus):
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Size of a split: documents, tokens, and samples of the given sequence length."""
-
     name: str
     documents: int
     tokens: int
@@ -135,11 +129,7 @@ class SplitFacts:
 
 
 def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFacts]:
-    """Return the size of each split of `files` under `split`, including empty ones.
-
-    Raises:
-        UserError: `split` is malformed, or there are too few documents for it.
-    """
+    """Return the size of each split of `files` under `split`, including empty ones. Raises like `document_counts`."""
     facts = []
     for name in SPLITS:
         runs = document_runs(files.document_count, split, name)
@@ -265,7 +255,6 @@ class PackedConversations(SingleCorpus):
 
     @cached_property
     def _held(self) -> Int64Array:
-        """Tokens of the pieces of each sample, int64 [samples]."""
         return np.add.reduceat(self.lengths, self.samples[:-1])
 
     def _pieces(self, sample: int) -> list[tuple[int, int]]:

@@ -82,7 +82,6 @@ class PrepareRequest:
 
     @property
     def read(self) -> tuple[Path, ...]:
-        """All files and folders that are read."""
         return self.inputs if self.tokenizer is None else (*self.inputs, self.tokenizer)
 
 
@@ -110,9 +109,8 @@ def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
 
 
 def _template(request: PrepareRequest, chats: list[Path]) -> ChatTemplate | None:
-    """Return the chat template for conversations; pairs of texts need none, which the encoder checks."""
     if not chats:
-        return None
+        return None  # a pair of texts needs none either, which the encoder checks
     if request.tokenizer is None:
         raise UserError(
             f"{chats[0]} holds conversations or prompts, whose special tokens no vocabulary learned here would have; "
@@ -229,10 +227,9 @@ _CHUNK: Final = 1 << 22
 
 @dataclass(frozen=True)
 class ConvertedTokens:
-    """Summary of a conversion.
+    """Number of tokens and documents written by a conversion.
 
     Attributes:
-        tokens, documents: number of tokens and documents written.
         left_out: empty documents, which the new format cannot hold.
         ended: documents that got an end-of-document token, which the new format requires.
     """
@@ -271,11 +268,7 @@ def convert(
 
 
 def to_prefix(source: Path, format_: TokenFormat, out: Path, overwrite: bool, progress: Progress) -> ConvertedTokens:
-    """Write the files of a prefix atomically, such as OUT.bin and OUT.idx of Megatron-LM.
-
-    Raises:
-        UserError: the source cannot be read, the format cannot hold it, or `out` cannot be written.
-    """
+    """Write the files of a prefix atomically, such as OUT.bin and OUT.idx of Megatron-LM. Raises like `convert`."""
     check_name(out, "--out")
     name = out.name
     for ending in format_.endings:
@@ -302,7 +295,7 @@ def _require_no_mask(source: Path) -> None:
 def to_threefold(
     source: Path, out: Path, tokenizer: Path | None, end: str | None, overwrite: bool, progress: Progress
 ) -> ConvertedTokens:
-    """Write a folder like those of `threefold data prepare` atomically.
+    """Write a folder like those of `threefold data prepare` atomically. Raises like `convert`.
 
     This format needs a tokenizer, and non-empty documents that end with its end-of-document token: empty documents are
     left out, and those without the token get it.
@@ -314,9 +307,6 @@ def to_threefold(
         end: name of the end-of-document token; None finds a usual one.
         overwrite: whether token files at `out` may be replaced.
         progress: receives the bytes converted.
-
-    Raises:
-        UserError: the source cannot be read, its tokenizer is unknown or another one, or `out` cannot be written.
     """
     read = [source] if tokenizer is None else [source, tokenizer]
     check_replaceable(out, read, overwrite, listing=list_token_files)

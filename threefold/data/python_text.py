@@ -87,7 +87,6 @@ def _topics(library: Path) -> Iterator[str]:
 
 
 def _docstrings(library: Path) -> Iterator[str]:
-    """Yield the docstrings of each module as one text, in source order."""
     for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).parts):
         if _LEFT_OUT.isdisjoint(path.relative_to(library).parts) and (tree := _parse(path)) is not None:
             yield "\n\n".join(docstring for docstring in _docstrings_of(tree) if _is_prose(docstring))

@@ -18,11 +18,7 @@ SPLITS: Final = ("train", "valid", "test")
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Parse the weights of train, valid and test, such as "949,50,1"; missing ones are 0.
-
-    Raises:
-        UserError: not one to three numbers ≥ 0 with the first above 0.
-    """
+    """Parse weights of train, valid and test such as "949,50,1"; missing ones are 0. Raises UserError if malformed."""
     fields = [field.strip() for field in text.split(",")]
     try:
         weights = [float(field) for field in fields]
@@ -103,13 +99,10 @@ class Samples(Protocol):
         """
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return inputs and labels of samples: two int64 [rows, S]; ignored labels are -100 (IGNORE_INDEX).
+        """Return inputs and labels, int64 [rows, S] each; ignored labels are -100. Raises UserError for damaged files.
 
         Args:
             indices: int64 [rows].
-
-        Raises:
-            UserError: the files are damaged.
         """
 
     def documents(self, indices: Int64Array) -> Int64Array:

@@ -24,10 +24,9 @@ _ROWS: Final = 1024
 
 
 def parquet_batches(path: Path, column: str) -> Iterator[tuple[list[str], float]]:
-    """Read the texts of a parquet column, some rows at a time; rows without a text are left out.
+    """Yield the texts of a parquet column, some rows at a time, and the share of rows read so far; the last share is 1.
 
-    Yields:
-        the texts, and the share of the file's rows read so far; the last share is 1.
+    Rows without a text are left out.
 
     Raises:
         UserError: pyarrow is not installed, the file is damaged or not parquet, or has no such column of text.
@@ -104,14 +103,11 @@ def is_json_lines(path: Path) -> bool:
 
 
 def holds_chat(path: Path, key: str) -> bool:
-    """Return whether a file's first line is a conversation or a prompt with a completion; its other lines must match.
+    """Return whether a file's first line is a conversation or a pair. Raises UserError if the file cannot be read.
 
     Args:
-        path: file of any known kind.
+        path: file of any known kind; all its lines must be of one kind.
         key: key of the text or the messages in JSON objects.
-
-    Raises:
-        UserError: the file cannot be read.
     """
     if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
         return False
@@ -125,17 +121,13 @@ def holds_chat(path: Path, key: str) -> bool:
 
 
 class SourceReader:
-    """Documents of one input file, and how much of it has been read.
+    """Documents of one input file; counts the `documents` yielded and the `bytes` of the file read so far.
 
     Args:
         path: the file.
         key: key of the text (or the messages) in JSON objects, or column of a parquet file.
         on_read: called with the number of bytes (as stored) at every read.
         key_given_by: option or setting that chose `key`, for error messages.
-
-    Attributes:
-        documents: number of documents yielded so far.
-        bytes: bytes of the file read so far.
     """
 
     def __init__(self, path: Path, key: str, on_read: Callable[[int], None], key_given_by: str = "--key") -> None:
@@ -152,22 +144,14 @@ class SourceReader:
         return self._hash.hexdigest()
 
     def texts(self) -> Iterator[str]:
-        """Yield the documents of a file that has no conversations or pairs.
-
-        Raises:
-            UserError: as in iteration, or a document is a conversation or a pair.
-        """
+        """Yield the documents of a file with only texts. Raises UserError if one is a conversation or a pair."""
         for document in self:
             if not isinstance(document, str):
                 raise UserError(f"{document.where} has {_what(document)} in place of a text; give texts under a key.")
             yield document
 
     def __iter__(self) -> Iterator[Document]:
-        """Yield the non-empty documents.
-
-        Raises:
-            UserError: the file cannot be read, or a line is malformed.
-        """
+        """Yield the non-empty documents. Raises UserError if the file cannot be read or a line is malformed."""
         documents: Iterator[Document] = (
             self._parquet_documents() if _kind(self.path) == "parquet" else self._streamed_documents()
         )
@@ -181,7 +165,7 @@ class SourceReader:
             size = self.path.stat().st_size
             for texts, share in parquet_batches(self.path, self._key):
                 yield from texts
-                # parquet is read out of order, so a second reader follows for the hash and the progress
+                # Parquet is read out of order, so a second reader follows for the hash and the progress.
                 while self.bytes < share * size and raw.read(_CHUNK):
                     pass
             while raw.read(_CHUNK):
@@ -210,20 +194,12 @@ class SourceReader:
         self._on_read(len(data))
 
     def objects(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield the object of each line of JSON, and the line's number.
-
-        Raises:
-            UserError: the file cannot be read, or a line is not a JSON object.
-        """
+        """Yield each JSON line's object and number. Raises UserError if a line cannot be read or is not an object."""
         with self._opened() as raw, _explained(self.path):
             yield from self._json_objects(io.TextIOWrapper(_decompressed(raw, self.path), encoding="utf-8-sig"))
 
     def text_of(self, value: dict[str, Any], number: int) -> str:
-        """Return the text in the object of a line.
-
-        Raises:
-            UserError: the object has no text under the key.
-        """
+        """Return the text in the object of a line. Raises UserError if there is none under the key."""
         if self._key not in value:
             keys = ", ".join(f'"{key}"' for key in value) or "none"
             raise UserError(
@@ -329,8 +305,6 @@ def _text_documents(lines: Iterable[str]) -> Iterator[str]:
 
 
 class _Watched(io.RawIOBase):
-    """Raw file that passes every byte read to a callback."""
-
     def __init__(self, file: io.RawIOBase, watch: Callable[[memoryview], None]) -> None:
         self._file = file
         self._watch = watch

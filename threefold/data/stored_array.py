@@ -131,7 +131,6 @@ class StoredArray:
         return values.reshape(places.shape)
 
     def _read(self, start: int, values: NDArray[Any]) -> None:
-        """Fill an array with the numbers that start at index `start`."""
         if not values.size:
             return
         place = self.offset + start * self.dtype.itemsize

@@ -85,7 +85,6 @@ class TextEncoder:
             self.tokenizer.encode_special_tokens = before
 
     def special_ids(self) -> dict[int, str]:
-        """Return the special tokens, by id."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {token: one.content for token, one in added.items() if one.special}
 
@@ -101,11 +100,7 @@ _MIN_VOCAB: Final = 256 + 1
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Check that a byte-level BPE can have `vocab_size` tokens.
-
-    Raises:
-        UserError: the vocabulary is too small.
-    """
+    """Raise UserError if a byte-level BPE cannot have as few as `vocab_size` tokens."""
     if vocab_size < _MIN_VOCAB:
         raise UserError(
             f"--vocab-size is {vocab_size} but a byte-level vocabulary holds 256 bytes and {END_OF_DOCUMENT}; "
@@ -133,11 +128,7 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path, named: str = "--tokenizer") -> Tokenizer:
-    """Load the tokenizer.json at `path`, which the option or setting `named` gave.
-
-    Raises:
-        UserError: the file does not exist or is not a tokenizer.
-    """
+    """Load the tokenizer.json at `path`. Raises UserError, naming the option `named`, if it is missing or invalid."""
     if not path.is_file():
         raise UserError(f"{named} {path} does not exist; give a tokenizer.json")
     try:
@@ -147,11 +138,7 @@ def load_tokenizer(path: Path, named: str = "--tokenizer") -> Tokenizer:
 
 
 def end_of_document(tokenizer: Tokenizer, name: str | None) -> int:
-    """Return the id of the end-of-document token: the one called `name`, or the first usual name in the vocabulary.
-
-    Raises:
-        UserError: the tokenizer has no such token.
-    """
+    """Return the id of the end-of-document token: `name`, or the first usual one. Raises UserError if there is none."""
     token = find_end(tokenizer) if name is None else tokenizer.token_to_id(name)
     if token is not None:
         return token

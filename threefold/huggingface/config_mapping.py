@@ -10,7 +10,7 @@ from threefold.models.hf.config_json import ConfigJson, shortened
 from threefold.models.hf.model_type import HuggingFaceType
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of an imported config.json about tokens, which an export keeps."""
+"""Keys about tokens that an export keeps from the imported config.json."""
 
 
 def read_model(
@@ -43,14 +43,11 @@ def read_model(
 
 
 def choose_type(model: ModelConfig, preferred: str | None) -> HuggingFaceType:
-    """Choose the type to export a model as: the one it was imported from if it still fits, else the first that fits.
+    """Choose the type to export a model as: its imported type if it still fits, else the first. UserError if none fits.
 
     Args:
         model: resolved settings.
         preferred: model_type that the model was imported from; None if it was not imported.
-
-    Raises:
-        UserError: no type fits.
     """
     types = huggingface_types()
     own = [kind for kind in types.values() if kind.architecture == model.architecture]

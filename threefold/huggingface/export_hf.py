@@ -100,8 +100,7 @@ class Exported:
         parameters: parameter count.
         dtype: dtype of most of the weights, by bytes.
         bytes: size of the weights.
-        files: names of the weight files.
-        texts: names of the other files.
+        files, texts: names of the weight files, and of the other files.
         left_out: training settings that the files have no key for, with their values.
         warnings: a sentence that names the damaged checkpoints that were skipped, if any.
     """
@@ -183,7 +182,6 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
 
 
 def _by_tensor(kind: HuggingFaceType, config: Config, stored: Stored) -> dict[str, list[WeightMap]]:
-    """Return the Hugging Face weights made from each of our tensors, in layer order."""
     shapes = {name: stored[name][0] for name in sorted(stored, key=_place)}
     weights: dict[str, list[WeightMap]] = {name: [] for name in shapes}
     for weight in kind.weights(config.model, shapes):
@@ -201,7 +199,6 @@ def _shapes(name: str, shape: tuple[int, ...], slabs: list[WeightMap] | None) ->
 
 
 def _place(name: str) -> tuple[int, int, str]:
-    """Return the sort key of a tensor: the embedding, the layers by number, the head."""
     first, number, *_ = name.split(".")
     return ("embed", "blocks", "head").index(first), int(number) if number.isdigit() else 0, name
 

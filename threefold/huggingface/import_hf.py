@@ -53,10 +53,7 @@ _LR: Final = 2e-5
 class Import:
     """Request to import the model in the folder `source` as a run at `out`.
 
-    Attributes:
-        ignored: keys of config.json to ignore.
-        overwrite: whether an existing folder at `out` is replaced.
-        allow_not_finite: whether weights may be NaN or infinite.
+    `ignored` are keys of config.json to ignore; `allow_not_finite` accepts weights that are NaN or infinite.
     """
 
     source: Path
@@ -68,15 +65,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Imported:
-    """Summary of an import.
-
-    Attributes:
-        family: Hugging Face model_type.
-        parameters: parameter count.
-        dtypes: dtypes of the weights, the most common first.
-        bytes: size of the weights.
-        tokenizer: whether the model came with a tokenizer.
-    """
+    """Summary of an import; `family` is Hugging Face's model_type, and the most common of `dtypes` comes first."""
 
     family: str
     config: Config
@@ -167,7 +156,6 @@ def _of_checkpoint(template: Mapping[str, dict[str, Any]]) -> dict[str, dict[str
 
 
 def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) -> list[WeightMap]:
-    """Return the weights of a config's model, after checking that the files hold each with the right shape."""
     named = f"{files.folder / THEIR_CONFIG}"
     if (config.model.num_layers or 0) > len(files.tensors):
         raise UserError(

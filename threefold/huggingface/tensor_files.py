@@ -107,8 +107,6 @@ def _count_not_finite(found: Tensor) -> int:
 
 
 class _opened:
-    """Context manager that opens a safetensors file and turns errors into sentences."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -125,11 +123,7 @@ class _opened:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
-
-    Raises:
-        UserError: the file does not exist or holds no JSON object.
-    """
+    """Read the object in a JSON file. Raises UserError if there is none."""
     if not os.path.lexists(path):
         raise UserError(f"{path} does not exist; give a folder that holds a model of Hugging Face.")
     value = parse_json(read_text(path), str(path))
@@ -232,15 +226,12 @@ def _tokenizer(text: str, path: Path) -> Tokenizer:
 
 
 def check_tokenizer(text: str, path: Path, rows: int) -> None:
-    """Check that every token of a tokenizer has a row in the embedding.
+    """Check that every token of a tokenizer has a row in the embedding. Raises UserError if one has none.
 
     Args:
         text: content of tokenizer.json.
         path: path of the tokenizer, for error messages.
         rows: rows of the embedding.
-
-    Raises:
-        UserError: a token has no row.
     """
     ids = _tokenizer(text, path).get_vocab(with_added_tokens=True).values()
     largest = max(ids, default=-1)
@@ -252,7 +243,7 @@ def check_tokenizer(text: str, path: Path, rows: int) -> None:
 
 
 def end_tokens(folder: Path, prefix: str = "") -> list[int]:
-    """Return the distinct tokens that end a text, as config.json and generation_config.json name them.
+    """Return the distinct tokens that end a text according to config.json and generation_config.json.
 
     Args:
         folder: Hugging Face folder, or a checkpoint.
@@ -330,11 +321,7 @@ def boxes(weight: WeightMap, itemsize: int, by_columns: bool) -> Iterator[Box]:
 
 
 def read_box(weight: WeightMap, files: TensorFiles, box: Box) -> Tensor:
-    """Read a box of a parameter from the files.
-
-    Raises:
-        UserError: the files cannot be read.
-    """
+    """Read a box of a parameter. Raises UserError if the files cannot be read."""
     groups = range(box.rows[0] // weight.group, box.rows[1] // weight.group)
     read = [
         files.read(

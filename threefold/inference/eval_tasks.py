@@ -111,10 +111,8 @@ def _batches(model: Model, windows: Sequence[Window], size: int) -> list[list[in
 def _score_batch(
     model: Model, texts: Sequence[np.ndarray], windows: list[Window], masks: Sequence[np.ndarray] | None
 ) -> Tensor | None:
-    """Return the summed loss and hits of each window, fp64 [2, B], on the last stage; None elsewhere.
-
-    Windows are padded on the right, which causal attention ignores.
-    """
+    """Return the summed loss and hits of each window, fp64 [2, B], on the last stage; None elsewhere."""
+    # padded on the right, which causal attention ignores
     tokens = np.zeros((len(windows), max(window.end - window.begin for window in windows)), np.int64)
     for row, window in enumerate(windows):
         tokens[row, : window.end - window.begin] = texts[window.text][window.begin : window.end]
@@ -161,11 +159,9 @@ def _most_likely(model: Model, logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Texts as token ids, divided into context windows.
+    """Texts as int64 token ids, divided into context windows.
 
-    Attributes:
-        texts: int64 token ids of each text.
-        masks: bool, whether each token of each text is evaluated; None evaluates all tokens of the windows.
+    `masks` say which tokens are evaluated (bool, one mask per text); None evaluates all tokens of the windows.
     """
 
     texts: list[np.ndarray]
@@ -174,20 +170,12 @@ class EncodedTexts:
 
     @property
     def counted(self) -> list[int]:
-        """Number of evaluated tokens of each window."""
         return [window.counted if self.masks is None else int(window.mask(self.masks).sum()) for window in self.windows]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A result of an evaluation task.
-
-    Attributes:
-        name: key in the JSON document.
-        title: label in the table.
-        value: the number.
-        unit: unit of the value; empty for a pure number.
-    """
+    """A number computed by an evaluation task: its key in the JSON document, label in the table, value and unit."""
 
     name: str
     title: str
@@ -196,7 +184,7 @@ class Metric:
 
 
 class EvalTask(ABC):
-    """Base class of the ways to evaluate a model on texts."""
+    """Way to evaluate a model on texts."""
 
     @property
     def settings(self) -> dict[str, int | str]:
@@ -207,20 +195,16 @@ class EvalTask(ABC):
     def prepare(
         self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]
     ) -> EncodedTexts:
-        """Encode the texts and divide them into windows.
+        """Encode the texts and divide them into windows. Raises UserError if there is nothing to evaluate.
 
         Args:
             documents: the model's encoder.
             texts: non-empty texts.
             advance: called after each text.
-
-        Raises:
-            UserError: there is nothing to evaluate.
         """
 
     @abstractmethod
-    def metrics(self, encoded: EncodedTexts, scores: Scores) -> list[Metric]:
-        """Compute the metrics from the scores."""
+    def metrics(self, encoded: EncodedTexts, scores: Scores) -> list[Metric]: ...
 
 
 @dataclass(frozen=True)

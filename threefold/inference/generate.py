@@ -46,14 +46,11 @@ class Sampling:
             raise UserError(f"--top-p is {self.top_p:g} but must be between 0 and 1; 1 samples from all tokens.")
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Sample a token for each row.
+        """Sample a token for each row: int64 [B].
 
         Args:
             logits: [B, V].
             uniform: fp64 [B], a random number in [0, 1) for each row.
-
-        Returns:
-            token ids, int64 [B].
         """
         if self.temperature == 0:
             return logits.argmax(-1)
@@ -134,11 +131,8 @@ class _Sequence:
     is_cached: bool = False
 
     def fit(self, context: int) -> None:
-        """Truncate on the left: a new prompt to `context` tokens, a cached sequence to half of that.
-
-        Truncation shifts the positions, so the KV cache is recomputed; dropping half makes that rare.
-        """
-        if len(self.tokens) - self.start > context:
+        """Truncate on the left: a new prompt to `context` tokens, a cached sequence to half of that."""
+        if len(self.tokens) - self.start > context:  # half is dropped, as truncation invalidates the KV cache
             kept = (context + 1) // 2 if self.is_cached else context
             self.start, self.is_cached = len(self.tokens) - kept, False
 
@@ -253,11 +247,7 @@ def generate(run: Path, prompts: Sequence[str], request: GenerationRequest | Non
 
 
 def require_text(prompts: Sequence[Prompt]) -> None:
-    """Check that there are prompts and that none is empty.
-
-    Raises:
-        UserError: there is no prompt, or one is empty or not UTF-8.
-    """
+    """Check that there are prompts. Raises UserError if there is none, or one is empty or not UTF-8."""
     if not prompts or not all(prompts):
         raise UserError("--prompt is empty; give at least one character to continue.")
     for prompt in (prompt for prompt in prompts if isinstance(prompt, str)):

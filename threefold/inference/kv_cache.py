@@ -156,10 +156,7 @@ def _take(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Attend (GQA) from one query per row [B, 1, heads, d] to the slots [B, kv heads, slots, d].
-
-    `visible`, bool [B, slots], is the attention mask.
-    """
+    """Attend (GQA) from one query per row [B, 1, heads, d] to the `visible` slots of [B, kv heads, slots, d]."""
     grouped = q.shape[2] != k.shape[1]
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible[:, None, None], enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)

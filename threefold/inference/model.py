@@ -69,7 +69,7 @@ class Trained:
             model, trust_code: code of a user's own model, as in `with_code`.
 
         Raises:
-            UserError: there is no checkpoint, or the code of its model cannot be used (`with_code`).
+            UserError: there is no checkpoint, or the code of its model cannot be used.
         """
         choice = select_checkpoint(
             run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged
@@ -78,11 +78,7 @@ class Trained:
         return cls(choice.checkpoint, config, choice.warnings, model, trust_code)
 
     def check(self, layout: Layout) -> None:
-        """Check that the model supports a layout.
-
-        Raises:
-            UserError: the model does not support it.
-        """
+        """Check that the model supports a layout. Raises UserError if it does not."""
         plan = model_plan(self.config.model, self.config.data.sequence_length)
         if self.is_own:
             require_match(self.config.model, plan, self.checkpoint.path)
@@ -137,11 +133,7 @@ class Trained:
         return frozenset(end_tokens(self.checkpoint.path, PREFIX)) | ({eod} if eod is not None else set())
 
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer of the training data.
-
-        Raises:
-            UserError: the checkpoint has no tokenizer, or it cannot be read.
-        """
+        """Load the tokenizer of the training data. Raises UserError if there is none or it cannot be read."""
         if not self.has_tokenizer and self.is_import:
             raise UserError(
                 f"{self.checkpoint.path} was imported without a tokenizer, so output cannot be decoded; put its "

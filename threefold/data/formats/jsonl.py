@@ -44,7 +44,6 @@ class JsonLines:
     """File with one JSON object per line.
 
     Attributes:
-        path: the file.
         tokenizer_file: tokenizer.json for its text.
         key: key of the text or the messages in an object.
         given_eod: token put after each text; None uses the tokenizer's usual one.
@@ -63,21 +62,15 @@ class JsonLines:
 
     @cached_property
     def holds_chat(self) -> bool:
-        """Whether the lines are conversations, or prompts with completions."""
         return holds_chat(self.path, self.key)
 
     @cached_property
     def rule(self) -> TextRule:
-        """How a line's text becomes tokens."""
         return TextRule.of(self._tokenizer, self.special_tokens)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """Chat template of the conversations.
-
-        Raises:
-            UserError: the named template, or the one beside the tokenizer, is not valid.
-        """
+        """Chat template of the conversations. Raises UserError if the one that is named or found is not valid."""
         if not self.holds_chat:
             return None
         if self.chat_template is not None:
@@ -90,11 +83,7 @@ class JsonLines:
 
     @cached_property
     def eod(self) -> int:
-        """Id of the token put after each text.
-
-        Raises:
-            UserError: the tokenizer has no usual one, or the given one is outside its vocabulary.
-        """
+        """Id of the token put after each text. Raises UserError if there is none, or it is outside the vocabulary."""
         eod = find_end(self._tokenizer) if self.given_eod is None else self.given_eod
         if eod is None:
             raise UserError(
@@ -108,11 +97,7 @@ class JsonLines:
 
     @cached_property
     def tokenizer_sha256(self) -> str:
-        """SHA-256 of the tokenizer.json.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """SHA-256 of the tokenizer.json. Raises UserError if it cannot be read."""
         try:
             if self.tokenizer_file.exists():
                 require_file(self.tokenizer_file, "data.tokenizer ")
@@ -133,11 +118,7 @@ class JsonLines:
         return EncodedLines.open(folder, self)
 
     def conversations(self, progress: Progress) -> Corpus:
-        """Return the conversations as a corpus with a loss mask, whatever their length; cached like `encoded`.
-
-        Raises:
-            UserError: a line is damaged, or the cache cannot be written.
-        """
+        """Return the conversations as a corpus with a loss mask, whatever their length. Otherwise like `encoded`."""
         template = self.template
         chat = {"template": template.template, "special_tokens": template.special_tokens} if template else {}
         folder = self._cached({"chat": chat}, None, progress)
@@ -196,10 +177,7 @@ class JsonLines:
 
 
 def _write_lines(folder: Path, encoded: Iterable[EncodedBatch], longest: int, frame: int) -> int:
-    """Write the first `longest` tokens of each line that has more than its beginning and end (`frame` tokens).
-
-    Returns the number of lines.
-    """
+    """Write at most `longest` tokens of each line that has more than `frame` (beginning and end); return the count."""
     end = count = 0
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LINES_FILE).open("wb") as lines_file:
         lines_file.write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
@@ -252,7 +230,7 @@ class EncodedLines:
 
     @classmethod
     def open(cls, folder: Path, source: JsonLines) -> "EncodedLines":
-        """Open the lines in a cache folder."""
+        """Open the lines in a cache folder. Raises UserError if its files do not fit each other."""
         tokens_file, lines_file = folder / TOKENS_FILE, folder / LINES_FILE
         dtype = np.dtype(DTYPES[dtype_for(source.vocab_size)])
         tokens = StoredArray(tokens_file, dtype, require_file(tokens_file) // dtype.itemsize)

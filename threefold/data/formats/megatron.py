@@ -50,11 +50,7 @@ class _Header:
 
 
 def read_megatron(prefix: Path) -> StoredTokens:
-    """Read the tokens of PREFIX.bin and PREFIX.idx.
-
-    Raises:
-        UserError: a file is missing, truncated or not of this format, or the two contradict each other.
-    """
+    """Read the tokens of PREFIX.bin and PREFIX.idx. Raises UserError if a file is missing, damaged or does not fit."""
     idx, tokens_file = with_ending(prefix, IDX), with_ending(prefix, BIN)
     for path in (idx, tokens_file):
         if not os.path.lexists(path):
@@ -153,11 +149,7 @@ def _stored_tokens(path: Path, idx: Path, dtype: str, count: int) -> StoredArray
 
 
 def write_idx(file: BinaryIO, stored: StoredTokens) -> None:
-    """Write the index of the tokens of `stored`, laid out back to back.
-
-    Raises:
-        UserError: the format has no code for the type of the tokens, or a sequence is too long for it.
-    """
+    """Write the index of the tokens of `stored`. Raises UserError if the format cannot hold their type or lengths."""
     codes = {np.dtype(name): code for code, name in _CODES.items()}
     dtype = stored.tokens.dtype.newbyteorder("<")
     if dtype not in codes:
@@ -178,11 +170,7 @@ def write_idx(file: BinaryIO, stored: StoredTokens) -> None:
 
 
 def write_megatron(stored: StoredTokens, prefix: Path, progress: Progress) -> None:
-    """Write PREFIX.idx and PREFIX.bin with the same tokens, dtype, sequences, documents and modes.
-
-    Raises:
-        UserError: as in `write_idx`.
-    """
+    """Write PREFIX.idx and PREFIX.bin: equal tokens, dtype, sequences, documents and modes. Raises like `write_idx`."""
     with with_ending(prefix, IDX).open("wb") as index:  # first, as it fails early if the format cannot hold the tokens
         write_idx(index, stored)
     little = stored.tokens.dtype.newbyteorder("<")

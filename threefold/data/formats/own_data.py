@@ -51,7 +51,7 @@ class NestedSamples:
         return {}
 
     def batch(self, indices: Int64Array) -> Any:
-        """Collate samples into a batch: their nesting, with a tensor for each leaf whose dim 0 is the batch dim.
+        """Collate samples into their nesting, with a tensor for each leaf whose dim 0 is the batch dim.
 
         Raises:
             UserError: a sample cannot be read, holds something other than tensors, arrays and numbers, or differs in
@@ -86,11 +86,7 @@ class NestedSamples:
 
 
 def _check_keys(sample: Any, first: Any, number: int, first_number: int) -> None:
-    """Check that a sample has no key that the first of its batch lacks: `default_collate` takes only the first's.
-
-    Raises:
-        ValueError: the sample has such a key.
-    """
+    """Raise ValueError if a sample has a key that the first one lacks: `default_collate` only uses the first's keys."""
     if isinstance(sample, Mapping) and isinstance(first, Mapping):
         if more := [key for key in sample if key not in first]:
             raise ValueError(f"sample {number:,} has {more[0]!r}, and sample {first_number:,} has not")
@@ -181,15 +177,10 @@ class OwnData:
         return cls(path, parts, vocab_size)
 
     def __len__(self) -> int:
-        """Return the number of samples of all parts."""
         return sum(len(part) for part in self.parts.values())
 
     def samples(self, name: str, split: str, sequence_length: int) -> "OwnSamples | NestedSamples":
-        """Return the samples of split `name` ("train", "valid" or "test").
-
-        Raises:
-            UserError: the split is empty.
-        """
+        """Return the samples of split `name` ("train", "valid" or "test"). Raises UserError if it is empty."""
         if "" in self.parts:
             runs = document_runs(len(self.parts[""]), split, name)
             chosen = np.concatenate([np.arange(first, end) for first, end in runs]) if len(runs) else np.arange(0)
@@ -207,11 +198,7 @@ class OwnData:
 
 
 def is_nested(path: str) -> bool:
-    """Return whether the first sample of the dataset at an import path is something other than tokens and labels.
-
-    Raises:
-        UserError: there is no dataset.
-    """
+    """Return whether a dataset's first sample is not tokens and labels. Raises UserError if there is no dataset."""
     parts = _parts(path)
     if not any(map(len, parts.values())):
         return False
@@ -223,7 +210,7 @@ def is_nested(path: str) -> bool:
 
 
 def _first(parts: Mapping[str, Any]) -> Any:
-    """Return the first sample of the datasets; None if there is none or it cannot be read, which is reported later."""
+    """Return the first sample of the datasets; None if there is none, or if reading fails, which is reported later."""
     part = next((part for part in parts.values() if len(part)), None)
     try:
         return None if part is None else part[0]
@@ -232,7 +219,7 @@ def _first(parts: Mapping[str, Any]) -> Any:
 
 
 def _unknown_keys(sample: Any) -> str:
-    """Name the keys of a sample beside its tokens and labels, in words; empty if there are none."""
+    """Name the keys of a sample besides its tokens and labels; empty if there are none."""
     if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
         return ""
     others = [repr(key) for key in sample if key not in ("tokens", "labels")]
@@ -246,11 +233,7 @@ def _unknown_keys(sample: Any) -> str:
 class OwnSamples(SingleCorpus):
     """Samples of one split of a dataset, each padded to `sequence_length` tokens.
 
-    Attributes:
-        data: source of the samples.
-        part: the dataset.
-        chosen: int64 [samples], indices of its samples in the split.
-        sequence_length: S, in tokens.
+    `chosen`, int64 [samples], are their indices in the dataset `part`.
     """
 
     data: OwnData
@@ -310,7 +293,6 @@ class OwnSamples(SingleCorpus):
 
 
 def _pair(sample: Any) -> tuple[Int64Array, Int64Array]:
-    """Return the tokens and labels of a sample in any of its forms."""
     if isinstance(sample, Mapping):
         sample = sample["tokens"], sample["labels"]
     if isinstance(sample, tuple) or (isinstance(sample, list) and len(sample) == 2 and np.ndim(sample[0]) == 1):

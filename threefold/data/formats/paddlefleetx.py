@@ -30,27 +30,20 @@ _DAMAGE: Final = (OSError, EOFError, ValueError, KeyError, RuntimeError, struct.
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """One-dimensional array of integers.
+    """One-dimensional array of integers [N], read only.
 
-    Attributes:
-        values: [N], read only.
-        unpacked: bytes of memory that it takes because it was stored compressed; 0 if it stays in the file.
+    `unpacked` is the memory in bytes that it takes if it was stored compressed; 0 if it stays in the file.
     """
 
     values: NDArray[np.integer] | StoredArray
     unpacked: int = 0
 
     def loaded(self) -> NDArray[np.integer]:
-        """Return the numbers in memory."""
         return self.values[:]
 
 
 def read_npy(path: Path) -> StoredColumn:
-    """Read the array of a .npy file.
-
-    Raises:
-        UserError: the file cannot be read, is truncated, or holds anything but one dimension of integers.
-    """
+    """Read the one-dimensional array of integers in a .npy file. Raises UserError if it is anything else or damaged."""
     _require(path)
     try:
         with path.open("rb") as file:
@@ -60,10 +53,9 @@ def read_npy(path: Path) -> StoredColumn:
 
 
 def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, StoredColumn]:
-    """Read the arrays of a .npz file that are called one of `names`; missing ones are left out.
+    """Read the arrays called `names` in a .npz file; missing ones are left out.
 
-    A member that is stored uncompressed, as `np.savez` does, stays in the file; a compressed one is unpacked into
-    memory.
+    A member stored uncompressed, as by `np.savez`, stays in the file; a compressed one is unpacked into memory.
 
     Raises:
         UserError: the file cannot be read, is truncated, or holds anything but one-dimensional integers under these
@@ -152,11 +144,7 @@ _AGAIN: Final = "copy the files again, or make them again"
 
 
 def read_paddlefleetx(prefix: Path) -> StoredTokens:
-    """Read the tokens of PREFIX_ids.npy and PREFIX_idx.npz.
-
-    Raises:
-        UserError: a file is missing, truncated or not of this format, or the two contradict each other.
-    """
+    """Read the tokens of PREFIX_ids.npy and PREFIX_idx.npz. Raises UserError if one is missing, or they do not fit."""
     ids_file, idx_file = (with_ending(prefix, ending) for ending in (IDS_NPY, IDX_NPZ))
     ids, index = read_npy(ids_file), read_npz(idx_file, ("lens", "docs"))
     sequences = _sequence_starts(idx_file, ids_file, _named(index, "lens", idx_file), ids)
@@ -174,11 +162,7 @@ def read_paddlefleetx(prefix: Path) -> StoredTokens:
 
 
 def read_paddlefleetx_npz(prefix: Path) -> StoredTokens:
-    """Read the tokens of PREFIX_ids.npz.
-
-    Raises:
-        UserError: the file is truncated, not of this format, or contradicts itself.
-    """
+    """Read the tokens of PREFIX_ids.npz. Raises UserError if it is damaged or not of this format."""
     path = with_ending(prefix, IDS_NPZ)
     columns = read_npz(path, ("ids", "lens"))
     ids = _named(columns, "ids", path)

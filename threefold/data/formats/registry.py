@@ -41,11 +41,7 @@ class TokenFormat:
 
 
 def token_formats() -> dict[str, TokenFormat]:
-    """Return all formats by name, including those of installed packages.
-
-    Raises:
-        UserError: an installed package declares a format that cannot be imported.
-    """
+    """Return all formats by name, including installed packages'. Raises UserError if one cannot be imported."""
     return {name: TOKEN_FORMATS.load(name) for name in TOKEN_FORMATS.names()}
 
 

@@ -46,7 +46,7 @@ _LARGEST_COUNT: Final = 1 << 60
 CHECKED: Final = frozenset({TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE})
 """Files whose checksums meta.json always has."""
 CHAT_FILES: Final = frozenset({LOSS_MASK_FILE, "chat_template.jinja", "tokenizer_config.json"})
-"""Further files of folders with conversations, with checksums too."""
+"""Further files of folders with conversations."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,7 @@ class Meta:
 
     @classmethod
     def read(cls, directory: Path) -> "Meta":
-        """Read DIRECTORY/meta.json.
-
-        Raises:
-            UserError: the file is missing, damaged, or of a version that cannot be read.
-        """
+        """Read DIRECTORY/meta.json. Raises UserError if it is missing, damaged, or of a version that cannot be read."""
         path = directory / META_FILE
         if not os.path.lexists(path):
             raise UserError(_no_token_files(directory))
@@ -231,16 +227,7 @@ _AGAIN: Final = "prepare the data again with `threefold data prepare`"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenFiles(Corpus):
-    """Folder written by `threefold data prepare`, as a corpus.
-
-    No document is empty, and each text ends with `eod`.
-
-    Attributes:
-        path: the folder.
-        meta: content of meta.json.
-        eod: id of the end-of-document token.
-        tokenizer_file: tokenizer.json of the folder.
-    """
+    """Folder written by `threefold data prepare`, as a corpus. No document is empty, and each text ends with `eod`."""
 
     meta: Meta
     eod: int
@@ -248,11 +235,7 @@ class TokenFiles(Corpus):
 
     @classmethod
     def open(cls, path: Path | str) -> "TokenFiles":
-        """Open and check the folder `path`.
-
-        Raises:
-            UserError: it is not a folder of token files, or its files are truncated or contradict each other.
-        """
+        """Open and check a folder. Raises UserError if its files are missing, damaged or contradict each other."""
         path = Path(path)
         meta = Meta.read(path)
         tokens_file, documents_file = path / TOKENS_FILE, path / DOCUMENTS_FILE

@@ -136,7 +136,6 @@ def is_stamp(path: Path) -> bool:
 
 
 def is_stamp_whole(path: Path) -> bool:
-    """Return whether the stored hash of an encoded file is intact."""
     try:
         known = read_json(path)
     except UserError:
@@ -158,14 +157,11 @@ def _is_whole(folder: Path) -> bool:
 
 
 def content_hash(path: Path, roots: list[Path]) -> str:
-    """Return the SHA-256 of a file, which is read only if it may have changed since it was last hashed.
+    """Return the SHA-256 of a file, read only if it may have changed since. Raises UserError if it cannot be read.
 
     Args:
         path: the file.
-        roots: folders to search for the hash; the first writable one stores it.
-
-    Raises:
-        UserError: the file cannot be read.
+        roots: folders to search for the stored hash; the first writable one stores it.
     """
     require_file(path)  # first, as a loop of links would not resolve
     stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
@@ -186,7 +182,6 @@ def content_hash(path: Path, roots: list[Path]) -> str:
 
 
 def _kept_hash(stamp: Path, state: list[int]) -> str | None:
-    """Return the stored hash of a file in a state; None if it is unknown or the stamp is damaged."""
     try:
         known = read_json(stamp)
     except UserError:

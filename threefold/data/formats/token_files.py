@@ -83,16 +83,11 @@ def open_corpus(
 
 
 def holds_tokens(path: Path) -> bool:
-    """Return whether anything at `path` looks like token files."""
     return os.path.lexists(path / META_FILE) or bool(_find(path))
 
 
 def read_stored(path: Path) -> StoredTokens:
-    """Read the token files of any system at `path`.
-
-    Raises:
-        UserError: there are no token files or several, or they are damaged.
-    """
+    """Read the token files of any system at `path`. Raises UserError if there are none, several or damaged ones."""
     if is_json_lines(path):
         raise UserError(
             f"{path} holds text and no tokens; make these with `threefold data prepare {path} --out FOLDER`, or give "
@@ -114,7 +109,6 @@ def is_own(path: Path) -> bool:
 
 
 def _find(path: Path) -> list[_Found]:
-    """Return the token files of other systems that `path` may name."""
     formats = list(token_formats().values())
     endings = [(ending, format_) for format_ in formats for ending in format_.endings]
     if os.path.isdir(path) and (inside := list(dict.fromkeys(_inside(path, endings)))):
