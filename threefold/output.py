@@ -55,7 +55,7 @@ _FORMAT: Final = "threefold-output"
 _LARGEST_MARKER: Final = 64 << 20
 
 Listing = Callable[[Path], Collection[str] | None]
-"""Returns the relative paths of a folder's files that this program wrote; None if it wrote none there."""
+"""Function from a folder to the relative paths of the files that this program wrote there; None if it wrote none."""
 
 
 def write_marker(folder: Path) -> None:
@@ -249,7 +249,7 @@ def staged_directory(
     listing: Listing = list_marked,
     marked: bool = True,
 ) -> Iterator[Path]:
-    """Write a folder beside `final` and rename it to `final` once it is complete and flushed to disk.
+    """Write a folder next to `final` and rename it to `final` once it is complete and flushed to disk.
 
     Yields the folder to write into. If the body raises, that folder is removed and `final` is unchanged. If the process
     is killed, `final` is either unchanged or complete, and the next call cleans up. An existing folder at `final` is
@@ -282,7 +282,7 @@ def staged_directory(
 
 @contextmanager
 def staged_files(prefix: Path, names: Sequence[str], *, inputs: Sequence[Path], overwrite: bool) -> Iterator[Path]:
-    """Write files to a folder beside `prefix`, and move them into place once all are complete and flushed to disk.
+    """Write files to a folder next to `prefix`, and move them into place once all are complete and flushed to disk.
 
     Yields the folder to write into, which is handled as in `staged_directory`.
 

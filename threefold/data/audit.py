@@ -98,7 +98,7 @@ class Audit:
 
 
 def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]:
-    """Read all files of a corpus and return the result of checking each.
+    """Check all files of a corpus by reading them, and return the result for each.
 
     Folders of this program have checksums; other files are checked for consistency and for tokens outside the
     vocabulary.

@@ -22,7 +22,7 @@ class Content:
 
     Attributes:
         dtype: name of the type that the tokens are stored in.
-        documents: checksum of the document starts as little-endian int64, and of everything else beside the tokens.
+        documents: checksum of the document starts as little-endian int64, and of everything else but the tokens.
         tokens: checksum of the tokens, little endian in their type; None until all are read, if no file keeps it.
         loss_mask: checksum of the loss mask; None if it is unknown or there is no mask.
     """

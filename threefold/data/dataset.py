@@ -40,7 +40,7 @@ class NamedCorpus:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """One source, or several that share a vocabulary, in the order of the config.
+    """Dataset that a config names: one source, or several that share a vocabulary, in the config's order.
 
     `settings` is the config's `data` section, which may not be resolved yet.
     """
@@ -71,7 +71,7 @@ class Dataset:
 
     @property
     def rule(self) -> TextRule:
-        """How the text of all sources became tokens."""
+        """Rule by which the text of all sources became tokens."""
         rules = [source.data.rule for source in self.sources]
         return next((rule for rule in rules if not rule.is_assumed), rules[0])
 
@@ -95,7 +95,7 @@ class Dataset:
         Args:
             name: "train", "valid" or "test".
             settings: resolved settings; None uses the dataset's own.
-            progress: receives the progress of text that has to be encoded first.
+            progress: receives the progress of encoding text that is not cached.
 
         Raises:
             UserError: a corpus has no sample for the split, or is damaged, or its cache cannot be written.

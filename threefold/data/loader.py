@@ -173,7 +173,7 @@ class Loader:
     def eval_batches(self, limit: int | None = None, of: Samples | None = None) -> Iterator[Any]:
         """Yield the first `limit` held-out batches (None or 0: all), in file order and the same at every evaluation.
 
-        With `of`, the samples of one part, only batches of that part.
+        `of` gives the samples of a single part to evaluate; None evaluates all.
 
         Every rank yields the same number of batches. The last one is filled up with rows whose labels are all -100, so
         that a loss weighted by valid tokens is the mean over the split, and no rank waits for one that has finished. A

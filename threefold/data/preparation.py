@@ -66,7 +66,7 @@ class PrepareRequest:
         workers: number of processes that encode.
         overwrite: whether token files at `out` may be replaced.
         special_tokens: how text that spells a special token is encoded.
-        chat_template: file with the chat template of conversations; None looks beside the tokenizer.
+        chat_template: file with the chat template of conversations; None looks next to the tokenizer.
     """
 
     inputs: tuple[Path, ...]

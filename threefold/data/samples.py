@@ -111,7 +111,7 @@ class Samples(Protocol):
     def positions(self, indices: Int64Array) -> Int64Array | None:
         """Return the position of each input token, int64 [rows, S], if positions restart with each document.
 
-        None if they count from the start of the sample, also where the attention mask separates documents.
+        None if they always count from the start of the sample.
         """
 
     def padding(self, indices: Int64Array) -> Int64Array:

@@ -157,7 +157,7 @@ class StoredArray:
 
 
 def load_column(path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> NDArray[Any]:
-    """Load numbers that are accessed all over: into memory, or memory-mapped above `LARGEST_IN_MEMORY` bytes.
+    """Load numbers that are accessed throughout: into memory, or memory-mapped above `LARGEST_IN_MEMORY` bytes.
 
     Raises:
         UserError: the file cannot be read, or is too short.

@@ -43,7 +43,7 @@ def read_model(
 
 
 def choose_type(model: ModelConfig, preferred: str | None) -> HuggingFaceType:
-    """Choose the type to export a model as: its imported type if it still fits, else the first. UserError if none fits.
+    """Choose the type to export as: the imported one if it still fits, else the first. Raises UserError if none fits.
 
     Args:
         model: resolved settings.

@@ -1,6 +1,6 @@
 """`threefold checkpoint export`: write a run's newest checkpoint as a Hugging Face model, tensor by tensor.
 
-A user's own model keeps its tensor names; beside its weights goes the code that makes it in plain PyTorch.
+A user's own model keeps its tensor names; the export includes the code that makes it in plain PyTorch.
 """
 
 import json

@@ -40,7 +40,7 @@ class Stored:
 class TensorFiles:
     """Weights in a folder, by name.
 
-    Each read opens its file anew, because pages read through a mapping count as the process's memory until it is
+    Each read reopens its file, because pages read through a mapping count as the process's memory until it is
     unmapped.
 
     Args:

@@ -184,7 +184,7 @@ class Metric:
 
 
 class EvalTask(ABC):
-    """Way to evaluate a model on texts."""
+    """Evaluation task: a way to evaluate a model on texts."""
 
     @property
     def settings(self) -> dict[str, int | str]:

@@ -112,7 +112,7 @@ class Trained:
         return not self.checkpoint.facts.documents
 
     def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
-        """Return the encoder of texts and conversations, as for the training data or as an imported tokenizer has it.
+        """Return the encoder of texts and conversations that fits the training data, or an imported model's tokenizer.
 
         Args:
             special_tokens: whether text that spells a special token becomes that token; None follows the training data.
@@ -151,10 +151,10 @@ class Trained:
             raise UserError(f"The tokenizer {path} cannot be read ({error}).") from None
 
     def load(self, mesh: Mesh | None = None, dtype: str = "fp32") -> "Model":
-        """Load this rank's shards of the weights, in any layout and dtype, whichever layout and dtype wrote them.
+        """Load this rank's shards of the weights, in any layout and dtype.
 
-        Checksums are verified; if any rank finds damage, all ranks load the newest good checkpoint before it.
-        Collective over the mesh.
+        The checkpoint may have been written in another layout and dtype. Checksums are verified; if any rank finds
+        damage, all ranks load the newest good checkpoint before it. Collective over the mesh.
 
         Args:
             mesh: ranks that share the model; None for this process alone, on the CPU.

@@ -47,9 +47,9 @@ class JsonLines:
         tokenizer_file: tokenizer.json for its text.
         key: key of the text or the messages in an object.
         given_eod: token put after each text; None uses the tokenizer's usual one.
-        cache: folder for encoded text; None uses one beside the file, or the user's cache if that is not writable.
+        cache: folder for encoded text; None uses one next to the file, or the user's cache if that is not writable.
         special_tokens: how text that spells a special token is encoded.
-        chat_template: file with the chat template of conversations; None looks beside the tokenizer.
+        chat_template: file with the chat template of conversations; None looks next to the tokenizer.
     """
 
     path: Path

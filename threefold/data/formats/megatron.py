@@ -50,7 +50,11 @@ class _Header:
 
 
 def read_megatron(prefix: Path) -> StoredTokens:
-    """Read the tokens of PREFIX.bin and PREFIX.idx. Raises UserError if a file is missing, damaged or does not fit."""
+    """Read the tokens of PREFIX.bin and PREFIX.idx.
+
+    Raises:
+        UserError: a file is missing, truncated or not of this format, or the two contradict each other.
+    """
     idx, tokens_file = with_ending(prefix, IDX), with_ending(prefix, BIN)
     for path in (idx, tokens_file):
         if not os.path.lexists(path):

@@ -26,7 +26,7 @@ class NestedSamples:
     Attributes:
         path: import path of the dataset.
         part: the dataset.
-        chosen: int64 [samples], indices of its samples in the split.
+        chosen: int64 [samples], the samples of the split, as indices in the dataset.
     """
 
     path: str
@@ -51,7 +51,7 @@ class NestedSamples:
         return {}
 
     def batch(self, indices: Int64Array) -> Any:
-        """Collate samples into their nesting, with a tensor for each leaf whose dim 0 is the batch dim.
+        """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
 
         Raises:
             UserError: a sample cannot be read, holds something other than tensors, arrays and numbers, or differs in
@@ -124,10 +124,14 @@ class OwnData:
     """Dataset at an import path, or made by the function or class there, which is called without arguments.
 
     A dataset has `__len__` and `__getitem__`. Its samples are divided by `data.split`, unless a mapping with `train`,
-    `valid` and `test` takes its place. A sample is a pair (tokens, labels) of sequences of equal length, a mapping with
-    exactly these two keys, or one sequence of tokens, each of which is the label of the one before it; the label -100
-    is ignored. Samples shorter than `data.sequence_length` are padded at the end. For a user's own model, all other
-    samples are nestings of tensors, arrays and numbers of equal shapes; mappings keep all their keys.
+    `valid` and `test` takes its place. A sample is one of:
+
+    - a pair (tokens, labels) of sequences of equal length; the label -100 is ignored;
+    - a mapping with exactly these two keys;
+    - one sequence of tokens, each of which is the label of the one before it.
+
+    Samples shorter than `data.sequence_length` are padded at the end. For a user's own model, all other samples are
+    nestings of tensors, arrays and numbers of equal shapes; mappings keep all their keys.
 
     Attributes:
         path: `package.module:Name` or `file.py:Name`.

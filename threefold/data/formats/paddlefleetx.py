@@ -144,7 +144,11 @@ _AGAIN: Final = "copy the files again, or make them again"
 
 
 def read_paddlefleetx(prefix: Path) -> StoredTokens:
-    """Read the tokens of PREFIX_ids.npy and PREFIX_idx.npz. Raises UserError if one is missing, or they do not fit."""
+    """Read the tokens of PREFIX_ids.npy and PREFIX_idx.npz.
+
+    Raises:
+        UserError: a file is missing, truncated or not of this format, or the two contradict each other.
+    """
     ids_file, idx_file = (with_ending(prefix, ending) for ending in (IDS_NPY, IDX_NPZ))
     ids, index = read_npy(ids_file), read_npz(idx_file, ("lens", "docs"))
     sequences = _sequence_starts(idx_file, ids_file, _named(index, "lens", idx_file), ids)

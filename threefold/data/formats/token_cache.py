@@ -30,7 +30,7 @@ _SETTLED: Final = 2.0
 
 
 def default_roots(path: Path) -> list[Path]:
-    """Return the folders to search for a file's cache: beside the file, then the user's cache.
+    """Return the folders to search for a file's cache: next to the file, then the user's cache.
 
     A new cache goes to the first one that is writable. Earlier versions used the last one, ignoring XDG_CACHE_HOME.
     """
@@ -157,11 +157,14 @@ def _is_whole(folder: Path) -> bool:
 
 
 def content_hash(path: Path, roots: list[Path]) -> str:
-    """Return the SHA-256 of a file, read only if it may have changed since. Raises UserError if it cannot be read.
+    """Return the SHA-256 of a file, reading it only if it may have changed since it was last hashed.
 
     Args:
         path: the file.
         roots: folders to search for the stored hash; the first writable one stores it.
+
+    Raises:
+        UserError: the file cannot be read.
     """
     require_file(path)  # first, as a loop of links would not resolve
     stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
