@@ -285,7 +285,7 @@ class ChatRenderer:
     """Compiled chat template. Raises UserError if its syntax is wrong."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        import jinja2  # imported here, as few runs have conversations
+        import jinja2
 
         self.template = template
         try:
